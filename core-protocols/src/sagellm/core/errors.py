@@ -1,0 +1,124 @@
+"""Every error that sageLLM raises on purpose.
+
+SageLLMError
+├── ConfigError (ValueError)              a setting has a value that cannot be used
+├── InvalidInputError (ValueError)        an argument of a call is wrong
+│   ├── InvalidRequestError               one request is wrong; the engine goes on
+│   │   └── DuplicateRequestError         its id is already in use
+│   ├── BlockError                        unknown block, double free, size below one
+│   └── StaleMatchError                   a prefix match outlived a change of its cache
+├── CheckpointError (ValueError)          files of a checkpoint are missing, damaged or contradict its config
+├── UnsupportedModelError (ValueError)    a readable checkpoint that no installed model family can run
+├── OutOfMemoryError (MemoryError)
+│   └── OutOfBlocksError                  more blocks asked for than there are
+├── UnknownNameError (LookupError)
+│   ├── UnknownRequestError               no live request has that id
+│   ├── UnknownKindError (PluginError)    a plugin names a kind that core does not define
+│   └── UnknownProviderError              no installed provider has that name
+├── PluginError
+│   ├── PluginImportError (ImportError)   a plugin or a provider's target does not import
+│   ├── PluginVersionError                written for another protocol version
+│   ├── PluginHookError                   a misspelt hook, or a hook that returns something else
+│   └── DuplicateProviderError            two providers of one kind and name
+└── EngineError (RuntimeError)            the engine itself failed; the cause is chained
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SageLLMError(Exception):
+    """Base of all errors that sageLLM raises on purpose."""
+
+
+class ConfigError(SageLLMError, ValueError):
+    """A setting has a value that cannot be used, or is unknown."""
+
+
+class InvalidInputError(SageLLMError, ValueError):
+    """An argument of a call is wrong."""
+
+
+class InvalidRequestError(InvalidInputError):
+    """One request is wrong. Nothing was queued and nothing was allocated."""
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request id is already in use by a live request."""
+
+
+class BlockError(InvalidInputError):
+    """A block id is unknown or already free, or a size is below one."""
+
+
+class StaleMatchError(InvalidInputError):
+    """A prefix match was used after its cache had changed; match again."""
+
+
+class CheckpointError(SageLLMError, ValueError):
+    """Files of a checkpoint are missing, damaged, or contradict its config."""
+
+
+class UnsupportedModelError(SageLLMError, ValueError):
+    """No installed model family can run this checkpoint."""
+
+
+class OutOfMemoryError(SageLLMError, MemoryError):
+    """Memory of some kind ran out."""
+
+
+class OutOfBlocksError(OutOfMemoryError):
+    """More KV blocks were asked for than are free. Nothing was allocated."""
+
+    def __init__(self, message: str, *, needed: int, available: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+class UnknownNameError(SageLLMError, LookupError):
+    """A name that nothing installed bears."""
+
+
+class UnknownRequestError(UnknownNameError):
+    """No live request has that id."""
+
+
+class PluginError(SageLLMError):
+    """A plugin cannot be used. The message names its distribution."""
+
+
+class UnknownKindError(UnknownNameError, PluginError):
+    """A provider names a kind that core does not define."""
+
+
+class UnknownProviderError(UnknownNameError):
+    """No installed provider of a kind bears that name."""
+
+
+class PluginImportError(PluginError, ImportError):
+    """A plugin module, or the target of one of its providers, does not import."""
+
+
+class PluginVersionError(PluginError):
+    """A plugin was written for another version of the protocols."""
+
+
+class PluginHookError(PluginError):
+    """A plugin implements a hook that does not exist, or returns something that is no provider."""
+
+
+class DuplicateProviderError(PluginError):
+    """Two distributions provide the same name of one kind."""
+
+
+class EngineError(SageLLMError, RuntimeError):
+    """The engine itself failed. The cause is chained."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Phrase a suggestion for a misspelt name: ` Did you mean 'lru'?`, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

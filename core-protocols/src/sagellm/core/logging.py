@@ -1,0 +1,46 @@
+"""Logging in one form for all packages: the standard library's, under the name `sagellm`.
+
+A library configures nothing by itself; a program calls `configure` once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+ROOT = "sagellm"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module; pass `__name__`."""
+    return logging.getLogger(name)
+
+
+class JSONFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and the exception where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Render one record."""
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure(level: str = "WARNING", *, as_json: bool = False) -> None:
+    """Send the records of all sageLLM packages to standard error. A second call replaces the first."""
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    handler.setFormatter(JSONFormatter() if as_json else plain)
+    logger = logging.getLogger(ROOT)
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

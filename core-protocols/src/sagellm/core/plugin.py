@@ -1,0 +1,25 @@
+"""The null implementations, so that any module can be switched off by name."""
+
+from sagellm.core.plugins.hookspecs import hookimpl
+from sagellm.core.plugins.provider import Provider
+
+_PROTOCOLS = "sagellm.core.protocols"
+
+
+@hookimpl
+def sagellm_providers() -> list[Provider]:
+    """Name this package's implementations."""
+    return [
+        Provider("prefix_cache", "null", f"{_PROTOCOLS}.prefix_cache:NullPrefixCache", "remembers nothing"),
+        Provider("eviction_policy", "null", f"{_PROTOCOLS}.eviction:NullEvictionPolicy", "evicts nothing"),
+        Provider("scheduler_pass", "null", f"{_PROTOCOLS}.scheduler_ir:NullSchedulerPass", "changes nothing"),
+        Provider(
+            "lifetime_predictor", "null", f"{_PROTOCOLS}.lifetime:NullLifetimePredictor", "predicts the limit"
+        ),
+        Provider(
+            "attention_backend", "null", f"{_PROTOCOLS}.attention:NullAttentionBackend", "attends to nothing"
+        ),
+        Provider("forward_backend", "null", f"{_PROTOCOLS}.forward:NullForwardBackend", "computes nothing"),
+        Provider("topology", "null", f"{_PROTOCOLS}.topology:NullTopology", "one CPU"),
+        Provider("engine", "null", f"{_PROTOCOLS}.engine:NullEngine", "ends every request at once"),
+    ]

@@ -1,0 +1,1 @@
+"""How packages offer implementations and how an engine finds them."""

@@ -1,0 +1,37 @@
+"""The hooks of sageLLM: one that offers implementations, three that observe.
+
+Observer hooks run at most once a step or once a request, never per token or per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pluggy
+
+from sagellm.core.plugins.provider import Provider
+from sagellm.core.request import KVEvent, RequestRecord, StepRecord
+
+PROJECT = "sagellm"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def sagellm_providers() -> list[Provider]:
+    """Return the implementations that this plugin offers. Called once, at loading."""
+
+
+@hookspec
+def sagellm_request_finished(record: RequestRecord) -> None:
+    """Observe a request that has just ended, whatever the reason."""
+
+
+@hookspec
+def sagellm_step_finished(record: StepRecord) -> None:
+    """Observe an engine step that has just ended."""
+
+
+@hookspec
+def sagellm_kv_events(events: Sequence[KVEvent]) -> None:
+    """Observe what entered and left the prefix cache during the last step."""

@@ -1,0 +1,226 @@
+"""Finds plugins, lists what they offer, and turns a kind and a name into an implementation."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, distributions
+from types import ModuleType
+
+import pluggy
+
+from sagellm.core.errors import (
+    DuplicateProviderError,
+    PluginError,
+    PluginHookError,
+    PluginImportError,
+    PluginVersionError,
+    UnknownKindError,
+    UnknownProviderError,
+    nearest,
+)
+from sagellm.core.plugins import hookspecs
+from sagellm.core.plugins.provider import KINDS, Provider
+from sagellm.core.version import SAGELLM_API, is_compatible
+
+GROUP = "sagellm"
+
+
+@dataclass(frozen=True)
+class InstalledProvider:
+    """A provider and the distribution that it came with."""
+
+    provider: Provider
+    distribution: str
+    version: str
+
+    @property
+    def qualified_name(self) -> str:
+        """`distribution:name`, which selects this one among providers of equal name."""
+        return f"{self.distribution}:{self.provider.name}"
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """A distribution with an entry point, and the error that keeps it from use, if any."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    error: PluginError | None = None
+
+
+class PluginRegistry:
+    """All installed plugins, read once.
+
+    Loading never raises: a broken plugin is kept with its error, so that listings go on.
+    `require_healthy` raises it; an engine calls that before it starts. Resolve once and keep
+    the object: nothing in a step loop goes through here.
+    """
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        if os.environ.get("SAGELLM_TRACE_HOOKS") == "1":
+            self._manager.trace.root.setwriter(sys.stderr.write)
+            self._manager.enable_tracing()
+        self.plugins: list[InstalledPlugin] = []
+        self._providers: list[InstalledProvider] = []
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] = os.environ) -> PluginRegistry:
+        """Read the entry points of every installed distribution.
+
+        `SAGELLM_PLUGINS_ALLOW` and `SAGELLM_PLUGINS_DENY` hold distribution names, separated
+        by commas; with an allow list nothing else is loaded.
+        """
+        registry = cls()
+        allow = _names(environ.get("SAGELLM_PLUGINS_ALLOW", ""))
+        deny = _names(environ.get("SAGELLM_PLUGINS_DENY", ""))
+        for distribution, version, entry_point in _entry_points():
+            if distribution in deny or (allow and distribution not in allow):
+                continue
+            registry._add(distribution, version, entry_point)
+        return registry
+
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """The hooks, to be called with keyword arguments."""
+        return self._manager.hook
+
+    def register(self, plugin: object, *, distribution: str, version: str = "0") -> None:
+        """Add a plugin object that no entry point names. Raises what keeps it from use."""
+        api = getattr(plugin, "SAGELLM_API", 0)
+        if not is_compatible(api):
+            raise PluginVersionError(
+                f"{distribution} {version} was written for protocol version {api}, this core has "
+                f"{SAGELLM_API}; install a version of {distribution} that matches"
+            )
+        self._check_hooks(plugin, distribution)
+        found = [InstalledProvider(p, distribution, version) for p in _call_providers(plugin, distribution)]
+        self._manager.register(plugin, name=distribution)
+        self._providers += found
+
+    def providers(self, kind: str | None = None) -> list[InstalledProvider]:
+        """Return what is installed, of one kind or of all, sorted by kind and name."""
+        found = [entry for entry in self._providers if kind in (None, entry.provider.kind)]
+        return sorted(found, key=lambda entry: (entry.provider.kind, entry.provider.name, entry.distribution))
+
+    def require_healthy(self) -> None:
+        """Raise the error of the first plugin that cannot be used."""
+        for plugin in self.plugins:
+            if plugin.error is not None:
+                raise plugin.error
+
+    def find(self, kind: str, name: str) -> InstalledProvider:
+        """Return the provider of a kind that bears a name, or `distribution:name`.
+
+        Raises UnknownKindError, UnknownProviderError or DuplicateProviderError.
+        """
+        _check_kind(kind, "asked for")
+        installed = self.providers(kind)
+        matches = [entry for entry in installed if name in (entry.provider.name, entry.qualified_name)]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            both = " and ".join(f"{entry.qualified_name} ({entry.provider.target})" for entry in matches)
+            raise DuplicateProviderError(
+                f"{kind} {name!r} is provided by {both}; name one of them as {matches[0].qualified_name!r}"
+            )
+        names = sorted({entry.provider.name for entry in installed})
+        listed = ", ".join(names) or "none"
+        broken = "".join(f" {p.distribution} could not be loaded: {p.error}" for p in self.plugins if p.error)
+        raise UnknownProviderError(
+            f"no installed {kind} is called {name!r}; installed: {listed}.{nearest(name, names)}{broken}"
+        )
+
+    def resolve(self, kind: str, name: str) -> object:
+        """Import and return the target of a provider: a class or another callable.
+
+        Raises what `find` raises, and PluginImportError if the target does not import.
+        """
+        entry = self.find(kind, name)
+        module_name, _, attribute = entry.provider.target.partition(":")
+        try:
+            return getattr(import_module(module_name), attribute)
+        except Exception as error:
+            raise PluginImportError(
+                f"{kind} {name!r} of {entry.distribution} {entry.version} does not import "
+                f"({entry.provider.target}): {type(error).__name__}: {error}"
+            ) from error
+
+    def _add(self, distribution: str, version: str, entry_point: EntryPoint) -> None:
+        problem: PluginError | None = None
+        try:
+            self.register(_import(entry_point, distribution), distribution=distribution, version=version)
+        except PluginError as error:
+            problem = error
+        self.plugins.append(InstalledPlugin(distribution, version, entry_point.value, problem))
+
+    def _check_hooks(self, plugin: object, distribution: str) -> None:
+        known = [name for name in dir(hookspecs) if name.startswith("sagellm_")]
+        for name in dir(plugin):
+            is_hook = self._manager.parse_hookimpl_opts(plugin, name) is not None
+            if is_hook and name not in known:
+                raise PluginHookError(
+                    f"{distribution} implements the hook {name!r}, which does not exist; "
+                    f"hooks: {', '.join(known)}.{nearest(name, known)}"
+                )
+
+
+def _import(entry_point: EntryPoint, distribution: str) -> ModuleType:
+    try:
+        return import_module(entry_point.value)
+    except Exception as error:
+        raise PluginImportError(
+            f"{distribution} does not import ({entry_point.value}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _call_providers(plugin: object, distribution: str) -> list[Provider]:
+    offer = getattr(plugin, "sagellm_providers", None)
+    if offer is None:
+        return []
+    try:
+        found = offer()
+    except Exception as error:
+        raise PluginImportError(
+            f"{distribution}: sagellm_providers failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, list) or not all(isinstance(entry, Provider) for entry in found):
+        raise PluginHookError(
+            f"{distribution}: sagellm_providers must return a list of Provider, got {found!r}"
+        )
+    for entry in found:
+        _check_kind(entry.kind, f"{distribution} provides {entry.name!r} of")
+    return found
+
+
+def _check_kind(kind: str, context: str) -> None:
+    if kind not in KINDS:
+        raise UnknownKindError(
+            f"{context} the unknown kind {kind!r}; kinds: {', '.join(KINDS)}.{nearest(kind, KINDS)}"
+        )
+
+
+def _entry_points() -> Iterable[tuple[str, str, EntryPoint]]:
+    """Yield each plugin once, in the order of distribution names; a path may list a distribution twice."""
+    found: dict[tuple[str, str], tuple[str, str, EntryPoint]] = {}
+    for distribution in distributions():
+        for entry_point in distribution.entry_points:
+            if entry_point.group == GROUP:
+                name = _normalise(distribution.metadata["Name"])
+                found.setdefault((name, entry_point.value), (name, distribution.version, entry_point))
+    return [found[key] for key in sorted(found)]
+
+
+def _names(text: str) -> set[str]:
+    return {_normalise(name) for name in text.split(",") if name.strip()}
+
+
+def _normalise(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -1,0 +1,107 @@
+"""Attention over paged KV, one layer at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(kw_only=True)
+class InputBatch:
+    """The tokens of one step, all sequences one after another.
+
+    Sequence `i` computes `query_lens[i]` tokens, the last ones of its first `seq_lens[i]`; the KV
+    of those before is in its blocks already. Lists live on the host so that planning never waits
+    for a device.
+    """
+
+    input_ids: torch.Tensor  # (tokens,) int64
+    position_ids: torch.Tensor  # (tokens,) int64
+    slot_mapping: torch.Tensor  # (tokens,) int64: block id * block_size + offset of each token's KV
+    block_tables: torch.Tensor  # (sequences, blocks of the longest) int64, padded with 0
+    query_lens: list[int]
+    seq_lens: list[int]
+    logits_indices: torch.Tensor  # (rows,) int64: tokens whose logits are wanted
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return len(self.query_lens)
+
+
+@dataclass(kw_only=True)
+class AttentionMetrics:
+    """What a backend has computed so far."""
+
+    num_steps: int = 0
+    num_query_tokens: int = 0
+    details: dict[str, float] = field(default_factory=dict)
+
+
+class AttentionBackendProtocol(ABC):
+    """Stores new KV in its blocks and attends over all of a sequence's KV.
+
+    Providers are called as `factory(num_heads=..., num_kv_heads=..., head_dim=..., block_size=...)`.
+    The model runner calls `plan` once a step and hands the result to `forward` for each layer.
+    Attention is causal; with a sliding window a query sees itself and the `window - 1` tokens
+    before it. A backend that cannot serve a geometry raises UnsupportedModelError when it is made.
+    """
+
+    @abstractmethod
+    def plan(self, batch: InputBatch) -> object:
+        """Prepare what all layers of a step share."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_kv: torch.Tensor,
+        plan: object,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        `query` is (tokens, heads, dim), `key` and `value` (tokens, kv_heads, dim), `layer_kv`
+        (blocks, 2, kv_heads, block_size, dim), written in place. Returns (tokens, heads, dim).
+        """
+
+    @abstractmethod
+    def metrics(self) -> AttentionMetrics:
+        """Return the counts so far."""
+
+
+class NullAttentionBackend(AttentionBackendProtocol):
+    """Attends to nothing: returns zeros, keeps no KV. Measures a step without its attention."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def plan(self, batch: InputBatch) -> object:
+        """Prepare nothing."""
+        return None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_kv: torch.Tensor,
+        plan: object,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Return zeros of the query's shape."""
+        return query.new_zeros(query.shape)
+
+    def metrics(self) -> AttentionMetrics:
+        """Return zeros."""
+        return AttentionMetrics()

@@ -1,0 +1,137 @@
+"""Which cached blocks to give up first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sagellm.core.ids import BlockId, NodeId, SequenceId
+from sagellm.core.namespace import DEFAULT, Namespace
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CachedNode:
+    """What a policy may know of a node. The cache keeps it up to date; a policy only reads it.
+
+    Times are nanoseconds on the cache's clock.
+    """
+
+    node_id: NodeId
+    num_blocks: int
+    depth: int  # tokens from the root to the node's end
+    created_ns: int
+    last_access_ns: int
+    access_count: int = 0  # hits since it entered the tree
+    priority: int = 0
+    namespace: Namespace = DEFAULT
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionCandidate:
+    """A sequence whose blocks could be taken: the stateless view of the same question."""
+
+    sequence_id: SequenceId
+    block_ids: Sequence[BlockId]
+    last_access_time: float
+    access_count: int = 0
+    priority: int = 0
+    is_pinned: bool = False
+    estimated_lifetime: float | None = None  # tokens still to come, where a predictor says so
+
+
+@dataclass(kw_only=True)
+class EvictionMetrics:
+    """Counts of one policy since it was made."""
+
+    num_inserted: int = 0
+    num_hits: int = 0
+    num_victims: int = 0
+    num_candidates: int = 0  # unlocked leaves at this moment
+    details: dict[str, float] = field(default_factory=dict)
+
+
+class EvictionPolicyProtocol(ABC):
+    """Ranks the unlocked leaves of one prefix cache.
+
+    Providers are called as `factory(**options)`. The cache calls `on_insert` when a node enters
+    the tree, `on_hit` when its blocks are reused and `on_remove` when it leaves; in between,
+    `add_candidate` and `remove_candidate` say when the node becomes an unlocked leaf and when it
+    stops being one (locked, or given a child). `victim` names the next one to go; the cache then
+    calls `remove_candidate` and `on_remove` for it. A hit on a locked node is reported as well.
+
+    Every call is O(log n) or better in the number of nodes, none blocks, and the policy never
+    calls back. All calls come from one thread at a time. A node that is split is reported as one
+    insert for its upper part, which inherits the counts; the lower part keeps its id.
+    """
+
+    @abstractmethod
+    def on_insert(self, node: CachedNode) -> None:
+        """A node entered the tree. It is no candidate yet."""
+
+    @abstractmethod
+    def on_hit(self, node: CachedNode) -> None:
+        """Blocks of the node are being reused; its counts are updated already."""
+
+    @abstractmethod
+    def on_remove(self, node: CachedNode) -> None:
+        """The node left the tree. Its id will not come again."""
+
+    @abstractmethod
+    def add_candidate(self, node: CachedNode) -> None:
+        """The node became an unlocked leaf and may be chosen."""
+
+    @abstractmethod
+    def remove_candidate(self, node: CachedNode) -> None:
+        """The node may not be chosen until it is added again."""
+
+    @abstractmethod
+    def victim(self) -> CachedNode | None:
+        """Return the candidate to evict first, or None when there is none. Changes no order."""
+
+    @abstractmethod
+    def select_victims(
+        self, candidates: Sequence[EvictionCandidate], required_blocks: int
+    ) -> list[SequenceId]:
+        """Choose sequences whose blocks together cover `required_blocks`, the first to go first.
+
+        Stateless: depends on the arguments alone. Never chooses a pinned candidate; returns all
+        unpinned ones when even they do not suffice, and nothing when `required_blocks` < 1.
+        """
+
+    @abstractmethod
+    def metrics(self) -> EvictionMetrics:
+        """Return the counts so far."""
+
+
+class NullEvictionPolicy(EvictionPolicyProtocol):
+    """Protects everything: never names a victim, so a full cache stays as it is."""
+
+    def on_insert(self, node: CachedNode) -> None:
+        """Ignore it."""
+
+    def on_hit(self, node: CachedNode) -> None:
+        """Ignore it."""
+
+    def on_remove(self, node: CachedNode) -> None:
+        """Ignore it."""
+
+    def add_candidate(self, node: CachedNode) -> None:
+        """Ignore it."""
+
+    def remove_candidate(self, node: CachedNode) -> None:
+        """Ignore it."""
+
+    def victim(self) -> CachedNode | None:
+        """Name nothing."""
+        return None
+
+    def select_victims(
+        self, candidates: Sequence[EvictionCandidate], required_blocks: int
+    ) -> list[SequenceId]:
+        """Choose nothing."""
+        return []
+
+    def metrics(self) -> EvictionMetrics:
+        """Return zeros."""
+        return EvictionMetrics()

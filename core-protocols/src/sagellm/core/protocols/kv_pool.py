@@ -1,0 +1,180 @@
+"""The pool of KV blocks: who holds which block, counted by reference."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sagellm.core.errors import BlockError, OutOfBlocksError
+from sagellm.core.ids import BlockId, SequenceId
+
+Evictor = Callable[[int], int]
+"""Called with a number of blocks that are wanted; frees what it can and returns how many it freed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockAllocationRequest:
+    """What a sequence asks for. Larger priorities are more urgent."""
+
+    num_blocks: int
+    sequence_id: SequenceId
+    priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockInfo:
+    """One allocated block, as it is now."""
+
+    block_id: BlockId
+    sequence_id: SequenceId  # who allocated it
+    priority: int
+    ref_count: int
+    last_access_time: float  # seconds on the pool's clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPoolMetrics:
+    """Counts of a pool, in blocks."""
+
+    total_blocks: int
+    num_free_blocks: int
+    num_shared_blocks: int  # with more than one reference
+    num_allocations: int  # calls of allocate that succeeded
+    num_failed_allocations: int
+    num_evicted_blocks: int  # freed through evict_if_needed
+    external_fragmentation: float
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks with at least one reference."""
+        return self.total_blocks - self.num_free_blocks
+
+
+class KVPoolProtocol(ABC):
+    """Hands out KV blocks and counts who uses them.
+
+    Providers are called as `factory(total_blocks, block_size, allocator=..., clock=...)`. Each
+    block is free or has a reference count of at least one; sequences and the prefix cache each
+    hold references. Every call either succeeds whole or changes nothing. Calls may come from
+    many threads. The pool knows no eviction policy: `evict_if_needed` calls the evictor that it
+    was handed.
+    """
+
+    @property
+    @abstractmethod
+    def total_blocks(self) -> int:
+        """Blocks in the pool, free or not."""
+
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    @abstractmethod
+    def block_info(self) -> Mapping[BlockId, BlockInfo]:
+        """The allocated blocks, a live view; KeyError for one that is free."""
+
+    @abstractmethod
+    def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
+        """Hand out blocks with one reference each.
+
+        Raises OutOfBlocksError when fewer are free, BlockError when the size is below one.
+        """
+
+    @abstractmethod
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Add a reference to each block. Raises BlockError for one that is free or unknown."""
+
+    @abstractmethod
+    def free(self, block_ids: Sequence[BlockId]) -> int:
+        """Drop one reference of each block and return how many became free.
+
+        Raises BlockError for an id that is unknown or has no reference left to drop.
+        """
+
+    @abstractmethod
+    def get_free_blocks(self) -> int:
+        """Return how many blocks are free."""
+
+    @abstractmethod
+    def set_evictor(self, evictor: Evictor | None) -> None:
+        """Hand in what frees blocks on demand."""
+
+    @abstractmethod
+    def evict_if_needed(self, num_blocks: int = 1) -> int:
+        """Have blocks evicted until `num_blocks` are free; return how many are free then."""
+
+    @abstractmethod
+    def metrics(self) -> KVPoolMetrics:
+        """Return the present counts."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+
+
+class NullKVPool(KVPoolProtocol):
+    """A pool of no blocks."""
+
+    def __init__(self, total_blocks: int = 0, block_size: int = 16, **_: object) -> None:
+        del total_blocks
+        self._block_size = block_size
+
+    @property
+    def total_blocks(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def block_size(self) -> int:
+        """What was given at construction."""
+        return self._block_size
+
+    @property
+    def block_info(self) -> Mapping[BlockId, BlockInfo]:
+        """Always empty."""
+        return {}
+
+    def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
+        """Refuse: there is nothing to give."""
+        needed = request.num_blocks
+        raise OutOfBlocksError(f"{needed} blocks asked for, this pool has none", needed=needed, available=0)
+
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Accept only nothing."""
+        if block_ids:
+            raise BlockError(f"blocks {list(block_ids)} are not allocated")
+
+    def free(self, block_ids: Sequence[BlockId]) -> int:
+        """Accept only nothing."""
+        if block_ids:
+            raise BlockError(f"blocks {list(block_ids)} are not allocated")
+        return 0
+
+    def get_free_blocks(self) -> int:
+        """Always 0."""
+        return 0
+
+    def set_evictor(self, evictor: Evictor | None) -> None:
+        """Ignore it: there is nothing to evict."""
+
+    def evict_if_needed(self, num_blocks: int = 1) -> int:
+        """Always 0."""
+        return 0
+
+    def metrics(self) -> KVPoolMetrics:
+        """Return zeros."""
+        return KVPoolMetrics(
+            total_blocks=0,
+            num_free_blocks=0,
+            num_shared_blocks=0,
+            num_allocations=0,
+            num_failed_allocations=0,
+            num_evicted_blocks=0,
+            external_fragmentation=0.0,
+        )
+
+    def check_integrity(self) -> None:
+        """Nothing can be wrong."""

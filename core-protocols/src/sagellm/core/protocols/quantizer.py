@@ -1,0 +1,126 @@
+"""Weights in fewer bits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from sagellm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class QuantizationGranularity(Enum):
+    """How many weights share one scale."""
+
+    PER_TENSOR = "per_tensor"
+    PER_CHANNEL = "per_channel"  # one scale an output row
+    PER_GROUP = "per_group"  # one scale for `group_size` neighbours in a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """What to quantize to. `clip_ratio` cuts the largest magnitude before the scale is chosen."""
+
+    clip_ratio: float = 1.0
+    group_size: int = 128
+    granularity: QuantizationGranularity = QuantizationGranularity.PER_CHANNEL
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_ratio <= 1:
+            raise ConfigError(f"clip_ratio is {self.clip_ratio}; it must be in (0, 1]")
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise ConfigError(f"group_size is {self.group_size}; it must be an integer of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOutput:
+    """A quantized matrix: values (out, in) and scales that broadcast over groups of columns.
+
+    `scales` has shape (1, 1), (out, 1) or (out, in ÷ group_size), always two-dimensional.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    config: QuantizationConfig
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales together."""
+        return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(kw_only=True)
+class QuantizerMetrics:
+    """What has been quantized so far."""
+
+    num_tensors: int = 0
+    original_bytes: int = 0
+    quantized_bytes: int = 0
+    max_error_steps: float = (
+        0.0  # largest |w - dequantized| in units of its scale; 0.5 is the limit without clipping
+    )
+
+
+class QuantizerProtocol(ABC):
+    """Quantizes the weights of linear layers and multiplies by them.
+
+    Providers are called as `factory(config)` with a QuantizationConfig or None for the default.
+    The engine calls `quantize` once for each linear weight while it loads, drops the original,
+    and calls `linear` in every step.
+    """
+
+    @abstractmethod
+    def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
+        """Quantize a matrix (out, in).
+
+        Raises InvalidInputError for NaN or infinite values, a shape that is not two-dimensional,
+        or columns that do not divide into groups (the message says to which multiple to pad).
+        """
+
+    @abstractmethod
+    def dequantize(self, output: QuantizationOutput, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix that the quantized one stands for, (out, in)."""
+
+    @abstractmethod
+    def linear(
+        self, x: torch.Tensor, output: QuantizationOutput, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `x @ weight.T + bias` in x's dtype; x is (tokens, in)."""
+
+    @abstractmethod
+    def metrics(self) -> QuantizerMetrics:
+        """Return the counts so far."""
+
+
+class NullQuantizer(QuantizerProtocol):
+    """Keeps weights as they are, with scales of one."""
+
+    def __init__(self, config: QuantizationConfig | None = None) -> None:
+        self._config = config or QuantizationConfig()
+        self._metrics = QuantizerMetrics()
+
+    def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
+        """Keep the matrix."""
+        self._metrics.num_tensors += 1
+        self._metrics.original_bytes += weight.nbytes
+        self._metrics.quantized_bytes += weight.nbytes
+        return QuantizationOutput(values=weight, scales=weight.new_ones(1, 1), config=self._config)
+
+    def dequantize(self, output: QuantizationOutput, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix itself."""
+        return output.values.to(dtype)
+
+    def linear(
+        self, x: torch.Tensor, output: QuantizationOutput, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply."""
+        product = x @ output.values.to(x.dtype).T
+        return product if bias is None else product + bias
+
+    def metrics(self) -> QuantizerMetrics:
+        """Return the counts so far."""
+        return self._metrics

@@ -1,0 +1,83 @@
+"""A request as every package sees it, and what is reported when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from sagellm.core.ids import RequestId
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.tokens import TokenIds
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Why a request ended, in the OpenAI API's words where it has one."""
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request will never run again."""
+        return self.name.startswith("FINISHED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to continue. Its tokens live once, packed, from admission to the end."""
+
+    request_id: RequestId
+    token_ids: TokenIds
+    max_tokens: int
+    priority: int = 0  # larger is more urgent
+    arrival_ns: int = 0  # Clock.now_ns()
+    namespace: Namespace = DEFAULT
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What observers are told about a finished request. It holds no text and no token ids."""
+
+    request_id: RequestId
+    namespace: Namespace
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrival_ns: int
+    first_token_ns: int | None
+    finished_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What observers are told about one engine step."""
+
+    step: int
+    started_ns: int
+    finished_ns: int
+    num_running: int
+    num_waiting: int
+    num_scheduled_tokens: int
+    num_preempted: int
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVEvent:
+    """Blocks that entered or left the prefix cache of one namespace."""
+
+    action: Literal["stored", "removed"]
+    namespace: Namespace
+    num_blocks: int
+    num_tokens: int

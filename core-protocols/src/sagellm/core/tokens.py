@@ -1,0 +1,94 @@
+"""Token ids, packed once and never copied element by element again."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, overload
+
+from sagellm.core.errors import InvalidInputError
+
+
+class TokenIds(Sequence[int]):
+    """An immutable sequence of token ids in native int32 bytes.
+
+    `data` is what hot paths compare: `tokens.data.startswith(edge, 4 * position)` is one memcmp.
+    Slices are TokenIds too. Packing a list costs about 8 ns a token, once a request.
+    """
+
+    __slots__ = ("_ints", "data")
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) % 4:
+            raise InvalidInputError(f"packed token ids must be a multiple of 4 bytes, not {len(data)}")
+        self.data = data
+        self._ints = memoryview(data).cast("i")
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenIds: ...
+    def __getitem__(self, index: int | slice) -> int | TokenIds:
+        if not isinstance(index, slice):
+            return self._ints[index]
+        start, stop, step = index.indices(len(self._ints))
+        if step != 1:
+            return pack(self._ints[index].tolist())
+        return TokenIds(self.data[4 * start : 4 * stop])
+
+    def __len__(self) -> int:
+        return len(self._ints)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ints)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return self.data == other.data
+        return isinstance(other, (list, tuple)) and self._ints.tolist() == list(other)
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __add__(self, other: Sequence[int]) -> TokenIds:
+        return TokenIds(self.data + pack(other).data)
+
+    def __repr__(self) -> str:
+        ids = self.tolist()
+        shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
+        return f"TokenIds([{shown}], {len(ids)} tokens)"
+
+    def tolist(self) -> list[int]:
+        """Return the ids as a list of Python ints."""
+        return self._ints.tolist()
+
+
+TokenIdsLike: TypeAlias = Sequence[int]
+"""What calls accept: TokenIds, any sequence of ints, or an integer array."""
+
+EMPTY = TokenIds(b"")
+
+
+def pack(ids: TokenIdsLike) -> TokenIds:
+    """Pack token ids; TokenIds pass through untouched.
+
+    Raises InvalidInputError for bytes and text, for what is no integer, and for ids
+    outside 0 … 2³¹ - 1.
+    """
+    if isinstance(ids, TokenIds):
+        return ids
+    if isinstance(ids, (str, bytes, bytearray)):
+        raise InvalidInputError(f"token ids must be a sequence of ints, not {type(ids).__name__}")
+    if hasattr(ids, "tolist"):  # array.array, numpy and torch arrays
+        ids = ids.tolist()
+    try:
+        data = struct.pack(f"{len(ids)}i", *ids)
+    except (struct.error, TypeError) as error:
+        raise InvalidInputError(f"token ids must be ints in 0 … 2147483647: {error}") from error
+    # The top byte of each id has its sign bit: all of them ASCII means that none is negative.
+    if not data[_TOP_BYTE::4].isascii():
+        raise InvalidInputError(f"token ids must not be negative; the smallest is {min(ids)}")
+    return TokenIds(data)
+
+
+_TOP_BYTE = 3 if struct.pack("i", 1)[0] else 0

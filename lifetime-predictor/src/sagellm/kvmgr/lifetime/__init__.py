@@ -1,0 +1,8 @@
+"""Predictors of how much longer a sequence will generate."""
+
+from sagellm.core._lazy import lazy
+
+__version__ = "0.1.0"
+__all__: list[str] = []
+
+__getattr__ = lazy(__name__, {})

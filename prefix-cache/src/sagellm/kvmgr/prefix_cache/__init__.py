@@ -1,0 +1,8 @@
+"""Radix prefix cache for LLM serving: token-exact, block-aligned, multi-tenant."""
+
+from sagellm.core._lazy import lazy
+
+__version__ = "0.1.0"
+__all__: list[str] = []
+
+__getattr__ = lazy(__name__, {})

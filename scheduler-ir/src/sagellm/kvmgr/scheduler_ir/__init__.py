@@ -1,0 +1,8 @@
+"""Continuous-batching scheduler built on an intermediate representation and passes."""
+
+from sagellm.core._lazy import lazy
+
+__version__ = "0.1.0"
+__all__: list[str] = []
+
+__getattr__ = lazy(__name__, {})
