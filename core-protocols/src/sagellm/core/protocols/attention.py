@@ -33,6 +33,14 @@ class InputBatch:
         return len(self.query_lens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What differs from layer to layer: the factor on the scores, and the window in tokens."""
+
+    scale: float
+    sliding_window: int | None = None
+
+
 @dataclass(kw_only=True)
 class AttentionMetrics:
     """What a backend has computed so far."""
@@ -63,9 +71,7 @@ class AttentionBackendProtocol(ABC):
         value: torch.Tensor,
         layer_kv: torch.Tensor,
         plan: object,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         """Attend.
 
@@ -95,9 +101,7 @@ class NullAttentionBackend(AttentionBackendProtocol):
         value: torch.Tensor,
         layer_kv: torch.Tensor,
         plan: object,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         """Return zeros of the query's shape."""
         return query.new_zeros(query.shape)
