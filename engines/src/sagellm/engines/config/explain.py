@@ -1,0 +1,84 @@
+"""Turns what pydantic found into one sentence a mistake: key, value, what is possible."""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from sagellm.core import ConfigError, nearest
+from sagellm.engines.config.settings import FLAT_NAMES
+
+
+def explain(error: ValidationError, model: type[BaseModel], section: str) -> ConfigError:
+    """Phrase every finding of `error`, one a line. `section` is "" for the whole configuration."""
+    lines = []
+    for found in error.errors(include_url=False):
+        cause = found.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # a section has already spoken for itself
+            lines.append(str(cause))
+            continue
+        name = str(found["loc"][0]) if found["loc"] else ""
+        key = f"{section}.{name}" if section else name
+        if found["type"] == "extra_forbidden":
+            lines.append(unknown_key(key, section, list(model.model_fields)))
+        else:
+            must = str(cause) if cause is not None else possible(model.model_fields[name])
+            lines.append(f"{with_flat_name(key)} is {found['input']!r}; it must be {must}")
+    return ConfigError("\n".join(lines))
+
+
+def unknown_key(key: str, section: str, known: list[str]) -> str:
+    """Say that a key does not exist, which do, and which was probably meant."""
+    if not section and key in FLAT_NAMES:
+        return (
+            f"unknown section {key!r}; the setting is {FLAT_NAMES[key]}, or EngineConfig.from_flat({key}=…)"
+        )
+    what, where = ("setting", f"{section} has") if section else ("section", "the sections are")
+    return f"unknown {what} {key!r}; {where} {', '.join(known)}.{nearest(key.rpartition('.')[2], known)}"
+
+
+def with_flat_name(key: str) -> str:
+    """Add the flat name where it is not the last word of the key."""
+    flat = next((flat for flat, dotted in FLAT_NAMES.items() if dotted == key), "")
+    return key if not flat or key.endswith(f".{flat}") else f"{key} ({flat})"
+
+
+def possible(field: FieldInfo) -> str:
+    """Phrase what a field takes: `a whole number from 1 to 1024, or null`."""
+    kind, optional = kind_of(field)
+    text = _phrase(kind, field)
+    return f"{text}, or null" if optional else text
+
+
+def kind_of(field: FieldInfo) -> tuple[Any, bool]:
+    """Return a field's type without None, and whether it may be None."""
+    annotation = field.annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        member = next(member for member in get_args(annotation) if member is not type(None))
+        return (get_args(member)[0] if get_origin(member) is Annotated else member), True
+    return annotation, False
+
+
+def _phrase(kind: Any, field: FieldInfo) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
+    if kind is bool:
+        return "true or false"
+    if kind in (int, float):
+        return ("a whole number" if kind is int else "a number") + _limits(field)
+    if kind is str:
+        return "a text that is not empty"
+    return "a list of names" if get_origin(kind) is tuple else "a mapping of names to values"
+
+
+def _limits(field: FieldInfo) -> str:
+    low = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
+    above = next((limit.gt for limit in field.metadata if isinstance(limit, Gt)), None)
+    high = next((limit.le for limit in field.metadata if isinstance(limit, Le)), None)
+    if above is not None:
+        return f" above {above} and at most {high}"
+    return f" of at least {low}" if high is None else f" from {low} to {high}"

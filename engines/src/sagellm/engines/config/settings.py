@@ -1,0 +1,40 @@
+"""The one table of flat names: what `LLMEngine(...)` and the command line call each setting.
+
+Names that mean what vLLM's mean are vLLM's. A flag is the flat name with dashes. Type, default,
+limits and help text of a setting stand in `schema.py` and are not repeated here.
+"""
+
+from __future__ import annotations
+
+FLAT_NAMES: dict[str, str] = {
+    "model": "model.name",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "device": "model.device",
+    "quantization": "model.quantization",
+    "max_model_len": "model.max_model_len",
+    "seed": "model.seed",
+    "block_size": "kv.block_size",
+    "num_blocks": "kv.num_blocks",
+    "gpu_memory_utilization": "kv.memory_fraction",
+    "kv_pool": "kv.pool",
+    "kv_allocator": "kv.allocator",
+    "enable_prefix_caching": "prefix_cache.enabled",
+    "prefix_cache": "prefix_cache.name",
+    "eviction_policy": "prefix_cache.eviction_policy",
+    "eviction_options": "prefix_cache.eviction_options",
+    "scheduler": "scheduler.name",
+    "scheduler_passes": "scheduler.passes",
+    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "max_num_seqs": "scheduler.max_num_seqs",
+    "lifetime_predictor": "predictor.name",
+    "forward_backend": "forward.backend",
+    "attention_backend": "forward.attention",
+}
+"""Flat name → dotted key of the schema, in the order of `--help`."""
+
+
+def flag_of(flat_name: str) -> str:
+    """Return the command-line flag of a flat name: `block_size` → `--block-size`."""
+    return "--" + flat_name.replace("_", "-")
