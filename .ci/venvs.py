@@ -1,0 +1,69 @@
+"""Scratch environments for the checks in this folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
+MEMBERS: list[str] = _HATCH["workspace"]["members"]
+QUICK = "not full and not matrix and not cuda"
+
+
+class Environment:
+    """A fresh virtual environment in which every command runs away from the repository."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.work = folder.with_name(folder.name + ".work")
+        self.work.mkdir(parents=True)
+        run([sys.executable, "-m", "venv", str(folder)], cwd=self.work)
+        self.python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
+
+    def pip(self, *arguments: str, cwd: Path | None = None) -> None:
+        """Run pip."""
+        run([self.python, "-m", "pip", *arguments], cwd=cwd or self.work)
+
+    def execute(self, code: str) -> None:
+        """Run Python source as a script."""
+        script = self.work / "script.py"
+        script.write_text(code)
+        run([self.python, str(script)], cwd=self.work)
+
+    def pytest(self, *arguments: str, cwd: Path | None = None) -> None:
+        """Run the quick tests that the arguments name."""
+        options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-m", QUICK]
+        run([self.python, "-m", "pytest", *options, *arguments], cwd=cwd or self.work)
+
+
+def run(command: Sequence[str], *, cwd: Path) -> None:
+    """Run a command without input and exit with its words if it fails."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nexit status {done.returncode} of: {' '.join(command)} (in {cwd})")
+
+
+class Stopwatch:
+    """Prints what was done and how long it took."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def lap(self, text: str) -> None:
+        """Print a line and start again."""
+        now = time.perf_counter()
+        print(f"  {now - self._begun:6.1f} s  {text}", flush=True)
+        self._begun = now

@@ -1,0 +1,110 @@
+"""Builds the nine wheels and uses each one alone.
+
+Each package's folder is copied out of the repository and built there. Its wheel is then installed
+into an environment of its own, with nothing beside it but what it depends on; there `pip check`
+passes, every public name resolves, the README's examples run and the folder's own tests pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+from venvs import MEMBERS, ROOT, Environment, Stopwatch
+
+IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "dist", "build")
+
+
+def main() -> None:
+    """Check the packages named on the command line, or all of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packages", nargs="*", default=MEMBERS, metavar="PACKAGE")
+    parser.add_argument("--scratch", type=Path, required=True, help="a folder that does not exist yet")
+    options = parser.parse_args()
+    scratch = options.scratch.resolve()
+    watch = Stopwatch()
+
+    wheels = build(scratch, watch)
+    constraints = write_constraints(scratch, wheels)
+    for folder in options.packages:
+        check(folder, scratch, constraints, watch)
+
+
+def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:
+    """Copy every folder out and build its wheel; return the wheels by folder."""
+    builder = Environment(scratch / "builder")
+    builder.pip("install", "-q", "hatchling>=1.24")
+    wheels: dict[str, Path] = {}
+    for folder in MEMBERS:
+        alone = scratch / "folders" / folder
+        shutil.copytree(ROOT / folder, alone, ignore=IGNORED)
+        target = scratch / "wheels" / folder
+        builder.pip("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), ".", cwd=alone)
+        (wheels[folder],) = target.glob("*.whl")
+    watch.lap(f"built {len(wheels)} wheels")
+    return wheels
+
+
+def write_constraints(scratch: Path, wheels: dict[str, Path]) -> Path:
+    """Pin every package of ours to its wheel, so that nothing of that name comes from a registry."""
+    path = scratch / "constraints.txt"
+    ours = [f"sagellm-{folder} @ {wheel.as_uri()}" for folder, wheel in wheels.items()]
+    path.write_text((ROOT / "constraints.txt").read_text() + "\n".join(ours) + "\n")
+    return path
+
+
+def check(folder: str, scratch: Path, constraints: Path, watch: Stopwatch) -> None:
+    """Install one wheel alone and use it."""
+    alone = scratch / "folders" / folder
+    environment = Environment(scratch / "environments" / folder)
+    environment.pip("install", "-q", "-c", str(constraints), f"sagellm-{folder}")
+    environment.pip("check")
+    watch.lap(f"{folder}: installed alone")
+
+    environment.execute(PUBLIC_NAMES.format(module=module_of(alone)))
+    for example in examples(alone / "README.md"):
+        environment.execute(example)
+    watch.lap(f"{folder}: public names, README examples")
+
+    environment.pip(
+        "install", "-q", "-c", str(constraints), "sagellm-core-protocols[testing]", "pytest-timeout"
+    )
+    environment.pytest("tests", cwd=alone)
+    watch.lap(f"{folder}: its tests from its folder alone")
+    shutil.rmtree(environment.folder)
+
+
+def module_of(folder: Path) -> str:
+    """Return the import name that the folder's only entry point gives."""
+    entry_points = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"][
+        "sagellm"
+    ]
+    (target,) = entry_points.values()
+    return str(target).removesuffix(".plugin")
+
+
+def examples(readme: Path) -> list[str]:
+    """Return the Python examples of a README; there has to be one."""
+    found = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
+    if not found:
+        sys.exit(f"{readme} has no ```python example")
+    return found
+
+
+PUBLIC_NAMES = """
+import importlib, sagellm
+assert not hasattr(sagellm, "__file__") or sagellm.__file__ is None, "sagellm must stay a namespace"
+module = importlib.import_module("{module}")
+for name in module.__all__:
+    getattr(module, name)
+"""
+
+
+if __name__ == "__main__":
+    main()
