@@ -94,8 +94,11 @@ class KVConfig(_Checked):
     num_blocks: int | None = Field(
         default=None, ge=1, description="KV blocks; null: as many as the memory at hand allows"
     )
-    memory_fraction: float = Field(
-        default=0.9, gt=0, le=1, description="share of the device's memory that weights and KV may take"
+    memory_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU",
     )
     pool: Name = Field(default="paged", description="KV pool by name")
     allocator: Name = Field(default="free_list", description="allocator of KV blocks by name")

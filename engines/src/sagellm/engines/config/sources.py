@@ -1,0 +1,171 @@
+"""Where settings come from: flag > environment > file > default, and who said what.
+
+Files are, the strongest first: the one named by `--config`, `sagellm.yaml` in the working
+directory, `config.yaml` in the user's configuration folder. All that exist are read; each one
+states only what it changes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from sagellm.core import ConfigError, nearest
+from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
+from sagellm.engines.config.settings import flag_of
+from sagellm.engines.config.text import parse_text
+
+PREFIX = "SAGELLM_"
+DIRECTORY_FILE = "sagellm.yaml"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who gave a setting its value: `where` is a flag, a variable or a path, "" for a default."""
+
+    kind: Literal["flag", "environment", "file", "default"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where}".rstrip()
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration, the origin of each value by dotted key, and the files that were read."""
+
+    config: EngineConfig
+    origins: Mapping[str, Origin]
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    origin: Origin
+    values: Mapping[str, Any]
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> LoadedConfig:
+    """Read all sources and lay them over each other.
+
+    `flags` maps flat names to what was given on the command line; text is converted. `environ`
+    and `directory` default to the process's own. Raises ConfigError with a line for every wrong
+    value, each of which names its origin; a wrong value is an error even where a stronger source
+    replaces it.
+    """
+    environ = os.environ if environ is None else environ
+    files = tuple(_existing_files(config_file, environ, directory or Path()))
+    layers = [_file_layer(path) for path in files]
+    layers += _environment_layers(environ)
+    layers += _flag_layers(flags or {})
+    _check(layers)
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(EngineConfig().values(), Origin("default"))
+    for layer in layers:
+        values.update(layer.values)
+        origins.update(dict.fromkeys(layer.values, layer.origin))
+    return LoadedConfig(EngineConfig.from_values(values), origins, files)
+
+
+def user_config_file(environ: Mapping[str, str]) -> Path:
+    """Return the path of the user's configuration file by the platform's convention."""
+    home = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home())
+    if sys.platform == "win32":
+        base = Path(environ.get("APPDATA") or home / "AppData" / "Roaming")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Application Support"
+    else:
+        base = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+    return base / "sagellm" / "config.yaml"
+
+
+def _existing_files(named: Path | None, environ: Mapping[str, str], directory: Path) -> Iterator[Path]:
+    """Yield the weakest first."""
+    if named is not None and not named.is_file():
+        raise ConfigError(f"--config is {str(named)!r}; there is no such file")
+    for path in (user_config_file(environ), directory / DIRECTORY_FILE):
+        if path.is_file():
+            yield path
+    if named is not None:
+        yield named
+
+
+def _file_layer(path: Path) -> _Layer:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration file {path} is not YAML: {error}") from error
+    values: dict[str, Any] = {}
+    for section, settings in _mapping(content, f"the configuration file {path}").items():
+        for name, value in _mapping(settings, f"{section} in {path}").items():
+            values[f"{section}.{name}"] = value
+        if not settings and section not in SECTIONS:
+            values[f"{section}."] = None  # an empty section is misspelt like any other
+    return _Layer(Origin("file", str(path)), values)
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} is {value!r}; it must be a mapping, such as `kv: {{block_size: 16}}`")
+    return {str(key): item for key, item in value.items()}
+
+
+def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
+    """Yield one layer a variable `SAGELLM_SECTION__NAME`; an empty variable counts as not set."""
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or not text:
+            continue
+        section, separator, name = variable.removeprefix(PREFIX).lower().partition("__")
+        key = f"{section}.{name}"
+        if separator and section in SECTIONS and name in SECTIONS[section].model_fields:
+            yield _Layer(Origin("environment", variable), {key: parse_text(key, text)})
+        elif separator or _looks_like_a_setting(section):
+            known = [_variable(key) for key in EngineConfig().values()]
+            raise ConfigError(
+                f"the environment variable {variable} names no setting; settings are "
+                f"{PREFIX}SECTION__NAME, the sections {', '.join(SECTIONS)}.{nearest(variable, known)}"
+            )
+
+
+def _looks_like_a_setting(name: str) -> bool:
+    """Say whether someone meant a setting and wrote one underscore instead of two."""
+    return any(name == section or name.startswith(f"{section}_") for section in SECTIONS)
+
+
+def _variable(key: str) -> str:
+    return PREFIX + key.replace(".", "__").upper()
+
+
+def _flag_layers(flags: Mapping[str, Any]) -> Iterator[_Layer]:
+    for name, key in zip(flags, flat_to_dotted(flags), strict=True):
+        value = flags[name]
+        parsed = parse_text(key, value) if isinstance(value, str) else value
+        yield _Layer(Origin("flag", flag_of(name)), {key: parsed})
+
+
+def _check(layers: list[_Layer]) -> None:
+    """Validate each layer by itself, so that a message can say which one is wrong."""
+    wrong: list[str] = []
+    for layer in layers:
+        try:
+            EngineConfig.from_values(layer.values)
+        except ConfigError as error:
+            wrong += [f"{line} (from {layer.origin.where})" for line in str(error).splitlines()]
+    if wrong:
+        raise ConfigError("\n".join(wrong))

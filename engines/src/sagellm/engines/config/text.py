@@ -1,0 +1,55 @@
+"""Reads settings that come as text, from a flag or an environment variable."""
+
+from __future__ import annotations
+
+from typing import Any, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from sagellm.core import ConfigError
+from sagellm.engines.config.explain import kind_of, unknown_key
+from sagellm.engines.config.schema import SECTIONS
+
+_BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+_NULLS = ("null", "none", "~")
+
+
+def field_of(key: str) -> FieldInfo:
+    """Return the schema's field under a dotted key. Raises ConfigError if there is none."""
+    section, _, name = key.partition(".")
+    if section not in SECTIONS:
+        raise ConfigError(unknown_key(section, "", list(SECTIONS)))
+    fields = SECTIONS[section].model_fields
+    if name not in fields:
+        raise ConfigError(unknown_key(key, section, list(fields)))
+    return fields[name]
+
+
+def parse_text(key: str, text: str) -> Any:
+    """Turn text into the type of a setting: names stay text, lists and mappings are YAML.
+
+    Text that does not fit is returned as it is, so that the schema refuses it in its own words.
+    """
+    kind, optional = kind_of(field_of(key))
+    if optional and text.strip().lower() in _NULLS:
+        return None
+    if kind is bool:
+        return _BOOLEANS.get(text.strip().lower(), text)
+    try:
+        if kind in (int, float):
+            return kind(text)
+        if get_origin(kind) in (tuple, dict):
+            return yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+    return text
