@@ -1,0 +1,65 @@
+"""Every Python example in the documentation runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
+PACKAGES: list[str] = HATCH["workspace"]["members"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(ROOT / name / "README.md" for name in PACKAGES),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TIMEOUT_S = 180
+
+
+def examples() -> list[pytest.param]:
+    return [
+        pytest.param(code, id=f"{document.relative_to(ROOT)}:{number}")
+        for document in DOCUMENTS
+        if document.exists()
+        for number, code in enumerate(EXAMPLE.findall(document.read_text()), 1)
+    ]
+
+
+@pytest.mark.parametrize("code", examples())
+def test_an_example_runs(code, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_is_what_it_needs_and_shows_it(package):
+    text = (ROOT / package / "README.md").read_text()
+    assert EXAMPLE.search(text), "no example"
+    assert re.search(r"\bneeds\b", text, re.IGNORECASE), "does not say what it needs"
+    assert "SAGELLM_API" in text, "does not say for which protocol version it was written"
+    assert len(text.splitlines()) <= 100, "more than one screen"
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"

@@ -1,0 +1,37 @@
+"""docs/configuration.md lists every setting with its flag, default and meaning."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sagellm.engines.config.schema import SECTIONS, EngineConfig
+from sagellm.engines.config.settings import FLAT_NAMES, flag_of
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs" / "configuration.md").read_text()
+FLAGS = {key: flag_of(name) for name, key in FLAT_NAMES.items()}
+
+
+def shown(value: object) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value).strip('"')
+
+
+def row(key: str) -> str:
+    section, _, name = key.partition(".")
+    default = shown(EngineConfig().values()[key])
+    description = SECTIONS[section].model_fields[name].description
+    return f"| `{key}` | `{FLAGS[key]}` | `{default}` | {description} |"
+
+
+@pytest.mark.parametrize("key", EngineConfig().values())
+def test_a_setting_is_documented_with_flag_default_and_meaning(key):
+    assert row(key) in TEXT, f"docs/configuration.md lacks this row:\n{row(key)}"
+
+
+def test_no_setting_is_documented_that_does_not_exist():
+    documented = re.findall(r"^\| `(\w+\.\w+)` \|", TEXT, re.MULTILINE)
+    assert documented == list(EngineConfig().values())

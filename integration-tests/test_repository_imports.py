@@ -1,0 +1,84 @@
+"""Importing and listing are cheap: nothing heavy is loaded before it is used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = ["torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "pydantic", "rich"]
+LIGHT_MODULES = [
+    "sagellm.core",
+    "sagellm.kvmgr.prefix_cache",
+    "sagellm.kvmgr.kv_pool",
+    "sagellm.kvmgr.eviction",
+    "sagellm.kvmgr.scheduler_ir",
+    "sagellm.kvmgr.lifetime",
+    "sagellm.accel",
+    "sagellm.comm",
+    "sagellm.engines",
+]
+TENSOR_FREE_MODULES = [
+    "sagellm.core",
+    "sagellm.kvmgr.prefix_cache",
+    "sagellm.kvmgr.eviction",
+    "sagellm.kvmgr.scheduler_ir",
+]
+SAGE = Path(sys.executable).with_name("sage")
+HELP_LIMIT_S = 0.3
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def loaded_after(code: str, watched: list[str]) -> set[str]:
+    done = run(sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)")
+    return set(done.stdout.split()) & set(watched)
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_importing_a_package_loads_nothing_heavy(module):
+    assert not loaded_after(f"import {module}", HEAVY)
+
+
+@pytest.mark.parametrize("module", TENSOR_FREE_MODULES)
+def test_bookkeeping_needs_no_torch_even_when_it_is_used(module):
+    code = f"import {module} as m\nfor name in m.__all__: getattr(m, name)"
+    assert not loaded_after(code, ["torch", "transformers"])
+
+
+def test_core_needs_no_numpy_even_when_it_is_used():
+    code = "import sagellm.core as m\nfor name in m.__all__: getattr(m, name)"
+    assert not loaded_after(code, ["numpy", "torch"])
+
+
+def test_listing_plugins_from_python_loads_nothing_heavy():
+    code = "from sagellm.core import PluginRegistry\nassert PluginRegistry.load().providers()"
+    assert not loaded_after(code, HEAVY)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["llm", "--help"], ["llm", "plugins", "list"], ["plugins", "list", "--json"]]
+)
+def test_the_command_line_loads_no_torch_where_none_is_needed(arguments):
+    imports = run(sys.executable, "-X", "importtime", str(SAGE), *arguments).stderr
+    assert "sagellm.core" in imports
+    loaded = {line.rpartition("|")[2].strip() for line in imports.splitlines()}
+    assert not loaded & {"torch", "transformers", "numpy"}
+
+
+def test_help_appears_within_a_third_of_a_second():
+    durations = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        run(str(SAGE), "--help")
+        durations.append(time.perf_counter() - begun)
+    assert min(durations) < HELP_LIMIT_S

@@ -1,0 +1,214 @@
+"""What every package keeps to, whatever it contains."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import re
+import statistics
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
+PACKAGES: list[str] = HATCH["workspace"]["members"]
+PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in PACKAGES}
+MODULES = {
+    name: next(iter(project["entry-points"]["sagellm"].values())).removesuffix(".plugin")
+    for name, project in PROJECTS.items()
+}
+# Bookkeeping runs on virtual time too, so clock, random numbers and files are handed in.
+DETERMINISTIC = [
+    "prefix-cache/src",
+    "kv-pool/src",
+    "eviction-policy/src",
+    "scheduler-ir/src",
+    "lifetime-predictor/src",
+    "engines/src/sagellm/engines/core",
+]
+
+SOFT_MEDIAN_LINES = 100
+HARD_LINES = 400
+SOURCE_SUFFIXES = {".py", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp"}
+GENERATED = {"core-protocols/src/sagellm/core/__init__.py"}  # a table of names and nothing else
+
+
+def sources(*folders: str) -> list[Path]:
+    where = folders or tuple(f"{name}/src" for name in PACKAGES)
+    found = (path for folder in where for path in sorted((ROOT / folder).rglob("*")))
+    return [path for path in found if path.suffix in SOURCE_SUFFIXES]
+
+
+def trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    for path in sources(*folders):
+        if path.suffix == ".py":
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def called(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            yield node.lineno, ast.unparse(node.func)
+
+
+def tracked_files() -> list[Path]:
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_no_source_file_has_more_than_400_lines():
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    too_long = {name: size for name, size in sizes.items() if size > HARD_LINES and name not in GENERATED}
+    assert not too_long
+
+
+def test_the_median_source_file_has_fewer_than_100_lines():
+    sizes = [len(path.read_text().splitlines()) for path in sources()]
+    assert statistics.median(sizes) < SOFT_MEDIAN_LINES
+
+
+@pytest.mark.parametrize("module_name", MODULES.values())
+def test_the_public_surface_is_sorted_and_resolves(module_name):
+    module = importlib.import_module(module_name)
+    names = module.__all__
+
+    def by_kind(name: str) -> tuple[int, str]:  # constants, classes, the rest: ruff's order
+        return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+    assert names in (sorted(names), sorted(names, key=by_kind))
+    assert len(names) == len(set(names))
+    missing = [name for name in names if not hasattr(module, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("module_name", MODULES.values())
+def test_what_type_checkers_see_is_what_is_public(module_name):
+    module = importlib.import_module(module_name)
+    tree = ast.parse(Path(module.__file__).read_text())
+    guarded = (node for node in tree.body if isinstance(node, ast.If))
+    imports = (node for block in guarded for node in ast.walk(block) if isinstance(node, ast.ImportFrom))
+    typed = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert typed | {"__version__", "lazy"} == set(module.__all__) | {"__version__", "lazy"}
+
+
+def test_all_packages_have_one_version():
+    versions = {name: importlib.import_module(module).__version__ for name, module in MODULES.items()}
+    assert len(set(versions.values())) == 1, versions
+
+
+def test_installed_metadata_agrees_with_the_source():
+    for name, module in MODULES.items():
+        installed = importlib.metadata.version(f"sagellm-{name}")
+        assert installed == importlib.import_module(module).__version__, name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_named_after_its_folder_and_has_one_entry_point(package):
+    project = PROJECTS[package]
+    assert project["name"] == f"sagellm-{package}"
+    assert set(project["entry-points"]) == {"sagellm"}
+    assert len(project["entry-points"]["sagellm"]) == 1
+    entry_points = importlib.metadata.distribution(project["name"]).entry_points.select(group="sagellm")
+    assert [entry_point.value for entry_point in entry_points] == [f"{MODULES[package]}.plugin"]
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "core-protocols"])
+def test_a_package_declares_the_range_of_core_that_it_works_with(package):
+    core = importlib.import_module("sagellm.core").__version__
+    major, minor, _ = core.split(".")
+    wanted = f"sagellm-core-protocols>={major}.{minor},<{major}.{int(minor) + 1}"
+    assert wanted in PROJECTS[package]["dependencies"]
+    assert f">={major}.{minor},<{major}.{int(minor) + 1}" in (ROOT / package / "README.md").read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_a_typed_part_of_the_namespace(package):
+    source = ROOT / package / "src" / "sagellm"
+    assert not (source / "__init__.py").exists()
+    assert not (source / "kvmgr" / "__init__.py").exists()
+    assert (ROOT / package / "src" / Path(*MODULES[package].split(".")) / "py.typed").exists()
+
+
+def test_plugin_modules_import_core_alone():
+    for name, tree in trees():
+        if Path(name).name == "plugin.py":
+            foreign = [m for m in imported_modules(tree) if not m.startswith(("sagellm.core", "__future__"))]
+            assert not foreign, name
+
+
+def test_only_plugin_modules_implement_the_provider_hook():
+    found = [
+        name
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "sagellm_providers"
+    ]
+    assert {Path(name).name for name in found} == {"plugin.py", "hookspecs.py"}
+    assert len(found) == len(PACKAGES) + 1
+
+
+def test_nothing_unpickles_or_evaluates():
+    forbidden_modules = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    forbidden_calls = {"eval", "exec", "compile", "torch.load", "yaml.load", "numpy.load", "np.load"}
+    for name, tree in trees():
+        modules = {module.split(".")[0] for module in imported_modules(tree)}
+        assert not modules & forbidden_modules, name
+        bad = [(line, call) for line, call in called(tree) if call in forbidden_calls or "recv_pyobj" in call]
+        assert not bad, name
+
+
+def test_bookkeeping_takes_clock_randomness_and_files_from_outside():
+    forbidden_modules = {"time", "random", "secrets", "datetime", "tempfile", "threading.Timer"}
+    forbidden_calls = ("open", "np.random", "numpy.random", "torch.rand", "os.urandom", "uuid.uuid4")
+    for name, tree in trees(*DETERMINISTIC):
+        modules = set(imported_modules(tree))
+        assert not modules & forbidden_modules, name
+        bad = [
+            (line, call)
+            for line, call in called(tree)
+            if call in forbidden_calls or call.startswith(tuple(f"{prefix}." for prefix in forbidden_calls))
+        ]
+        assert not bad, name
+
+
+def test_nothing_is_left_to_be_done():
+    marker = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
+    for path in sources():
+        assert not marker.search(path.read_text()), path.relative_to(ROOT)
+
+
+def test_test_modules_have_names_of_their_own():
+    names = [path.name for path in ROOT.glob("*/tests/**/test_*.py")]
+    names += [path.name for path in (ROOT / "integration-tests").glob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_the_text_speaks_of_the_product_alone():
+    machine_paths = re.compile(r"(?<![\w.~}])/(?:work|home|root|Users|mnt|opt/(?:wheels|pypi))/")
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found = machine_paths.search(text)
+        assert not found, f"{path.relative_to(ROOT)}: {text[found.start() : found.start() + 60]!r}"
+        assert ".." + "/shared" not in text, path.relative_to(ROOT)
