@@ -34,6 +34,20 @@ FLAT_NAMES: dict[str, str] = {
 }
 """Flat name → dotted key of the schema, in the order of `--help`."""
 
+PROVIDER_KINDS: dict[str, str] = {
+    "model.quantization": "quantizer",
+    "kv.pool": "kv_pool",
+    "kv.allocator": "kv_allocator",
+    "prefix_cache.name": "prefix_cache",
+    "prefix_cache.eviction_policy": "eviction_policy",
+    "scheduler.name": "scheduler",
+    "scheduler.passes": "scheduler_pass",
+    "predictor.name": "lifetime_predictor",
+    "forward.backend": "forward_backend",
+    "forward.attention": "attention_backend",
+}
+"""Dotted keys whose values are names of installed providers → the kind that they name."""
+
 
 def flag_of(flat_name: str) -> str:
     """Return the command-line flag of a flat name: `block_size` → `--block-size`."""

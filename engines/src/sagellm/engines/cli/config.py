@@ -1,0 +1,56 @@
+"""`config show`: the settings as an engine would get them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from sagellm.engines.cli.engine_flags import ConfigFile, with_engine_flags
+from sagellm.engines.cli.output import new_app, print_json
+from sagellm.engines.config.sources import LoadedConfig, load_config
+
+app = new_app("Show the settings and where they come from.")
+
+
+@app.command()
+@with_engine_flags
+def show(
+    *,
+    config: ConfigFile = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    **settings: Any,
+) -> None:
+    """Show all settings.
+
+    Flags go over environment variables, these over files, these over defaults. The output is a
+    configuration file that `--config` reads.
+    """
+    loaded = load_config(settings, config_file=config)
+    if not as_json:
+        typer.echo(_as_yaml(loaded, origin=origin))
+    elif origin:
+        print_json(
+            {
+                key: {"value": value, "origin": loaded.origins[key].kind, "where": loaded.origins[key].where}
+                for key, value in loaded.config.values().items()
+            }
+        )
+    else:
+        print_json(loaded.config.model_dump())
+
+
+def _as_yaml(loaded: LoadedConfig, *, origin: bool) -> str:
+    """Write `name: value` lines by section; JSON scalars are YAML, too."""
+    entries: list[tuple[str, str]] = []
+    section = ""
+    for key, value in loaded.config.values().items():
+        if not key.startswith(f"{section}."):
+            section = key.partition(".")[0]
+            entries.append((f"{section}:", ""))
+        line = f"  {key.partition('.')[2]}: {json.dumps(value, ensure_ascii=False)}"
+        entries.append((line, f"# {loaded.origins[key]}" if origin else ""))
+    width = max(len(line) for line, _ in entries)
+    return "\n".join(f"{line.ljust(width)}  {comment}".rstrip() for line, comment in entries)

@@ -1,0 +1,1 @@
+"""What `doctor` examines, one file a subject. Each examination returns a `Section`."""

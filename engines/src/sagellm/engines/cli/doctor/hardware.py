@@ -1,0 +1,118 @@
+"""CPU, threads, memory and devices."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sagellm.engines.cli.doctor.report import Patient, Section
+from sagellm.engines.cli.output import format_bytes
+from sagellm.engines.cli.topology import id_ranges, kernel_flags
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "KMP_AFFINITY",
+    "GOMP_CPU_AFFINITY",
+)
+LITTLE_MEMORY_BYTES = 2 << 30
+
+
+def examine_cpu(patient: Patient) -> Section:
+    """Look at the CPU and the flags that choose kernels."""
+    section = Section("cpu")
+    if patient.topology is None:
+        section.error(
+            "the hardware cannot be read: no topology reader works",
+            "pip install --force-reinstall sagellm-comm; `sage plugins list` says what is installed",
+        )
+        return section
+    cpu = patient.topology.cpu
+    flags = kernel_flags(cpu.flags)
+    section.facts = {
+        "model": cpu.model,
+        "cores": f"{cpu.num_cores} in {cpu.num_sockets} socket(s), {cpu.num_threads} thread(s)",
+        "allowed CPUs": id_ranges(cpu.allowed_cpu_ids),
+        "flags": flags,
+    }
+    if cpu.architecture == "x86_64" and "avx2" not in flags:
+        section.warn(
+            "the CPU has no AVX2; arithmetic is many times slower", "use a CPU made after 2015, or a GPU"
+        )
+    return section
+
+
+def examine_threads(patient: Patient) -> Section:
+    """Compare the threads that torch takes with the CPUs that this process may use."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if patient.topology is not None:  # two threads on one core only get in each other's way
+        num_cpus = min(num_cpus, patient.topology.cpu.num_cores)
+    section = Section("threads", {"torch": num_threads, "cores at hand": num_cpus})
+    section.facts.update({name: os.environ.get(name, "not set") for name in THREAD_VARIABLES})
+    if num_threads > num_cpus:
+        section.warn(
+            f"torch takes {num_threads} threads for {num_cpus} cores; they wait for each other",
+            f"set OMP_NUM_THREADS={num_cpus}",
+        )
+    elif num_threads < num_cpus:
+        section.warn(
+            f"torch takes {num_threads} of {num_cpus} cores",
+            f"unset OMP_NUM_THREADS, or set it to {num_cpus}",
+        )
+    return section
+
+
+def examine_memory(patient: Patient) -> Section:
+    """Look at memory and at the limit that a cgroup sets."""
+    section = Section("memory")
+    topology = patient.topology
+    if topology is None:
+        return section
+    is_limited = topology.memory_limit_bytes < topology.memory_bytes
+    section.facts = {
+        "installed": format_bytes(topology.memory_bytes),
+        "cgroup limit": format_bytes(topology.memory_limit_bytes) if is_limited else "none",
+        "available": format_bytes(topology.memory_available_bytes),
+    }
+    if topology.memory_available_bytes < LITTLE_MEMORY_BYTES:
+        section.warn(
+            f"{format_bytes(topology.memory_available_bytes)} of memory are available, little for a model",
+            "end other programs, or raise the container's memory limit",
+        )
+    return section
+
+
+def examine_devices(patient: Patient) -> Section:
+    """Look at what torch can run on, and whether the configured device is there."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    section = Section("devices", {"cpu": "yes", "cuda": f"{torch.version.cuda}" if has_cuda else "no"})
+    num_gpus = torch.cuda.device_count() if has_cuda else 0
+    for index in range(num_gpus):
+        section.facts[f"cuda:{index}"] = _gpu(torch.cuda.get_device_properties(index))
+    if not has_cuda and Path("/dev/nvidiactl").exists():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
+        section.warn(
+            f"there is an NVIDIA GPU that torch {torch.__version__} cannot use; this torch {built}",
+            "install a build of torch for the driver's CUDA version (`nvidia-smi` prints it)",
+        )
+    wanted = patient.config.model.device
+    index = int(wanted.partition(":")[2] or 0)
+    if wanted.startswith("cuda") and index >= num_gpus:
+        section.error(
+            f"model.device is {wanted}; there are {num_gpus} CUDA devices",
+            "set model.device to auto or cpu, or make the GPU visible (CUDA_VISIBLE_DEVICES)",
+        )
+    return section
+
+
+def _gpu(properties: Any) -> str:
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name}, {format_bytes(properties.total_memory)}, compute capability {capability}"

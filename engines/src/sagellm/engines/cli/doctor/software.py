@@ -1,0 +1,75 @@
+"""Python, the nine packages and what they stand on."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from sagellm.engines.cli.doctor.report import Patient, Section
+
+PACKAGES = (
+    "sagellm-core-protocols", "sagellm-prefix-cache", "sagellm-kv-pool", "sagellm-eviction-policy",
+    "sagellm-scheduler-ir", "sagellm-lifetime-predictor", "sagellm-accel", "sagellm-comm", "sagellm-engines",
+)  # fmt: skip
+NEEDED = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "pluggy",
+    "pydantic",
+)
+OPTIONAL = ("xgrammar", "triton", "torchao")
+OLDEST_PYTHON = (3, 11)
+
+
+def examine_software(patient: Patient) -> Section:
+    """Look at versions, and at what shadows the namespace of the packages."""
+    section = Section("software")
+    section.facts["python"] = f"{platform.python_version()} ({sys.executable})"
+    section.facts["platform"] = platform.platform()
+    if sys.version_info < OLDEST_PYTHON:
+        section.error(
+            f"Python is {platform.python_version()}; sageLLM needs 3.11 or newer",
+            "install a newer Python and set up a new environment with it",
+        )
+    for name in PACKAGES + NEEDED:
+        section.facts[name] = found = installed_version(name)
+        if found is None:
+            section.error(f"{name} is not installed", f"pip install {name}")
+    for name in OPTIONAL:
+        section.facts[name] = installed_version(name) or "not installed (optional)"
+    _check_one_version(section)
+    _check_namespace(section)
+    return section
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _check_one_version(section: Section) -> None:
+    """The nine are released together; a mixture has never been tested."""
+    found = {section.facts[name] for name in PACKAGES} - {None}
+    if len(found) > 1:
+        section.warn(
+            f"the sageLLM packages have different versions: {', '.join(sorted(found))}",
+            f"pip install --upgrade {' '.join(PACKAGES)}",
+        )
+
+
+def _check_namespace(section: Section) -> None:
+    """A distribution that ships `sagellm/__init__.py` hides the packages of all others."""
+    shadow = getattr(sys.modules.get("sagellm"), "__file__", None)
+    if shadow is not None:
+        section.error(
+            f"{shadow} hides packages of the sagellm namespace",
+            "uninstall the distribution that brought this file (isagellm does)",
+        )

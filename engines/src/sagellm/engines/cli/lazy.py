@@ -1,0 +1,57 @@
+"""A command group that knows its commands' names and imports a command when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
+
+from typer.core import TyperGroup
+from typer.main import get_command
+
+
+class Entry(NamedTuple):
+    """A command that can be imported: `target` is `module:attribute` of a `typer.Typer`."""
+
+    target: str
+    summary: str
+    is_hidden: bool = False
+
+
+class LazyGroup(TyperGroup):
+    """A group of the commands in `table`, in its order.
+
+    Help lists them without importing any. The group's own `--debug` is taken after a command,
+    too, since that is where people type it.
+    """
+
+    table: ClassVar[Mapping[str, Entry]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names."""
+        return list(self.table)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command, or return None for an unknown name."""
+        if cmd_name not in self.commands and cmd_name in self.table:
+            module_name, _, attribute = self.table[cmd_name].target.partition(":")
+            command = get_command(getattr(import_module(module_name), attribute))
+            command.name = cmd_name
+            command.hidden = self.table[cmd_name].is_hidden
+            self._share_debug(command)
+            self.commands[cmd_name] = command
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write names and summaries into the help."""
+        rows = [(name, entry.summary) for name, entry in self.table.items() if not entry.is_hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _share_debug(self, command: Any) -> None:
+        debug = [param for param in self.params if param.name == "debug"]
+        if not any(param.name == "debug" for param in command.params):
+            command.params += debug
+        if not isinstance(command, LazyGroup):
+            for child in getattr(command, "commands", {}).values():
+                self._share_debug(child)

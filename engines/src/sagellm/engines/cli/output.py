@@ -1,0 +1,51 @@
+"""How commands print: JSON for programs, aligned columns for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import typer
+
+
+def new_app(help_text: str) -> typer.Typer:
+    """Make the app of a command that has subcommands."""
+    app = typer.Typer(help=help_text, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+    app.callback()(_nothing)
+    return app
+
+
+def _nothing() -> None:
+    """Keep one subcommand a subcommand."""
+
+
+def print_json(value: object) -> None:
+    """Print a value, dataclasses included, as indented JSON."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: object) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align rows under their heads, two spaces apart; plain text that `grep` and `cut` like."""
+    table = [head, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )
+    return "\n".join(lines)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size in the largest binary unit that keeps it at one or more: `23.4 GiB`."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,179 @@
+"""`plugins list` and `plugins info`: what is installed, and what is broken."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Annotated
+
+import typer
+
+from sagellm.core import (
+    SAGELLM_API,
+    InstalledPlugin,
+    InstalledProvider,
+    PluginImportError,
+    PluginRegistry,
+    UnknownProviderError,
+    nearest,
+)
+from sagellm.engines.cli.output import columns, new_app, print_json
+
+CORE = "sagellm-core-protocols"
+
+app = new_app("List installed plugins, or tell about one.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProviderInfo:
+    """All that is known about one provider. `error` says why its target does not import."""
+
+    kind: str
+    name: str
+    target: str
+    distribution: str
+    version: str
+    summary: str
+    core: str  # the versions of core that the distribution asks for
+    core_installed: str
+    api: int  # the protocol version that it was written for
+    api_installed: int
+    description: str = ""  # first line of the target's docstring
+    error: str | None = None
+
+
+@app.command("list")
+def list_plugins(
+    *,
+    kind: Annotated[str | None, typer.Option(help="Only providers of this kind.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List providers, and broken plugins."""
+    registry = PluginRegistry.load()
+    providers = registry.providers(kind)
+    if as_json:
+        print_json(
+            {
+                "plugins": [_plugin_entry(plugin) for plugin in registry.plugins],
+                "providers": [_provider_entry(entry) for entry in providers],
+            }
+        )
+        return
+    rows = [
+        (entry.provider.kind, entry.provider.name, entry.distribution, entry.version, entry.provider.summary)
+        for entry in providers
+    ]
+    typer.echo(columns(("KIND", "NAME", "DISTRIBUTION", "VERSION", "SUMMARY"), rows))
+    broken = [plugin for plugin in registry.plugins if plugin.error is not None]
+    if broken:
+        typer.echo("\nBroken, and an engine will not start with them:")
+    for plugin in broken:
+        typer.echo(f"  {plugin.distribution} {plugin.version}: {plugin.error}")
+
+
+@app.command()
+def info(
+    name: Annotated[str, typer.Argument(help="Provider (lru, DISTRIBUTION:lru) or distribution.")],
+    *,
+    kind: Annotated[str | None, typer.Option(help="Only the provider of this kind.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell about one provider or distribution."""
+    registry = PluginRegistry.load()
+    broken = [plugin for plugin in registry.plugins if plugin.error and plugin.distribution == name]
+    entries = [
+        entry
+        for entry in registry.providers(kind)
+        if name in (entry.provider.name, entry.qualified_name, entry.distribution)
+    ]
+    if not entries and not broken:
+        raise _unknown(registry, name, kind)
+    infos = [_info(registry, entry) for entry in entries]
+    if as_json:
+        print_json({"plugins": [_plugin_entry(plugin) for plugin in broken], "providers": infos})
+        return
+    blocks = [_plugin_text(plugin) for plugin in broken] + [_provider_text(entry) for entry in infos]
+    typer.echo("\n\n".join(blocks))
+
+
+def _unknown(registry: PluginRegistry, name: str, kind: str | None) -> UnknownProviderError:
+    entries = registry.providers(kind)
+    known = sorted({entry.provider.name for entry in entries} | {entry.distribution for entry in entries})
+    what = f"{kind} or distribution" if kind else "provider or distribution"
+    return UnknownProviderError(
+        f"no installed {what} is called {name!r}; "
+        f"installed: {', '.join(known) or 'none'}.{nearest(name, known)}"
+    )
+
+
+def _plugin_entry(plugin: InstalledPlugin) -> dict[str, str | None]:
+    return {
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "entry_point": plugin.entry_point,
+        "error": None if plugin.error is None else str(plugin.error),
+    }
+
+
+def _provider_entry(entry: InstalledProvider) -> dict[str, str]:
+    return {**entry.provider._asdict(), "distribution": entry.distribution, "version": entry.version}
+
+
+def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
+    description, error = "", None
+    try:
+        target = registry.resolve(entry.provider.kind, entry.qualified_name)
+        description = next(iter((target.__doc__ or "").strip().splitlines()), "")
+    except PluginImportError as problem:
+        error = str(problem)
+    return ProviderInfo(
+        **entry.provider._asdict(),
+        distribution=entry.distribution,
+        version=entry.version,
+        core=core_range(entry.distribution),
+        core_installed=version(CORE),
+        api=_api(registry, entry.distribution),
+        api_installed=SAGELLM_API,
+        description=description,
+        error=error,
+    )
+
+
+def core_range(distribution: str) -> str:
+    """Return the versions of core that a distribution asks for: `<0.2,>=0.1`, or "" if it states none."""
+    if distribution == CORE:
+        return ""
+    try:
+        stated = requires(distribution) or []
+    except PackageNotFoundError:
+        return ""
+    wanted = [line.split(";")[0].strip() for line in stated if line.startswith(CORE)]
+    return wanted[0].removeprefix(CORE).strip() if wanted else ""
+
+
+def _api(registry: PluginRegistry, distribution: str) -> int:
+    modules = [plugin.entry_point for plugin in registry.plugins if plugin.distribution == distribution]
+    return max((getattr(sys.modules.get(name), "SAGELLM_API", 0) for name in modules), default=0)
+
+
+def _plugin_text(plugin: InstalledPlugin) -> str:
+    lines = [
+        f"{plugin.distribution} {plugin.version} is broken",
+        f"  entry point   {plugin.entry_point}",
+        f"  error         {plugin.error}",
+    ]
+    return "\n".join(lines)
+
+
+def _provider_text(entry: ProviderInfo) -> str:
+    asked = f"core {entry.core} asked for, " if entry.core else ""
+    lines = [
+        f"{entry.kind} {entry.name}: {entry.summary}",
+        f"  distribution  {entry.distribution} {entry.version}",
+        f"  target        {entry.target}",
+        f"  compatible    {asked}core {entry.core_installed} installed; "
+        f"protocol version {entry.api}, core has {entry.api_installed}",
+        f"  error         {entry.error}" if entry.error else f"  description   {entry.description}",
+    ]
+    return "\n".join(lines)

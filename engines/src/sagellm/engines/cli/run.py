@@ -1,0 +1,54 @@
+"""Runs a program: what goes wrong becomes one message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import typer
+from typer.main import get_command
+
+from sagellm.core import ConfigError, SageLLMError
+
+FAILED = 1
+USED_WRONGLY = 2
+
+
+@dataclass
+class Session:
+    """What the commands of one run share (`ctx.obj`)."""
+
+    debug: bool = False
+
+
+def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, value or setting)."""
+    session = Session(debug=os.environ.get("SAGELLM_DEBUG", "0") not in ("", "0"))
+    try:
+        result = get_command(app)(
+            args=None if arguments is None else list(arguments), prog_name=program, obj=session
+        )
+    except Exception as error:
+        if session.debug:
+            traceback.print_exc()
+        else:
+            typer.echo(_message(error), err=True)
+        sys.exit(USED_WRONGLY if isinstance(error, ConfigError) else FAILED)
+    sys.exit(result)
+
+
+def _message(error: Exception) -> str:
+    """Phrase an error for people; the last line is the cause."""
+    if isinstance(error, SageLLMError):
+        text = f"Error: {error}"
+        cause = error.__cause__
+        return text if cause is None or str(cause) in text else f"{text}\nCaused by {_named(cause)}"
+    return f"Error: {_named(error)}\nThis is unexpected; --debug or SAGELLM_DEBUG=1 shows where it happened."
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
