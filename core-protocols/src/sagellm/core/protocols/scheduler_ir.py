@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from sagellm.core.ids import RequestId
 from sagellm.core.tokens import TokenIdsLike
@@ -37,9 +38,13 @@ class ScheduleRequest:
             self.num_tokens = len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """Compute `num_tokens` more tokens of a request, after giving it `num_new_blocks`."""
+class ScheduledRequest(NamedTuple):
+    """Compute `num_tokens` more tokens of a request, after giving it `num_new_blocks`.
+
+    For a running request these are blocks to allocate. For an admitted one they are what its
+    admission takes out of the available memory: the blocks of all its tokens, of which the hit may
+    cover some.
+    """
 
     request: ScheduleRequest
     num_tokens: int
@@ -77,7 +82,7 @@ class ScheduleIR:
     """The intermediate representation that passes rewrite.
 
     `pending` stands in the order of admission, `running` in the order of preemption, the last
-    one first.
+    one first. A pass may lower the limits for this step and never raises them.
     """
 
     pending: tuple[ScheduleRequest, ...]
@@ -141,6 +146,7 @@ class SchedulerPassProtocol(ABC):
         """Return the rewritten schedule; `ir` itself is left alone."""
 
 
+@dataclass(frozen=True)
 class NullSchedulerPass(SchedulerPassProtocol):
     """Changes nothing."""
 
@@ -159,10 +165,16 @@ class SchedulerIRProtocol(ABC):
 
     Providers are called as `factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=...,
     probe=..., clock=...)`. The engine calls `schedule` once a step with the same, updated objects;
-    the scheduler decides from numbers alone and allocates nothing. The plan fits: it needs no more
-    than `available_memory` blocks after the preemptions that it orders, no more tokens than the
-    budget and no more seats than there are. Every running request that has something to compute
-    gets its turn within a bounded number of steps, and so does the first waiting one.
+    the scheduler decides from numbers alone, allocates nothing and writes nothing but
+    `last_scheduled_step`. The plan fits: it needs no more than `available_memory` blocks after the
+    preemptions that it orders, no more tokens than the budget and no more seats than there are.
+    Every running request that has something to compute gets its turn within a bounded number of
+    steps, and so does the first waiting one, provided that the engine has refused what can never
+    fit.
+
+    A plan counts all blocks of a preempted request as free, though shared ones may stay in use. The
+    engine therefore frees first and allocates in the order of the plan; where an allocation fails,
+    it drops the rest of the plan and asks for another with the exact available memory.
     """
 
     @abstractmethod
@@ -181,7 +193,10 @@ class SchedulerIRProtocol(ABC):
         running_requests: Sequence[ScheduleRequest],
         available_memory: int,
     ) -> SchedulePlan:
-        """Plan one step. `available_memory` counts blocks that are free or evictable."""
+        """Plan one step. `available_memory` counts blocks that are free or evictable.
+
+        Raises InvalidInputError when it is negative, EngineError when a pass breaks its contract.
+        """
 
     @abstractmethod
     def metrics(self) -> SchedulerMetrics:

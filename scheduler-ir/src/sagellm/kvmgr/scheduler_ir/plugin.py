@@ -6,4 +6,11 @@ from sagellm.core import Provider, hookimpl
 @hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
-    return []
+    return [
+        Provider(
+            "scheduler",
+            "base",
+            "sagellm.kvmgr.scheduler_ir.base:BaseSchedulerIR",
+            "continuous batching, chunked prefill, preemption by recompute",
+        )
+    ]

@@ -1,0 +1,83 @@
+"""Random states of a scheduler: who waits, who runs, what there is."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+
+from sagellm.core.ids import RequestId
+from sagellm.core.protocols.scheduler_ir import ScheduleIR, ScheduleRequest
+from sagellm.core.runtime import Randomness
+from sagellm.core.testing.schedule_simulation import Limits
+from sagellm.core.tokens import TokenIds
+
+State = tuple[list[ScheduleRequest], list[ScheduleRequest], Limits]
+
+
+def random_state(rng: Random) -> State:
+    """Make waiting and running requests and limits that hold them."""
+    limits = Limits(
+        max_num_batched_tokens=rng.choice((1, 5, 64, 2048)),
+        max_num_seqs=rng.randint(1, 12),
+        block_size=rng.choice((1, 8, 16)),
+        available_memory=rng.choice((0, 1, rng.randint(0, 40), 1000)),
+    )
+    pending = [waiting_request(rng, f"p{i}") for i in range(rng.randint(0, 8))]
+    running = [
+        _started(rng, waiting_request(rng, f"r{i}"), limits.block_size)
+        for i in range(rng.randint(0, limits.max_num_seqs))
+    ]
+    return pending, running, limits
+
+
+def waiting_request(rng: Random, name: str) -> ScheduleRequest:
+    """Make a request that nothing has been computed of."""
+    num_tokens = rng.randint(1, 200)
+    return ScheduleRequest(
+        request_id=RequestId(name),
+        token_ids=TokenIds(bytes(4 * num_tokens)),
+        max_tokens=rng.randint(1, 100),
+        priority=rng.choice((0, 0, 2, -1)),
+        arrived_time=float(rng.randint(0, 5)),
+        prefix_cache_hit=rng.choice((0, rng.randint(0, num_tokens - 1))),
+        kv_blocks_needed=rng.choice((None, rng.randint(0, 20))),
+    )
+
+
+def _started(rng: Random, request: ScheduleRequest, block_size: int) -> ScheduleRequest:
+    request.num_tokens += rng.randint(0, 20)
+    request.num_computed_tokens = rng.choice((request.num_tokens - 1, rng.randint(0, request.num_tokens)))
+    request.num_blocks = -(-request.num_computed_tokens // block_size) + rng.choice((0, 0, 3))
+    request.last_scheduled_step = rng.randint(-1, 3)
+    return request
+
+
+def copy_state(state: State) -> State:
+    """Copy the requests, so that the same state can be planned twice."""
+    pending, running, limits = state
+    return [copy.copy(request) for request in pending], [copy.copy(request) for request in running], limits
+
+
+def random_ir(seed: int) -> ScheduleIR:
+    """Make the schedule of a random state."""
+    pending, running, limits = random_state(Randomness(seed).stream("ir"))
+    return ScheduleIR(
+        pending=tuple(pending),
+        running=tuple(running),
+        available_memory=limits.available_memory,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        block_size=limits.block_size,
+    )
+
+
+def decoding_request(name: str) -> ScheduleRequest:
+    """A running request with one token to compute and room for it."""
+    return ScheduleRequest(
+        request_id=RequestId(name),
+        token_ids=TokenIds(bytes(4 * 20)),
+        max_tokens=64,
+        num_tokens=21,
+        num_computed_tokens=20,
+        num_blocks=2,
+    )
