@@ -1,8 +1,40 @@
 """Quantization for LLM inference."""
 
+from typing import TYPE_CHECKING
+
 from sagellm.core._lazy import lazy
 
-__version__ = "0.1.0"
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from sagellm.accel.int8 import Int8Quantizer as Int8Quantizer
+    from sagellm.accel.quality import kl_divergence as kl_divergence
+    from sagellm.core.protocols.quantizer import QuantizationConfig as QuantizationConfig
+    from sagellm.core.protocols.quantizer import QuantizationGranularity as QuantizationGranularity
+    from sagellm.core.protocols.quantizer import QuantizationOutput as QuantizationOutput
+    from sagellm.core.protocols.quantizer import QuantizerMetrics as QuantizerMetrics
+    from sagellm.core.protocols.quantizer import QuantizerProtocol as QuantizerProtocol
 
-__getattr__ = lazy(__name__, {})
+__version__ = "0.1.0"
+
+__all__ = [
+    "Int8Quantizer",
+    "QuantizationConfig",
+    "QuantizationGranularity",
+    "QuantizationOutput",
+    "QuantizerMetrics",
+    "QuantizerProtocol",
+    "__version__",
+    "kl_divergence",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "Int8Quantizer": ".int8",
+        "QuantizationConfig": "sagellm.core.protocols.quantizer",
+        "QuantizationGranularity": "sagellm.core.protocols.quantizer",
+        "QuantizationOutput": "sagellm.core.protocols.quantizer",
+        "QuantizerMetrics": "sagellm.core.protocols.quantizer",
+        "QuantizerProtocol": "sagellm.core.protocols.quantizer",
+        "kl_divergence": ".quality",
+    },
+)

@@ -6,4 +6,6 @@ from sagellm.core import Provider, hookimpl
 @hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
-    return []
+    return [
+        Provider("quantizer", "int8", "sagellm.accel.int8:Int8Quantizer", "8-bit weights, one scale a row")
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, InvalidInputError
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,16 @@ class QuantizationConfig:
     granularity: QuantizationGranularity = QuantizationGranularity.PER_CHANNEL
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_ratio <= 1:
-            raise ConfigError(f"clip_ratio is {self.clip_ratio}; it must be in (0, 1]")
-        if not isinstance(self.group_size, int) or self.group_size < 1:
-            raise ConfigError(f"group_size is {self.group_size}; it must be an integer of at least 1")
+        if not isinstance(self.granularity, QuantizationGranularity):
+            known = ", ".join(str(granularity) for granularity in QuantizationGranularity)
+            raise ConfigError(f"granularity is {self.granularity!r}; it must be one of {known}")
+        if not isinstance(self.clip_ratio, int | float) or not 0 < self.clip_ratio <= 1:
+            raise ConfigError(f"clip_ratio is {self.clip_ratio!r}; it must be in (0, 1]")
+        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
+            raise ConfigError(
+                f"group_size is {self.group_size!r}; it must be an integer of at least 1 "
+                f"(it is used by {QuantizationGranularity.PER_GROUP} alone)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +66,26 @@ class QuantizerMetrics:
     num_tensors: int = 0
     original_bytes: int = 0
     quantized_bytes: int = 0
-    max_error_steps: float = (
-        0.0  # largest |w - dequantized| in units of its scale; 0.5 is the limit without clipping
-    )
+    max_error_steps: float = 0.0  # largest |w - dequantized| ÷ its scale; 0.5 at most unless clipped
+
+
+def check_weight_shape(weight: torch.Tensor, config: QuantizationConfig) -> None:
+    """Raise InvalidInputError unless a weight is a matrix of floats that divides into the config's groups."""
+    if not weight.is_floating_point():
+        raise InvalidInputError(f"the weight is of {weight.dtype}; only floating-point weights are quantized")
+    shape = tuple(weight.shape)
+    if len(shape) != 2:
+        raise InvalidInputError(f"the weight has shape {shape}; it must have two dimensions, (out, in)")
+    if 0 in shape:
+        raise InvalidInputError(f"the weight has shape {shape}; it has no values to quantize")
+    remainder = shape[1] % config.group_size
+    if config.granularity is QuantizationGranularity.PER_GROUP and remainder:
+        padded = shape[1] - remainder + config.group_size
+        raise InvalidInputError(
+            f"the weight has {shape[1]} columns, which do not divide into groups of {config.group_size}; "
+            f"pad them to {padded}, a multiple of {config.group_size}, or choose a group_size that divides "
+            f"{shape[1]}"
+        )
 
 
 class QuantizerProtocol(ABC):
@@ -77,8 +100,9 @@ class QuantizerProtocol(ABC):
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
         """Quantize a matrix (out, in).
 
-        Raises InvalidInputError for NaN or infinite values, a shape that is not two-dimensional,
-        or columns that do not divide into groups (the message says to which multiple to pad).
+        Raises InvalidInputError for NaN or infinite values, for what holds no floats, for a shape
+        that is empty or not two-dimensional, and for columns that do not divide into groups (the
+        message says to which multiple to pad).
         """
 
     @abstractmethod
@@ -104,7 +128,10 @@ class NullQuantizer(QuantizerProtocol):
         self._metrics = QuantizerMetrics()
 
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
-        """Keep the matrix."""
+        """Keep the matrix, after the checks that the contract asks for."""
+        check_weight_shape(weight, self._config)
+        if not bool(weight.isfinite().all()):
+            raise InvalidInputError("the weight holds NaN or infinite values; mend the checkpoint")
         self._metrics.num_tensors += 1
         self._metrics.original_bytes += weight.nbytes
         self._metrics.quantized_bytes += weight.nbytes

@@ -1,0 +1,157 @@
+"""Weights in 8 bits, symmetric around zero; activations stay as they are."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from sagellm.accel.int8_product import expand, fits_kernel, packed_product, scale_rows, sliced_product
+from sagellm.accel.slices import row_slices
+from sagellm.core import (
+    InvalidInputError,
+    QuantizationConfig,
+    QuantizationGranularity,
+    QuantizationOutput,
+    QuantizerMetrics,
+    QuantizerProtocol,
+    check_weight_shape,
+)
+
+_LIMIT = 127  # -128 is left out, so that negating a weight negates its code
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+class Int8Quantizer(QuantizerProtocol):
+    """Rounds weights to 255 levels: value = round(w ÷ scale), scale = clip_ratio · max|w| ÷ 127.
+
+    A scale is kept in float32 and rounded up to 8 significant bits. The product of value and
+    scale is then exact in float32, and the scale loses nothing where a kernel wants it in bfloat16.
+    Rows of zeros get the smallest scale there is and come back as zeros. `quantize` and `linear`
+    take at most 32 MiB of temporary memory besides their result (or one row, where that is
+    larger). Calls may come from many threads.
+    """
+
+    def __init__(self, config: QuantizationConfig | None = None) -> None:
+        self._config = config or QuantizationConfig()
+        self._metrics = QuantizerMetrics()
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
+        """Quantize a matrix (out, in) into int8 of the same shape, on the same device."""
+        check_weight_shape(weight, self._config)
+        num_rows, num_columns = weight.shape
+        group = self._config.group_size
+        num_groups = num_columns // group if self._granularity is QuantizationGranularity.PER_GROUP else 1
+        scales = self._scales(weight, num_groups)
+        values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        max_error = 0.0
+        for start, stop in row_slices(num_rows, num_columns * 12, weight.device):
+            error = _fill(values[start:stop], weight[start:stop], scale_rows(scales, start, stop))
+            max_error = max(max_error, error)
+        output = QuantizationOutput(values=values, scales=scales, config=self._config)
+        self._count(weight.nbytes, output.num_bytes, max_error)
+        return output
+
+    @torch.no_grad()
+    def dequantize(self, output: QuantizationOutput, dtype: torch.dtype) -> torch.Tensor:
+        """Return value · scale as (out, in).
+
+        Raises InvalidInputError for an output that is not of this quantizer's making: values
+        that are not int8, or scales that are not two-dimensional, do not fit, or are not positive.
+        """
+        _check_output(output)
+        matrix = torch.empty_like(output.values, dtype=dtype)
+        for start, stop in row_slices(matrix.shape[0], matrix.shape[1] * 8, matrix.device):
+            matrix[start:stop] = expand(output, start, stop, torch.float32)
+        return matrix
+
+    @torch.no_grad()
+    def linear(
+        self, x: torch.Tensor, output: QuantizationOutput, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `x @ weight.T + bias` in x's dtype; x is (tokens, in).
+
+        A few rows of bfloat16 on a CPU go through torch's int8 kernel, which reads one byte a
+        weight. All else expands the weights a slice at a time and multiplies by the slice.
+        """
+        if x.dim() != 2 or x.shape[1] != output.values.shape[1]:
+            raise InvalidInputError(
+                f"x has shape {tuple(x.shape)}; the weight {tuple(output.values.shape)} takes "
+                f"(tokens, {output.values.shape[1]})"
+            )
+        product = packed_product(x, output) if fits_kernel(x, output) else sliced_product(x, output)
+        return product if bias is None else product.add_(bias.to(product.dtype))
+
+    def metrics(self) -> QuantizerMetrics:
+        """Return the counts so far."""
+        with self._lock:
+            return QuantizerMetrics(**vars(self._metrics))
+
+    @property
+    def _granularity(self) -> QuantizationGranularity:
+        return self._config.granularity
+
+    def _scales(self, weight: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return scales (out, groups), or (1, 1) for the whole tensor, in float32."""
+        num_rows, num_columns = weight.shape
+        largest = torch.empty(num_rows, num_groups, dtype=torch.float32, device=weight.device)
+        for start, stop in row_slices(num_rows, num_columns * 4, weight.device):
+            largest[start:stop] = _largest(weight[start:stop], num_groups)
+        if not bool(largest.isfinite().all()):
+            row = int((~largest.isfinite()).any(dim=1).nonzero()[0])
+            raise InvalidInputError(
+                f"row {row} of the weight holds NaN, an infinite value or one beyond float32's range; "
+                "mend the checkpoint, or leave this weight unquantized"
+            )
+        if self._granularity is QuantizationGranularity.PER_TENSOR:
+            largest = largest.max().reshape(1, 1)
+        scales = largest * (float(self._config.clip_ratio) / _LIMIT)
+        return _round_up(scales.clamp_(min=_SMALLEST_SCALE))
+
+    def _count(self, original_bytes: int, quantized_bytes: int, max_error: float) -> None:
+        with self._lock:
+            metrics = self._metrics
+            metrics.num_tensors += 1
+            metrics.original_bytes += original_bytes
+            metrics.quantized_bytes += quantized_bytes
+            metrics.max_error_steps = max(metrics.max_error_steps, max_error)
+
+
+def _largest(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Return max|w| by row and group in float32; NaN where one is among them."""
+    grouped = rows.to(torch.float32).reshape(rows.shape[0], num_groups, -1)
+    low, high = torch.aminmax(grouped, dim=-1)
+    return torch.maximum(-low, high)
+
+
+def _fill(values: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> float:
+    """Write the codes of some rows into `values` and return the largest error in steps."""
+    grouped = rows.to(torch.float32).reshape(rows.shape[0], scales.shape[1], -1)
+    quotient = grouped / scales.unsqueeze(-1)  # (rows, groups, columns of a group)
+    code = quotient.round().clamp_(-_LIMIT, _LIMIT)
+    values.copy_(code.view_as(values))
+    return float(quotient.sub_(code).abs_().max())
+
+
+def _round_up(scales: torch.Tensor) -> torch.Tensor:
+    """Round positive float32 up to the next number with 8 significant bits."""
+    bits = scales.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def _check_output(output: QuantizationOutput) -> None:
+    values, scales = output.values, output.scales
+    if values.dtype != torch.int8 or values.dim() != 2:
+        raise InvalidInputError(
+            f"the values are {values.dtype} of shape {tuple(values.shape)}; they must be int8 of (out, in)"
+        )
+    fits = scales.dim() == 2 and scales.shape[0] in (1, values.shape[0]) and scales.shape[1] > 0
+    if not fits or values.shape[1] % scales.shape[1]:
+        raise InvalidInputError(
+            f"the scales have shape {tuple(scales.shape)}; for values {tuple(values.shape)} they must be "
+            "(1, 1), (out, 1) or (out, in ÷ group_size)"
+        )
+    if not bool(((scales > 0) & scales.isfinite()).all()):
+        raise InvalidInputError("a scale is zero, negative, NaN or infinite; quantize the weight again")
