@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sagellm.engines.cli.engine_flags import ConfigFile, with_engine_flags
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.config.sources import LoadedConfig, load_config
 
@@ -15,7 +16,7 @@ app = new_app("Show the settings and where they come from.")
 
 
 @app.command()
-@with_engine_flags
+@with_flags(ENGINE_FLAGS)
 def show(
     *,
     config: ConfigFile = None,

@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 from typer.main import get_command
 
-from sagellm.core import ConfigError, SageLLMError
+from sagellm.core import ConfigError, InvalidInputError, SageLLMError
 
 FAILED = 1
 USED_WRONGLY = 2
@@ -26,7 +26,7 @@ class Session:
 
 
 def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, value or setting)."""
+    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or argument)."""
     session = Session(debug=os.environ.get("SAGELLM_DEBUG", "0") not in ("", "0"))
     try:
         result = get_command(app)(
@@ -37,7 +37,7 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) 
             traceback.print_exc()
         else:
             typer.echo(_message(error), err=True)
-        sys.exit(USED_WRONGLY if isinstance(error, ConfigError) else FAILED)
+        sys.exit(USED_WRONGLY if isinstance(error, ConfigError | InvalidInputError) else FAILED)
     sys.exit(result)
 
 

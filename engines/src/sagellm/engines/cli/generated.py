@@ -1,0 +1,101 @@
+"""Prints what was generated: text as it comes, JSON, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sagellm.engines.cli.output import columns, print_json
+
+if TYPE_CHECKING:
+    from sagellm.engines import CompletionOutput, RequestOutput
+
+_HEADING_CHARACTERS = 60
+
+
+class TextPrinter:
+    """Prints the continuations of all prompts one after another, each as far as it has come.
+
+    Only one can be printed at a time; what the others have by then follows when it is their turn.
+    A single continuation has no heading.
+    """
+
+    def __init__(self, prompts: Sequence[str], num_continuations: int) -> None:
+        self._lanes = [
+            (prompt, index) for prompt in range(len(prompts)) for index in range(num_continuations)
+        ]
+        self._prompts = prompts
+        self._latest: dict[int, RequestOutput] = {}
+        self._lane = 0
+        self._num_printed = 0  # characters of the current lane
+
+    def update(self, prompt: int, output: RequestOutput) -> None:
+        """Take the state of a prompt's request and print what is new and due."""
+        self._latest[prompt] = output
+        while self._lane < len(self._lanes):
+            current = self._latest.get(self._lanes[self._lane][0])
+            if current is None:
+                return
+            completion = current.outputs[self._lanes[self._lane][1]]
+            self._print(completion)
+            if completion.finish_reason is None:
+                return
+            typer.echo()
+            self._lane, self._num_printed = self._lane + 1, 0
+
+    def _print(self, completion: CompletionOutput) -> None:
+        if self._num_printed == 0 and completion.text and len(self._lanes) > 1:
+            typer.echo(self._heading())
+        typer.echo(completion.text[self._num_printed :], nl=False)
+        self._num_printed = len(completion.text)
+
+    def _heading(self) -> str:
+        prompt = " ".join(self._prompts[self._lanes[self._lane][0]].split())
+        short = prompt if len(prompt) <= _HEADING_CHARACTERS else f"{prompt[: _HEADING_CHARACTERS - 1]}…"
+        return f"{'' if self._lane == 0 else chr(10)}[{self._lane + 1}/{len(self._lanes)}] {short}"
+
+
+def print_outputs_json(outputs: Sequence[RequestOutput]) -> None:
+    """Print everything that is known about each request."""
+    print_json({"outputs": [_entry(output) for output in outputs]})
+
+
+def print_timings(outputs: Sequence[RequestOutput]) -> None:
+    """Print a table of times, one row a request, to standard error."""
+    head = ("PROMPT", "CACHED", "OUTPUT", "TTFT", "TPOT", "TOKENS/S", "END")
+    rows = [
+        (
+            f"{len(output.prompt_token_ids)} tokens",
+            str(output.num_cached_tokens),
+            f"{sum(len(one.token_ids) for one in output.outputs)} tokens",
+            _milliseconds(output.metrics.ttft),
+            _milliseconds(output.metrics.tpot),
+            "-" if output.metrics.throughput is None else f"{output.metrics.throughput:.1f}",
+            ", ".join(str(one.finish_reason) for one in output.outputs),
+        )
+        for output in outputs
+    ]
+    typer.echo("\n" + columns(head, rows), err=True)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _entry(output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "outputs": output.outputs,
+        "metrics": {
+            "ttft_s": metrics.ttft,
+            "tpot_s": metrics.tpot,
+            "total_time_s": metrics.total_time,
+            "throughput_tokens_per_s": metrics.throughput,
+        },
+    }

@@ -1,0 +1,157 @@
+"""The configuration's values, limits, names and messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from sagellm.core import ConfigError
+from sagellm.engines.config import EngineConfig, KVConfig, SchedulerConfig
+from sagellm.engines.config.settings import FLAT_NAMES, PROVIDER_KINDS, flag_of
+
+
+def message(**flat):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat(**flat)
+    return str(caught.value)
+
+
+def test_every_setting_has_one_flat_name():
+    assert sorted(FLAT_NAMES.values()) == sorted(EngineConfig().values())
+
+
+def test_every_named_provider_is_a_setting():
+    assert set(PROVIDER_KINDS) <= set(EngineConfig().values())
+
+
+def test_defaults_need_no_argument():
+    config = EngineConfig()
+    assert config == EngineConfig.from_flat()
+    assert (config.kv.block_size, config.prefix_cache.enabled, config.scheduler.passes) == (16, True, ())
+
+
+def test_flat_names_reach_their_sections():
+    config = EngineConfig.from_flat(
+        model=Path("/models/small"),
+        gpu_memory_utilization=1,
+        enable_prefix_caching=False,
+        scheduler_passes=["first", "second"],
+        attention_backend="naive",
+    )
+    assert config.model.name == "/models/small"
+    assert config.kv.memory_fraction == 1.0
+    assert config.prefix_cache.enabled is False
+    assert config.scheduler.passes == ("first", "second")
+    assert config.forward.attention == "naive"
+
+
+def test_passes_may_be_separated_by_commas():
+    assert SchedulerConfig(passes="first, second").passes == ("first", "second")
+    assert SchedulerConfig(passes="").passes == ()
+
+
+def test_a_step_may_hold_fewer_tokens_than_sequences():
+    config = EngineConfig.from_flat(max_num_batched_tokens=1, max_num_seqs=256)
+    assert config.scheduler.max_num_batched_tokens == 1
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 128, 1024])
+def test_block_sizes_in_range_are_taken(block_size):
+    assert KVConfig(block_size=block_size).block_size == block_size
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_devices_are_taken(device):
+    assert EngineConfig.from_flat(device=device).model.device == device
+
+
+@pytest.mark.parametrize(
+    ("flat", "expected"),
+    [
+        ({"block_size": 0}, "kv.block_size is 0; it must be a whole number from 1 to 1024"),
+        ({"block_size": 1025}, "kv.block_size is 1025; it must be a whole number from 1 to 1024"),
+        ({"block_size": "16"}, "kv.block_size is '16'; it must be a whole number from 1 to 1024"),
+        ({"block_size": None}, "kv.block_size is None; it must be a whole number from 1 to 1024"),
+        ({"num_blocks": True}, "kv.num_blocks is True; it must be a whole number of at least 1, or null"),
+        ({"max_num_seqs": 0}, "scheduler.max_num_seqs is 0; it must be a whole number of at least 1"),
+        ({"dtype": "fp16"}, "model.dtype is 'fp16'; it must be one of auto, float32, bfloat16, float16"),
+        ({"device": "gpu"}, "model.device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:x"}, "model.device is 'cuda:x'; it must be auto, cpu, cuda or cuda:N"),
+        ({"model": ""}, "model.name (model) is ''; it must be a text that is not empty, or null"),
+        ({"scheduler_passes": 3}, "scheduler.passes (scheduler_passes) is 3; it must be a list of names"),
+        (
+            {"enable_prefix_caching": "maybe"},
+            "prefix_cache.enabled (enable_prefix_caching) is 'maybe'; it must be true or false",
+        ),
+        (
+            {"eviction_options": [1]},
+            "prefix_cache.eviction_options is [1]; it must be a mapping of names to values",
+        ),
+    ],
+)
+def test_an_error_says_key_value_and_what_is_possible(flat, expected):
+    assert message(**flat) == expected
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, float("nan"), float("inf")])
+def test_memory_fraction_is_a_share(value):
+    text = message(gpu_memory_utilization=value)
+    assert text.startswith("kv.memory_fraction (gpu_memory_utilization) is ")
+    assert "a number above 0 and at most 1" in text
+
+
+def test_all_errors_are_told_at_once():
+    assert len(message(block_size=0, max_num_seqs=0, device="gpu").splitlines()) == 3
+
+
+def test_an_unknown_flat_name_is_told_with_the_nearest():
+    text = message(blok_size=8)
+    assert text.startswith("unknown setting 'blok_size'; settings: model, ")
+    assert text.endswith("Did you mean 'block_size'?")
+
+
+def test_an_unknown_name_in_a_section_is_told_with_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'kv\.blok_size'; kv has .*Did you mean 'block_size'\?"
+    ):
+        KVConfig(blok_size=8)
+
+
+def test_an_unknown_section_is_told_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown section 'kvs'; the sections are .*Did you mean 'kv'\?"):
+        EngineConfig(kvs={})
+
+
+def test_a_flat_name_given_as_a_section_is_told_its_key():
+    with pytest.raises(ConfigError, match=r"the setting is kv\.block_size"):
+        EngineConfig(block_size=16)
+
+
+def test_a_section_speaks_alike_alone_and_inside():
+    with pytest.raises(ConfigError) as alone:
+        KVConfig(block_size=0)
+    with pytest.raises(ConfigError) as inside:
+        EngineConfig(kv={"block_size": 0})
+    assert str(alone.value) == str(inside.value)
+
+
+def test_a_configuration_cannot_be_changed_but_copied():
+    config = EngineConfig()
+    with pytest.raises(ValidationError):
+        config.kv = KVConfig(block_size=8)
+    changed = config.with_values({"kv.num_blocks": 64})
+    assert (config.kv.num_blocks, changed.kv.num_blocks) == (None, 64)
+    assert changed.with_values({"kv.num_blocks": None}) == config
+
+
+def test_a_copy_is_checked_like_the_first():
+    with pytest.raises(ConfigError, match=r"kv\.num_blocks is 0"):
+        EngineConfig().with_values({"kv.num_blocks": 0})
+    with pytest.raises(ConfigError, match="unknown section 'kw'"):
+        EngineConfig().with_values({"kw.num_blocks": 1})
+
+
+def test_a_flag_is_the_flat_name_with_dashes():
+    assert flag_of("max_num_batched_tokens") == "--max-num-batched-tokens"
