@@ -62,10 +62,10 @@ class PluginRegistry:
     the object: nothing in a step loop goes through here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        if os.environ.get("SAGELLM_TRACE_HOOKS") == "1":
+        if environ.get("SAGELLM_TRACE_HOOKS") == "1":
             self._manager.trace.root.setwriter(sys.stderr.write)
             self._manager.enable_tracing()
         self.plugins: list[InstalledPlugin] = []
@@ -76,9 +76,10 @@ class PluginRegistry:
         """Read the entry points of every installed distribution.
 
         `SAGELLM_PLUGINS_ALLOW` and `SAGELLM_PLUGINS_DENY` hold distribution names, separated
-        by commas; with an allow list nothing else is loaded.
+        by commas; with an allow list nothing else is loaded. `SAGELLM_TRACE_HOOKS=1` prints every
+        hook call to standard error.
         """
-        registry = cls()
+        registry = cls(environ)
         allow = _names(environ.get("SAGELLM_PLUGINS_ALLOW", ""))
         deny = _names(environ.get("SAGELLM_PLUGINS_DENY", ""))
         for distribution, version, entry_point in _entry_points():
@@ -97,12 +98,15 @@ class PluginRegistry:
         api = getattr(plugin, "SAGELLM_API", 0)
         if not is_compatible(api):
             raise PluginVersionError(
-                f"{distribution} {version} was written for protocol version {api}, this core has "
+                f"{distribution} {version} was written for protocol version {api!r}, this core has "
                 f"{SAGELLM_API}; install a version of {distribution} that matches"
             )
         self._check_hooks(plugin, distribution)
         found = [InstalledProvider(p, distribution, version) for p in _call_providers(plugin, distribution)]
-        self._manager.register(plugin, name=distribution)
+        try:
+            self._manager.register(plugin)
+        except (pluggy.PluginValidationError, ValueError) as error:  # wrong arguments; registered twice
+            raise PluginHookError(f"{distribution} cannot be registered: {error}") from error
         self._providers += found
 
     def providers(self, kind: str | None = None) -> list[InstalledProvider]:
@@ -123,7 +127,9 @@ class PluginRegistry:
         """
         _check_kind(kind, "asked for")
         installed = self.providers(kind)
-        matches = [entry for entry in installed if name in (entry.provider.name, entry.qualified_name)]
+        distribution, colon, bare_name = name.rpartition(":")
+        wanted = f"{_normalise(distribution)}:{bare_name}" if colon else name
+        matches = [entry for entry in installed if wanted in (entry.provider.name, entry.qualified_name)]
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -131,7 +137,7 @@ class PluginRegistry:
             raise DuplicateProviderError(
                 f"{kind} {name!r} is provided by {both}; name one of them as {matches[0].qualified_name!r}"
             )
-        names = sorted({entry.provider.name for entry in installed})
+        names = sorted({entry.qualified_name if colon else entry.provider.name for entry in installed})
         listed = ", ".join(names) or "none"
         broken = "".join(f" {p.distribution} could not be loaded: {p.error}" for p in self.plugins if p.error)
         raise UnknownProviderError(
@@ -164,18 +170,22 @@ class PluginRegistry:
     def _check_hooks(self, plugin: object, distribution: str) -> None:
         known = [name for name in dir(hookspecs) if name.startswith("sagellm_")]
         for name in dir(plugin):
-            is_hook = self._manager.parse_hookimpl_opts(plugin, name) is not None
-            if is_hook and name not in known:
+            is_marked = self._manager.parse_hookimpl_opts(plugin, name) is not None
+            if not is_marked and not (name.startswith("sagellm_") and callable(getattr(plugin, name))):
+                continue
+            if name not in known:
                 raise PluginHookError(
                     f"{distribution} implements the hook {name!r}, which does not exist; "
                     f"hooks: {', '.join(known)}.{nearest(name, known)}"
                 )
+            if not is_marked:
+                raise PluginHookError(f"{distribution} defines {name!r} without @hookimpl; add it")
 
 
 def _import(entry_point: EntryPoint, distribution: str) -> ModuleType:
     try:
         return import_module(entry_point.value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginImportError(
             f"{distribution} does not import ({entry_point.value}): {type(error).__name__}: {error}"
         ) from error
@@ -195,8 +205,14 @@ def _call_providers(plugin: object, distribution: str) -> list[Provider]:
         raise PluginHookError(
             f"{distribution}: sagellm_providers must return a list of Provider, got {found!r}"
         )
-    for entry in found:
-        _check_kind(entry.kind, f"{distribution} provides {entry.name!r} of")
+    targets: dict[tuple[str, str], str] = {}
+    for kind, name, target, _ in found:
+        _check_kind(kind, f"{distribution} provides {name!r} of")
+        if (kind, name) in targets:
+            raise DuplicateProviderError(
+                f"{distribution} provides the {kind} {name!r} twice: {targets[kind, name]} and {target}"
+            )
+        targets[kind, name] = target
     return found
 
 

@@ -1,0 +1,72 @@
+"""Namespaces, request states, versions and log records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sagellm.core import Namespace, RequestStatus, get_logger, version
+from sagellm.core.logging import configure
+from sagellm.core.namespace import DEFAULT
+
+
+def test_the_default_namespace_is_one_like_any_other() -> None:
+    assert Namespace() == DEFAULT == ("default", "", "")
+    assert len({DEFAULT, Namespace("a"), Namespace("default", "s"), Namespace(adapter="x")}) == 4
+
+
+def test_a_finished_status_is_known_by_its_name() -> None:
+    finished = {status for status in RequestStatus if status.is_finished}
+    assert finished == set(RequestStatus) - {
+        RequestStatus.WAITING,
+        RequestStatus.RUNNING,
+        RequestStatus.SWAPPED,
+    }
+
+
+@pytest.mark.parametrize(
+    ("core", "accepted"), [(0, {0}), (1, {1}), (2, {1, 2}), (5, {4, 5})], ids=lambda value: str(value)
+)
+def test_a_version_and_the_one_before_are_accepted_once_there_are_stable_ones(
+    core: int, accepted: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version, "SAGELLM_API", core)
+    assert {api for api in range(-1, 8) if version.is_compatible(api)} == accepted
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("sagellm")
+    kept = logger.handlers[:], logger.level, logger.propagate
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = kept
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_records_become_json_lines_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", as_json=True)
+    logger = get_logger("sagellm.test")
+    try:
+        raise KeyError("gone")
+    except KeyError:
+        logger.exception("blocks: %d", 3)
+    entry = json.loads(capsys.readouterr().err)
+    assert (entry["level"], entry["logger"], entry["message"]) == ("ERROR", "sagellm.test", "blocks: 3")
+    assert "KeyError: 'gone'" in entry["exception"]
+    assert entry["time"][10] == "T"
+
+
+def test_a_second_configuration_replaces_the_first(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("debug", as_json=True)
+    configure("warning")
+    get_logger("sagellm.test").info("quiet")
+    get_logger("sagellm.test").warning("loud")
+    assert capsys.readouterr().err.endswith("WARNING sagellm.test: loud\n")
+    assert len(root_logger.handlers) == 1
+    assert getattr(root_logger.handlers[0], "stream", None) is sys.stderr
