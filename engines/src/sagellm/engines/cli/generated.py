@@ -46,7 +46,8 @@ class TextPrinter:
             self._lane, self._num_printed = self._lane + 1, 0
 
     def _print(self, completion: CompletionOutput) -> None:
-        if self._num_printed == 0 and completion.text and len(self._lanes) > 1:
+        is_due = bool(completion.text) or completion.finish_reason is not None
+        if len(self._lanes) > 1 and self._num_printed == 0 and is_due:
             typer.echo(self._heading())
         typer.echo(completion.text[self._num_printed :], nl=False)
         self._num_printed = len(completion.text)
@@ -54,7 +55,8 @@ class TextPrinter:
     def _heading(self) -> str:
         prompt = " ".join(self._prompts[self._lanes[self._lane][0]].split())
         short = prompt if len(prompt) <= _HEADING_CHARACTERS else f"{prompt[: _HEADING_CHARACTERS - 1]}…"
-        return f"{'' if self._lane == 0 else chr(10)}[{self._lane + 1}/{len(self._lanes)}] {short}"
+        gap = "\n" if self._lane else ""
+        return f"{gap}[{self._lane + 1}/{len(self._lanes)}] {short}"
 
 
 def print_outputs_json(outputs: Sequence[RequestOutput]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -21,6 +22,8 @@ KERNEL_FLAGS = (
 )  # fmt: skip
 """The CPU flags that choose kernels, x86 first, then Arm."""
 
+_WIDE = 1000  # columns, so that a program that reads the tree gets whole lines
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -37,7 +40,8 @@ def topology(
         return
     from rich.console import Console
 
-    Console(highlight=False).print(_tree(found), soft_wrap=True)
+    width = None if sys.stdout.isatty() else _WIDE
+    Console(highlight=False, width=width).print(_tree(found))
     for warning in metrics.warnings:
         typer.echo(f"not known: {warning}", err=True)
 

@@ -1,0 +1,212 @@
+"""`doctor`: facts, problems, remedies, and an exit code that says whether something is broken."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sagellm.core import PluginRegistry
+from sagellm.engines.cli.doctor import command, hardware, software
+from sagellm.engines.cli.doctor.plugins import examine_plugins
+from sagellm.engines.cli.doctor.report import Patient, Section, as_text, examine
+from sagellm.engines.config import EngineConfig
+
+
+def healthy(patient):
+    return Section("health", {"pulse": 60, "fever": False, "allergies": []})
+
+
+def limping(patient):
+    section = Section("legs")
+    section.warn("one leg is short", "walk in circles")
+    return section
+
+
+def broken(patient):
+    section = Section("arms")
+    section.error("an arm is missing", "grow one")
+    return section
+
+
+def failing(patient):
+    raise ValueError("no stethoscope")
+
+
+def patient_with(registry=None, topology=None, **settings):
+    return Patient(
+        registry=registry or PluginRegistry(), config=EngineConfig.from_flat(**settings), topology=topology
+    )
+
+
+def problems_of(section):
+    return [(problem.severity, problem.what) for problem in section.problems]
+
+
+@pytest.mark.parametrize(("examination", "code"), [(healthy, 0), (limping, 0), (broken, 1), (failing, 1)])
+def test_only_errors_make_it_fail(sage, monkeypatch, examination, code):
+    monkeypatch.setattr(command, "EXAMINATIONS", (examination,))
+    assert sage("doctor").code == code
+    shown = sage("llm", "doctor", "--json")
+    assert (shown.code, shown.json["healthy"]) == (code, code == 0)
+
+
+def test_problems_come_last_with_their_remedies():
+    text = as_text([healthy(None), broken(None), limping(None)])
+    assert text.splitlines() == [
+        "health",
+        "  pulse      60",
+        "  fever      no",
+        "  allergies  none",
+        "",
+        "error: an arm is missing",
+        "  to mend it: grow one",
+        "warning: one leg is short",
+        "  to mend it: walk in circles",
+    ]
+    assert as_text([healthy(None)]).endswith("Nothing is wrong.")
+
+
+def test_an_examination_that_fails_is_a_finding():
+    section = examine(failing, patient_with())
+    assert problems_of(section) == [("error", "failing could not be examined: ValueError: no stethoscope")]
+
+
+def test_a_library_that_does_not_import_is_a_finding_with_its_name():
+    def lungs(patient):
+        raise ImportError("libbreath.so is missing", name="breath")
+
+    [problem] = examine(lungs, patient_with()).problems
+    assert problem.remedy == "reinstall it: pip install --force-reinstall breath"
+
+
+def test_a_real_run_tells_all_subjects(sage):
+    titles = [section["title"] for section in sage("doctor", "--json").json["sections"]]
+    assert titles == ["software", "devices", "cpu", "threads", "memory", "plugins", "hub", "configuration"]
+
+
+def test_a_sound_installation_is_healthy(sage):
+    result = sage("doctor")
+    assert result.code == 0, result.out
+
+
+def test_a_broken_plugin_makes_it_fail_and_is_named(sage, install):
+    install("broken-plugin", "raise RuntimeError('no moon tonight')")
+    result = sage("doctor")
+    assert result.code == 1
+    assert "no moon tonight" in result.out
+    assert "SAGELLM_PLUGINS_DENY=broken-plugin" in result.out
+
+
+def test_a_setting_that_names_nothing_installed_makes_it_fail(sage, monkeypatch):
+    monkeypatch.setenv("SAGELLM_SCHEDULER__PASSES", "[absent]")
+    result = sage("doctor")
+    assert result.code == 1
+    assert "scheduler.passes is 'absent': no installed scheduler_pass is called 'absent'" in result.out
+
+
+def test_a_wrong_configuration_is_a_finding(sage, tmp_path):
+    (tmp_path / "sagellm.yaml").write_text("kv: {block_size: 0}")
+    result = sage("doctor")
+    assert (result.code, "kv.block_size is 0" in result.out) == (1, True)
+
+
+def test_settings_that_differ_are_told(sage, tmp_path):
+    (tmp_path / "sagellm.yaml").write_text("kv: {block_size: 8}")
+    sections = {section["title"]: section["facts"] for section in sage("doctor", "--json").json["sections"]}
+    assert sections["configuration"]["kv.block_size"] == "8 (file sagellm.yaml)"
+    assert sections["configuration"]["files read"] == ["sagellm.yaml"]
+
+
+def test_a_device_that_is_not_there_is_an_error():
+    found = dict(problems_of(hardware.examine_devices(patient_with(device="cuda:99"))))
+    assert "model.device is cuda:99" in found["error"]
+
+
+def test_no_topology_reader_is_an_error():
+    assert problems_of(hardware.examine_cpu(patient_with()))[0][0] == "error"
+    assert hardware.examine_memory(patient_with()).problems == []
+
+
+def machine(**changes):
+    cpu = SimpleNamespace(
+        model="CPU",
+        architecture="x86_64",
+        num_sockets=1,
+        num_cores=1,
+        num_threads=1,
+        allowed_cpu_ids=(0,),
+        flags=(),
+    )
+    sizes = {"memory_bytes": 8 << 30, "memory_limit_bytes": 4 << 30, "memory_available_bytes": 1 << 30}
+    return SimpleNamespace(cpu=cpu, **{**sizes, **changes})
+
+
+def test_little_memory_and_its_limit_are_told():
+    section = hardware.examine_memory(patient_with(topology=machine()))
+    assert section.facts == {"installed": "8 GiB", "cgroup limit": "4 GiB", "available": "1 GiB"}
+    assert problems_of(section) == [("warning", "1 GiB of memory are available, little for a model")]
+    roomy = machine(memory_limit_bytes=8 << 30, memory_available_bytes=6 << 30)
+    section = hardware.examine_memory(patient_with(topology=roomy))
+    assert (section.facts["cgroup limit"], section.problems) == ("none", [])
+
+
+def test_a_cpu_without_avx2_is_told():
+    assert "no AVX2" in problems_of(hardware.examine_cpu(patient_with(topology=machine())))[0][1]
+
+
+@pytest.mark.parametrize(
+    ("threads", "told"), [(64, "they wait for each other"), (1, "torch takes 1 of 8 cores")]
+)
+def test_threads_are_compared_with_cores(monkeypatch, threads, told):
+    import torch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    [(severity, what)] = problems_of(hardware.examine_threads(patient_with()))
+    assert (severity, told in what) == ("warning", True)
+
+
+def test_a_missing_package_is_an_error_and_a_mixture_a_warning(monkeypatch):
+    versions = dict.fromkeys(software.PACKAGES + software.NEEDED, "1")
+    versions["sagellm-comm"] = "2"
+    del versions["torch"]
+    monkeypatch.setattr(software, "installed_version", versions.get)
+    assert problems_of(software.examine_software(patient_with())) == [
+        ("error", "torch is not installed"),
+        ("warning", "the sageLLM packages have different versions: 1, 2"),
+    ]
+
+
+def test_a_file_that_hides_the_namespace_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sagellm", SimpleNamespace(__file__="/site/sagellm/__init__.py"))
+    found = problems_of(software.examine_software(patient_with()))
+    assert ("error", "/site/sagellm/__init__.py hides packages of the sagellm namespace") in found
+
+
+def test_clashing_providers_are_told(install):
+    source = (
+        "from sagellm.core import Provider, hookimpl\n"
+        "@hookimpl\n"
+        "def sagellm_providers():\n"
+        "    return [Provider('scheduler_pass', 'twin', 'builtins:dict', 'one of two')]\n"
+    )
+    install("twin-a", source)
+    install("twin-b", source)
+    section = examine_plugins(patient_with(registry=PluginRegistry.load(), scheduler_passes="twin"))
+    told = [what for severity, what in problems_of(section) if what.startswith("scheduler.passes")]
+    assert "twin-a:twin" in told[0]
+    assert "twin-b:twin" in told[0]
+
+
+def test_a_hub_cache_that_cannot_be_written_is_told(monkeypatch, sage, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    sections = {section["title"]: section for section in sage("doctor", "--json").json["sections"]}
+    assert sections["hub"]["facts"]["models in it"] == 0
+    assert "cannot be written to" in sections["hub"]["problems"][0]["what"]

@@ -1,0 +1,217 @@
+"""`generate`: prompts in, text and timings out; a fake engine here, a real one at the end of the file."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import ClassVar
+
+import pytest
+
+import sagellm.engines
+from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput
+from sagellm.engines.cli.generated import TextPrinter
+
+
+class FakeEngine:
+    """Answers each prompt with its words in capitals, one a step, the last prompt first."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, config):
+        self.config = config
+        self.requests = {}
+        self.params = []
+        FakeEngine.made.append(self)
+
+    def add_request(self, prompt, params):
+        request_id = f"request-{len(self.requests)}"
+        self.params.append(params)
+        self.requests[request_id] = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=list(range(len(prompt))),
+            outputs=[CompletionOutput(index=index) for index in range(params.n)],
+            metrics=RequestMetrics(arrival_ns=0),
+            num_cached_tokens=3,
+        )
+        return request_id
+
+    def has_unfinished_requests(self):
+        return any(not output.finished for output in self.requests.values())
+
+    def step(self):
+        output = [output for output in self.requests.values() if not output.finished][-1]
+        words = output.prompt.split()
+        for one in output.outputs:
+            one.text += words[len(one.token_ids)].upper() + " "
+            one.token_ids.append(len(one.token_ids))
+            if len(one.token_ids) == len(words):
+                output.finished = True
+                one.finish_reason = "error" if "fail" in words else "stop"
+                one.error = "it burst" if "fail" in words else None
+        output.metrics.first_token_ns = 5_000_000
+        output.metrics.last_token_ns = output.metrics.finished_ns = 25_000_000
+        output.metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
+        return [output]
+
+    def generate(self, prompts, params, *, progress):
+        for prompt in prompts:
+            self.add_request(prompt, params)
+        while self.has_unfinished_requests():
+            self.step()
+        return list(self.requests.values())
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    FakeEngine.made = []
+    monkeypatch.setitem(vars(sagellm.engines), "LLMEngine", FakeEngine)  # setattr would import the real one
+    return FakeEngine.made
+
+
+def test_text_goes_to_stdout_and_timings_to_stderr(sage, engine):
+    result = sage("llm", "generate", "one two three", "--model", "m")
+    assert (result.code, result.out) == (0, "ONE TWO THREE \n")
+    head, row = result.err.strip().splitlines()
+    assert head.split() == ["PROMPT", "CACHED", "OUTPUT", "TTFT", "TPOT", "TOKENS/S", "END"]
+    assert row.split() == ["13", "tokens", "3", "3", "tokens", "5.0", "ms", "10.0", "ms", "120.0", "stop"]
+
+
+@pytest.mark.parametrize("mode", ["--stream", "--no-stream"])
+def test_several_prompts_come_in_order_under_headings(sage, engine, mode):
+    result = sage("llm", "generate", "one two", "three", "--model", "m", mode)
+    assert result.out == "[1/2] one two\nONE TWO \n\n[2/2] three\nTHREE \n"
+    assert len(result.err.strip().splitlines()) == 3
+
+
+def test_continuations_come_one_after_another(sage, engine):
+    result = sage("llm", "generate", "one", "--model", "m", "-n", "2")
+    assert result.out == "[1/2] one\nONE \n\n[2/2] one\nONE \n"
+
+
+def test_prompts_are_read_from_stdin_one_a_line(sage, engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin\n\nsecond\n"))
+    sage("llm", "generate", "first", "-", "--model", "m")
+    assert [output.prompt for output in engine[0].requests.values()] == ["first", "from stdin", "second"]
+
+
+def test_an_empty_stdin_is_told(sage, engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    result = sage("llm", "generate", "-", "--model", "m")
+    assert (result.code, result.err) == (2, "Error: standard input holds no prompt; write one a line\n")
+
+
+def test_json_holds_everything_and_nothing_else_is_printed(sage, engine):
+    result = sage("llm", "generate", "one two", "--model", "m", "--json")
+    [entry] = result.json["outputs"]
+    assert entry["prompt"] == "one two"
+    assert entry["outputs"][0]["text"] == "ONE TWO "
+    assert entry["outputs"][0]["finish_reason"] == "stop"
+    assert (entry["num_prompt_tokens"], entry["num_cached_tokens"]) == (7, 3)
+    assert entry["metrics"] == {
+        "ttft_s": 0.005,
+        "tpot_s": 0.02,
+        "total_time_s": 0.025,
+        "throughput_tokens_per_s": 80.0,
+    }
+    assert result.err == ""
+
+
+def test_flags_reach_sampling_and_engine(sage, engine):
+    result = sage(
+        *("llm", "generate", "x", "--model", "m", "--block-size", "8", "--no-enable-prefix-caching"),
+        *("--max-tokens", "5", "--temperature", "0", "--top-p", "0.5", "--top-k", "7", "--min-p", "0.1"),
+        *("--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-ids", "9", "--ignore-eos"),
+        *("--presence-penalty", "1", "--frequency-penalty", "-1", "--repetition-penalty", "1.5"),
+    )
+    assert result.code == 0, result.err
+    [params] = engine[0].params
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (5, 0.0, 0.5, 7)
+    assert (params.min_p, params.seed, params.ignore_eos) == (0.1, 3, True)
+    assert (tuple(params.stop), tuple(params.stop_token_ids)) == (("a", "b"), (9,))
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, -1.0, 1.5)
+    config = engine[0].config
+    assert (config.model.name, config.kv.block_size, config.prefix_cache.enabled) == ("m", 8, False)
+    assert config.model.seed is None
+
+
+def test_the_model_may_come_from_a_file(sage, engine, tmp_path):
+    (tmp_path / "sagellm.yaml").write_text("model: {name: from-file}")
+    assert sage("llm", "generate", "x").code == 0
+    assert engine[0].config.model.name == "from-file"
+    assert engine[0].params[0].max_tokens == 128
+
+
+def test_without_a_model_the_message_says_how_to_name_one(sage):
+    result = sage("llm", "generate", "x")
+    assert result.code == 2
+    assert "--model DIRECTORY or --model HUB_ID" in result.err
+
+
+def test_without_a_prompt_it_is_told_what_is_missing(sage):
+    result = sage("llm", "generate", "--model", "m")
+    assert (result.code, "Missing argument 'PROMPT'" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "2"], "top_p is 2.0"),
+        (["--max-tokens", "many"], "--max-tokens"),
+        (["--dtype", "fp16"], "model.dtype is 'fp16'"),
+    ],
+)
+def test_a_wrong_value_is_told_before_anything_is_loaded(sage, engine, arguments, told):
+    result = sage("llm", "generate", "x", "--model", "m", *arguments)
+    assert (result.code, told in result.err, engine) == (2, True, [])
+
+
+def test_a_prompt_that_fails_ends_with_one_after_the_others(sage, engine):
+    result = sage("llm", "generate", "good", "to fail", "--model", "m")
+    assert result.code == 1
+    assert "[1/2] good\nGOOD" in result.out
+    assert result.err.endswith("Error: 1 of 2 prompts failed: it burst\n")
+
+
+def test_a_printer_prints_only_what_is_new(capfd):
+    printer = TextPrinter(["a", "b"], 1)
+    first = RequestOutput(
+        request_id="1",
+        prompt="a",
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="Hel")],
+        metrics=RequestMetrics(arrival_ns=0),
+    )
+    second = RequestOutput(
+        request_id="2",
+        prompt="b",
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", finish_reason="stop")],
+        metrics=RequestMetrics(arrival_ns=0),
+    )
+    printer.update(0, first)
+    assert capfd.readouterr().out == "[1/2] a\nHel"
+    printer.update(1, second)
+    assert capfd.readouterr().out == ""
+    first.outputs[0].text = "Hello"
+    printer.update(0, first)
+    assert capfd.readouterr().out == "lo"
+    first.outputs[0].finish_reason = "length"
+    printer.update(0, first)
+    assert capfd.readouterr().out == "\n\n[2/2] b\n\n"
+
+
+def test_a_long_prompt_is_shortened_in_its_heading(capfd):
+    printer = TextPrinter(["word " * 40, "b"], 1)
+    output = RequestOutput(
+        request_id="1",
+        prompt="",
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="x")],
+        metrics=RequestMetrics(arrival_ns=0),
+    )
+    printer.update(0, output)
+    heading = capfd.readouterr().out.splitlines()[0]
+    assert (len(heading), heading[-1]) == (len("[1/2] ") + 60, "…")

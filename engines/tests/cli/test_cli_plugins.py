@@ -1,0 +1,119 @@
+"""`plugins list` and `plugins info`, with plugins that work and plugins that do not."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from sagellm.engines.cli.plugins import CORE
+
+WORKING = """
+from sagellm.core import Provider, hookimpl
+
+class Policy:
+    '''Evicts by the moon.
+
+    More about it.
+    '''
+
+@hookimpl
+def sagellm_providers():
+    return [
+        Provider("eviction_policy", "moon", f"{__name__}:Policy", "by the moon"),
+        Provider("eviction_policy", "mars", "absent_module:Policy", "by the planet"),
+    ]
+"""
+BROKEN = "raise RuntimeError('no moon tonight')"
+FUTURE = "SAGELLM_API = 99"
+NULL_POLICY = ("eviction_policy", "null", "sagellm-core-protocols")
+
+
+def test_list_has_a_row_for_each_provider(sage, install):
+    install("moon-plugin", WORKING)
+    rows = [line.split() for line in sage("plugins", "list").out.splitlines()]
+    assert rows[0] == ["KIND", "NAME", "DISTRIBUTION", "VERSION", "SUMMARY"]
+    assert ["eviction_policy", "moon", "moon-plugin", "1.5", "by", "the", "moon"] in rows
+    assert NULL_POLICY in [tuple(row[:3]) for row in rows]
+
+
+def test_list_can_be_limited_to_a_kind(sage):
+    entries = sage("plugins", "list", "--kind", "eviction_policy", "--json").json["providers"]
+    assert {entry["kind"] for entry in entries} == {"eviction_policy"}
+
+
+def test_a_broken_plugin_is_listed_with_its_error_and_the_rest_goes_on(sage, install):
+    install("broken-plugin", BROKEN)
+    result = sage("plugins", "list")
+    assert result.code == 0
+    assert "broken-plugin 1.5: broken-plugin does not import" in result.out
+    assert "RuntimeError: no moon tonight" in result.out
+    assert "sagellm-core-protocols" in result.out
+
+
+def test_json_tells_each_plugins_error(sage, install):
+    install("future-plugin", FUTURE)
+    plugins = {
+        entry["distribution"]: entry["error"] for entry in sage("plugins", "list", "--json").json["plugins"]
+    }
+    assert "was written for protocol version 99" in plugins["future-plugin"]
+    assert plugins["sagellm-core-protocols"] is None
+
+
+def test_a_denied_plugin_is_not_loaded(sage, install, monkeypatch):
+    install("broken-plugin", BROKEN)
+    monkeypatch.setenv("SAGELLM_PLUGINS_DENY", "broken-plugin")
+    assert "broken-plugin" not in sage("plugins", "list").out
+
+
+def test_info_tells_all_that_is_known(sage, install):
+    install("moon-plugin", WORKING)
+    assert sage("plugins", "info", "moon").out.splitlines() == [
+        "eviction_policy moon: by the moon",
+        "  distribution  moon-plugin 1.5",
+        "  target        moon_plugin:Policy",
+        f"  compatible    core >=0.1,<0.2 asked for, core {version(CORE)} installed; "
+        "protocol version 0, core has 0",
+        "  description   Evicts by the moon.",
+    ]
+
+
+def test_info_takes_a_qualified_name(sage, install):
+    install("moon-plugin", WORKING)
+    [entry] = sage("plugins", "info", "moon-plugin:moon", "--json").json["providers"]
+    assert (entry["description"], entry["error"], entry["api"]) == ("Evicts by the moon.", None, 0)
+
+
+def test_info_of_a_distribution_tells_about_all_it_provides(sage, install):
+    install("moon-plugin", WORKING)
+    entries = sage("plugins", "info", "moon-plugin", "--json").json["providers"]
+    assert [entry["name"] for entry in entries] == ["mars", "moon"]
+
+
+def test_info_of_a_target_that_does_not_import_shows_why(sage, install):
+    install("moon-plugin", WORKING)
+    result = sage("plugins", "info", "mars")
+    assert result.code == 0
+    assert "No module named 'absent_module'" in result.out
+
+
+def test_info_of_a_broken_plugin_shows_its_error(sage, install):
+    install("broken-plugin", BROKEN)
+    result = sage("plugins", "info", "broken-plugin")
+    assert (result.code, "no moon tonight" in result.out) == (0, True)
+    assert sage("plugins", "info", "broken-plugin", "--json").json["plugins"][0]["version"] == "1.5"
+
+
+def test_info_of_an_unknown_name_tells_the_nearest(sage, install):
+    install("moon-plugin", WORKING)
+    result = sage("plugins", "info", "mooon")
+    assert result.code == 1
+    assert result.err.startswith(
+        "Error: no installed provider or distribution is called 'mooon'; installed: "
+    )
+    assert result.err.endswith("Did you mean 'moon'?\n")
+
+
+def test_info_can_be_limited_to_a_kind(sage):
+    assert (
+        sage("plugins", "info", "null", "--kind", "engine", "--json").json["providers"][0]["kind"] == "engine"
+    )
+    assert "no installed engine or distribution" in sage("plugins", "info", "absent", "--kind", "engine").err

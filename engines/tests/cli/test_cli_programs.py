@@ -1,0 +1,176 @@
+"""The programs: quick to answer, clear when something is wrong, right in their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sagellm.core import CheckpointError
+from sagellm.engines import __version__
+from sagellm.engines.cli import main_llm, plugins
+
+# typer itself takes pydantic as soon as a command has an option
+HEAVY = ("torch", "transformers", "numpy", "rich", "yaml")
+_RUN = """
+import json, sys
+from sagellm.engines.cli import {program}
+try:
+    {program}({arguments!r})
+except SystemExit as end:
+    code = end.code or 0
+print(json.dumps([code, [name for name in {heavy!r} if name in sys.modules]]))
+"""
+
+
+def loaded_by(program, *arguments):
+    source = _RUN.format(program=program, arguments=list(arguments), heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stderr
+    return modules
+
+
+def seconds_of_help():
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "sagellm.engines.cli", "--help"], capture_output=True, check=True)
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("main", ["--help"]),
+        ("main", ["--version"]),
+        ("main", ["llm", "--help"]),
+        ("main_llm", ["--help"]),
+        ("main", ["plugins", "list"]),
+        ("main", ["llm", "plugins", "list", "--json"]),
+    ],
+)
+def test_answers_load_nothing_heavy(program, arguments):
+    assert loaded_by(program, *arguments) == []
+
+
+def test_showing_the_configuration_loads_no_torch():
+    assert "torch" not in loaded_by("main", "config", "show")
+    assert "torch" not in loaded_by("main", "llm", "generate", "--help")
+
+
+def test_help_takes_less_than_three_tenths_of_a_second():
+    assert min(seconds_of_help() for _ in range(5)) < 0.3
+
+
+def test_help_lists_the_commands(sage):
+    assert [name in sage("--help").out for name in ("llm", "plugins", "config", "doctor")] == [True] * 4
+    shown = sage("llm", "--help").out
+    assert [name in shown for name in ("generate", "plugins", "config", "doctor", "topology")] == [True] * 5
+
+
+@pytest.mark.parametrize("command", ["generate", "plugins", "config", "doctor", "topology"])
+def test_every_command_has_help(sage, command):
+    result = sage("llm", command, "--help")
+    assert (result.code, result.out.startswith(f"Usage: sage llm {command}")) == (0, True)
+    assert "--debug" in result.out
+
+
+def test_version_is_the_packages(sage):
+    assert sage("--version").out == f"sageLLM {__version__}\n"
+
+
+def test_sagellm_is_sage_llm(sage, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main_llm(["plugins", "list"])
+    assert ended.value.code in (0, None)
+    assert capfd.readouterr().out == sage("llm", "plugins", "list").out
+
+
+def test_aliases_are_the_same_commands(sage):
+    assert sage("config", "show").out == sage("llm", "config", "show").out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["llm", "nonsense"],
+        ["plugins", "nonsense"],
+        ["--nonsense"],
+        ["config", "show", "--nonsense"],
+    ],
+)
+def test_wrong_use_ends_with_two(sage, arguments):
+    result = sage(*arguments)
+    assert result.code == 2
+    assert "nonsense" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_wrong_setting_ends_with_two_and_one_message(sage):
+    result = sage("config", "show", "--block-size", "7000")
+    expected = "Error: kv.block_size is 7000; it must be a whole number from 1 to 1024 (from --block-size)\n"
+    assert (result.code, result.out, result.err) == (2, "", expected)
+
+
+def fail(error, cause=None):
+    def listing(*args, **kwargs):
+        raise error from cause
+
+    return listing
+
+
+def test_a_failure_ends_with_one_and_its_cause_comes_last(sage, monkeypatch):
+    error = CheckpointError("the weights cannot be read")
+    monkeypatch.setattr(plugins.PluginRegistry, "load", fail(error, OSError("disk on fire")))
+    result = sage("plugins", "list")
+    assert (result.code, result.err) == (
+        1,
+        "Error: the weights cannot be read\nCaused by OSError: disk on fire\n",
+    )
+
+
+def test_an_unexpected_failure_says_how_to_see_more(sage, monkeypatch):
+    monkeypatch.setattr(plugins.PluginRegistry, "load", fail(KeyError("oops")))
+    result = sage("plugins", "list")
+    assert result.code == 1
+    assert result.err.startswith("Error: KeyError: 'oops'\n")
+    assert "SAGELLM_DEBUG=1" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--debug", "plugins", "list"], ["plugins", "--debug", "list"], ["plugins", "list", "--debug"]],
+)
+def test_debug_shows_the_traceback_wherever_it_is_written(sage, monkeypatch, arguments):
+    monkeypatch.setattr(plugins.PluginRegistry, "load", fail(CheckpointError("no")))
+    result = sage(*arguments)
+    assert (result.code, "Traceback" in result.err) == (1, True)
+
+
+def test_debug_may_come_from_the_environment(sage, monkeypatch):
+    monkeypatch.setenv("SAGELLM_DEBUG", "1")
+    result = sage("config", "show", "--block-size", "0")
+    assert (result.code, "Traceback" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("sage ll", "llm"), ("sage llm top", "topology"), ("sage plugins in", "info")]
+)
+def test_the_tab_key_completes_commands(words, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", "from sagellm.engines.cli import main; main()"],
+        env={
+            "_SAGE_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+            "PATH": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert expected in done.stdout
