@@ -7,101 +7,99 @@ from sagellm.core._lazy import lazy
 if TYPE_CHECKING:
     from sagellm.core.errors import (
         BlockError as BlockError,
-    )
-    from sagellm.core.errors import (
         CheckpointError as CheckpointError,
-    )
-    from sagellm.core.errors import (
         ConfigError as ConfigError,
-    )
-    from sagellm.core.errors import (
         DuplicateProviderError as DuplicateProviderError,
-    )
-    from sagellm.core.errors import (
         DuplicateRequestError as DuplicateRequestError,
-    )
-    from sagellm.core.errors import (
         EngineError as EngineError,
-    )
-    from sagellm.core.errors import (
         InvalidInputError as InvalidInputError,
-    )
-    from sagellm.core.errors import (
         InvalidRequestError as InvalidRequestError,
-    )
-    from sagellm.core.errors import (
         OutOfBlocksError as OutOfBlocksError,
-    )
-    from sagellm.core.errors import (
         OutOfMemoryError as OutOfMemoryError,
-    )
-    from sagellm.core.errors import (
         PluginError as PluginError,
-    )
-    from sagellm.core.errors import (
         PluginHookError as PluginHookError,
-    )
-    from sagellm.core.errors import (
         PluginImportError as PluginImportError,
-    )
-    from sagellm.core.errors import (
         PluginVersionError as PluginVersionError,
-    )
-    from sagellm.core.errors import (
         SageLLMError as SageLLMError,
-    )
-    from sagellm.core.errors import (
         StaleMatchError as StaleMatchError,
-    )
-    from sagellm.core.errors import (
         UnknownKindError as UnknownKindError,
-    )
-    from sagellm.core.errors import (
         UnknownNameError as UnknownNameError,
-    )
-    from sagellm.core.errors import (
         UnknownProviderError as UnknownProviderError,
-    )
-    from sagellm.core.errors import (
         UnknownRequestError as UnknownRequestError,
-    )
-    from sagellm.core.errors import (
         UnsupportedModelError as UnsupportedModelError,
-    )
-    from sagellm.core.errors import (
         nearest as nearest,
     )
     from sagellm.core.ids import (
         BlockId as BlockId,
-    )
-    from sagellm.core.ids import (
         NodeId as NodeId,
-    )
-    from sagellm.core.ids import (
         RequestId as RequestId,
-    )
-    from sagellm.core.ids import (
         SequenceId as SequenceId,
     )
     from sagellm.core.kv_block import (
         BlockHeader as BlockHeader,
-    )
-    from sagellm.core.kv_block import (
         BlockKey as BlockKey,
     )
     from sagellm.core.kv_layout import (
         KVGroup as KVGroup,
-    )
-    from sagellm.core.kv_layout import (
         KVLayout as KVLayout,
     )
     from sagellm.core.logging import (
         get_logger as get_logger,
     )
-    from sagellm.core.namespace import (
-        DEFAULT as DEFAULT,
+    from sagellm.core.metrics.cache import (
+        PromptBlocks as PromptBlocks,
+        block_sharing_fraction as block_sharing_fraction,
+        external_fragmentation as external_fragmentation,
+        gap_closed as gap_closed,
+        internal_fragmentation as internal_fragmentation,
+        mean_block_sharing_fraction as mean_block_sharing_fraction,
+        memory_use_gain as memory_use_gain,
+        re_prefill_rate as re_prefill_rate,
+        sharing_fraction_source as sharing_fraction_source,
+        token_hit_rate as token_hit_rate,
+        token_saving as token_saving,
+        token_utilisation as token_utilisation,
+        utilisation as utilisation,
+    )
+    from sagellm.core.metrics.fairness import (
+        BatchStep as BatchStep,
+        batching_efficiency as batching_efficiency,
+        jains_index as jains_index,
+    )
+    from sagellm.core.metrics.flops import (
+        attention_flops as attention_flops,
+        decode_flops as decode_flops,
+        layer_flops as layer_flops,
+        logits_flops as logits_flops,
+        mlp_flops as mlp_flops,
+        prefill_flops as prefill_flops,
+        projection_flops as projection_flops,
+    )
+    from sagellm.core.metrics.latency import (
+        LatencySummary as LatencySummary,
+        RequestTimes as RequestTimes,
+        goodput as goodput,
+        itl_s as itl_s,
+        percentile as percentile,
+        summarise as summarise,
+        throughput as throughput,
+        total_throughput as total_throughput,
+        tpot_s as tpot_s,
+        ttft_s as ttft_s,
+    )
+    from sagellm.core.metrics.lifetime import (
+        lifetime_mae as lifetime_mae,
+        median_mae as median_mae,
+        within_10_percent as within_10_percent,
+        within_10_percent_or_5_tokens as within_10_percent_or_5_tokens,
+    )
+    from sagellm.core.metrics.roofline import (
+        MFUResult as MFUResult,
+        bandwidth_use as bandwidth_use,
+        roofline_ratio as roofline_ratio,
     )
     from sagellm.core.namespace import (
+        DEFAULT as DEFAULT,
         Namespace as Namespace,
     )
     from sagellm.core.plugins.hookspecs import (
@@ -109,276 +107,136 @@ if TYPE_CHECKING:
     )
     from sagellm.core.plugins.provider import (
         KINDS as KINDS,
-    )
-    from sagellm.core.plugins.provider import (
         Provider as Provider,
     )
     from sagellm.core.plugins.registry import (
         InstalledPlugin as InstalledPlugin,
-    )
-    from sagellm.core.plugins.registry import (
         InstalledProvider as InstalledProvider,
-    )
-    from sagellm.core.plugins.registry import (
         PluginRegistry as PluginRegistry,
     )
     from sagellm.core.protocols.attention import (
         AttentionBackendProtocol as AttentionBackendProtocol,
-    )
-    from sagellm.core.protocols.attention import (
         AttentionMetrics as AttentionMetrics,
-    )
-    from sagellm.core.protocols.attention import (
         AttentionSpec as AttentionSpec,
-    )
-    from sagellm.core.protocols.attention import (
         InputBatch as InputBatch,
-    )
-    from sagellm.core.protocols.attention import (
         NullAttentionBackend as NullAttentionBackend,
     )
     from sagellm.core.protocols.engine import (
         EngineMetrics as EngineMetrics,
-    )
-    from sagellm.core.protocols.engine import (
         EngineProtocol as EngineProtocol,
-    )
-    from sagellm.core.protocols.engine import (
         NullEngine as NullEngine,
     )
     from sagellm.core.protocols.eviction import (
         CachedNode as CachedNode,
-    )
-    from sagellm.core.protocols.eviction import (
         EvictionCandidate as EvictionCandidate,
-    )
-    from sagellm.core.protocols.eviction import (
         EvictionMetrics as EvictionMetrics,
-    )
-    from sagellm.core.protocols.eviction import (
         EvictionPolicyProtocol as EvictionPolicyProtocol,
-    )
-    from sagellm.core.protocols.eviction import (
         NullEvictionPolicy as NullEvictionPolicy,
     )
     from sagellm.core.protocols.forward import (
         ForwardBackendProtocol as ForwardBackendProtocol,
-    )
-    from sagellm.core.protocols.forward import (
         ForwardMetrics as ForwardMetrics,
-    )
-    from sagellm.core.protocols.forward import (
         NullForwardBackend as NullForwardBackend,
     )
     from sagellm.core.protocols.kv_allocator import (
         AllocatorMetrics as AllocatorMetrics,
-    )
-    from sagellm.core.protocols.kv_allocator import (
         KVAllocatorProtocol as KVAllocatorProtocol,
-    )
-    from sagellm.core.protocols.kv_allocator import (
         NullKVAllocator as NullKVAllocator,
     )
     from sagellm.core.protocols.kv_pool import (
         BlockAllocationRequest as BlockAllocationRequest,
-    )
-    from sagellm.core.protocols.kv_pool import (
         BlockInfo as BlockInfo,
-    )
-    from sagellm.core.protocols.kv_pool import (
         Evictor as Evictor,
-    )
-    from sagellm.core.protocols.kv_pool import (
         KVPoolMetrics as KVPoolMetrics,
-    )
-    from sagellm.core.protocols.kv_pool import (
         KVPoolProtocol as KVPoolProtocol,
-    )
-    from sagellm.core.protocols.kv_pool import (
         NullKVPool as NullKVPool,
     )
     from sagellm.core.protocols.lifetime import (
         LifetimeMetrics as LifetimeMetrics,
-    )
-    from sagellm.core.protocols.lifetime import (
         LifetimePrediction as LifetimePrediction,
-    )
-    from sagellm.core.protocols.lifetime import (
         LifetimePredictorProtocol as LifetimePredictorProtocol,
-    )
-    from sagellm.core.protocols.lifetime import (
         NullLifetimePredictor as NullLifetimePredictor,
-    )
-    from sagellm.core.protocols.lifetime import (
         PredictionRequest as PredictionRequest,
+        check_observation as check_observation,
     )
     from sagellm.core.protocols.model_family import (
         BuildContext as BuildContext,
-    )
-    from sagellm.core.protocols.model_family import (
         CausalLM as CausalLM,
-    )
-    from sagellm.core.protocols.model_family import (
         HFConfig as HFConfig,
-    )
-    from sagellm.core.protocols.model_family import (
         ModelFamilyMetrics as ModelFamilyMetrics,
-    )
-    from sagellm.core.protocols.model_family import (
         ModelFamilyProtocol as ModelFamilyProtocol,
-    )
-    from sagellm.core.protocols.model_family import (
         ModelGeometry as ModelGeometry,
-    )
-    from sagellm.core.protocols.model_family import (
         NullModelFamily as NullModelFamily,
     )
     from sagellm.core.protocols.prefix_cache import (
         InsertResult as InsertResult,
-    )
-    from sagellm.core.protocols.prefix_cache import (
         KVBlockDescriptor as KVBlockDescriptor,
-    )
-    from sagellm.core.protocols.prefix_cache import (
         NullPrefixCache as NullPrefixCache,
-    )
-    from sagellm.core.protocols.prefix_cache import (
         PrefixCacheMetrics as PrefixCacheMetrics,
-    )
-    from sagellm.core.protocols.prefix_cache import (
         PrefixCacheProtocol as PrefixCacheProtocol,
-    )
-    from sagellm.core.protocols.prefix_cache import (
         PrefixMatch as PrefixMatch,
     )
     from sagellm.core.protocols.quantizer import (
         NullQuantizer as NullQuantizer,
-    )
-    from sagellm.core.protocols.quantizer import (
         QuantizationConfig as QuantizationConfig,
-    )
-    from sagellm.core.protocols.quantizer import (
         QuantizationGranularity as QuantizationGranularity,
-    )
-    from sagellm.core.protocols.quantizer import (
         QuantizationOutput as QuantizationOutput,
-    )
-    from sagellm.core.protocols.quantizer import (
         QuantizerMetrics as QuantizerMetrics,
-    )
-    from sagellm.core.protocols.quantizer import (
         QuantizerProtocol as QuantizerProtocol,
+        check_weight_shape as check_weight_shape,
     )
     from sagellm.core.protocols.scheduler_ir import (
         NullSchedulerIR as NullSchedulerIR,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         NullSchedulerPass as NullSchedulerPass,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         Probe as Probe,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
-        ScheduledRequest as ScheduledRequest,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         ScheduleIR as ScheduleIR,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulePlan as SchedulePlan,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         ScheduleRequest as ScheduleRequest,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
+        ScheduledRequest as ScheduledRequest,
         SchedulerIRProtocol as SchedulerIRProtocol,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulerMetrics as SchedulerMetrics,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulerPassProtocol as SchedulerPassProtocol,
     )
     from sagellm.core.protocols.topology import (
         CPU as CPU,
-    )
-    from sagellm.core.protocols.topology import (
-        GPU as GPU,
-    )
-    from sagellm.core.protocols.topology import (
         Cache as Cache,
-    )
-    from sagellm.core.protocols.topology import (
+        GPU as GPU,
         Link as Link,
-    )
-    from sagellm.core.protocols.topology import (
         NetworkInterface as NetworkInterface,
-    )
-    from sagellm.core.protocols.topology import (
         NullTopology as NullTopology,
-    )
-    from sagellm.core.protocols.topology import (
         NumaNode as NumaNode,
-    )
-    from sagellm.core.protocols.topology import (
         Topology as Topology,
-    )
-    from sagellm.core.protocols.topology import (
         TopologyMetrics as TopologyMetrics,
-    )
-    from sagellm.core.protocols.topology import (
         TopologyProtocol as TopologyProtocol,
     )
     from sagellm.core.request import (
         FinishReason as FinishReason,
-    )
-    from sagellm.core.request import (
         KVEvent as KVEvent,
-    )
-    from sagellm.core.request import (
         Request as Request,
-    )
-    from sagellm.core.request import (
         RequestRecord as RequestRecord,
-    )
-    from sagellm.core.request import (
         RequestStatus as RequestStatus,
-    )
-    from sagellm.core.request import (
         StepRecord as StepRecord,
     )
     from sagellm.core.runtime import (
         Clock as Clock,
-    )
-    from sagellm.core.runtime import (
         Files as Files,
-    )
-    from sagellm.core.runtime import (
         MemoryFiles as MemoryFiles,
-    )
-    from sagellm.core.runtime import (
         Randomness as Randomness,
-    )
-    from sagellm.core.runtime import (
         Runtime as Runtime,
-    )
-    from sagellm.core.runtime import (
         SystemClock as SystemClock,
-    )
-    from sagellm.core.runtime import (
         SystemFiles as SystemFiles,
-    )
-    from sagellm.core.runtime import (
         VirtualClock as VirtualClock,
     )
     from sagellm.core.tokens import (
         TokenIds as TokenIds,
-    )
-    from sagellm.core.tokens import (
         TokenIdsLike as TokenIdsLike,
-    )
-    from sagellm.core.tokens import (
         pack as pack,
+    )
+    from sagellm.core.tracing import (
+        ChromeTraceWriter as ChromeTraceWriter,
+        NullTrace as NullTrace,
+        TraceValue as TraceValue,
+        TraceWriter as TraceWriter,
     )
     from sagellm.core.version import (
         SAGELLM_API as SAGELLM_API,
@@ -387,15 +245,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPU",
-    "DEFAULT",
-    "GPU",
-    "KINDS",
-    "SAGELLM_API",
     "AllocatorMetrics",
     "AttentionBackendProtocol",
     "AttentionMetrics",
     "AttentionSpec",
+    "BatchStep",
     "BlockAllocationRequest",
     "BlockError",
     "BlockHeader",
@@ -403,12 +257,15 @@ __all__ = [
     "BlockInfo",
     "BlockKey",
     "BuildContext",
+    "CPU",
     "Cache",
     "CachedNode",
     "CausalLM",
     "CheckpointError",
+    "ChromeTraceWriter",
     "Clock",
     "ConfigError",
+    "DEFAULT",
     "DuplicateProviderError",
     "DuplicateRequestError",
     "EngineError",
@@ -422,6 +279,7 @@ __all__ = [
     "FinishReason",
     "ForwardBackendProtocol",
     "ForwardMetrics",
+    "GPU",
     "HFConfig",
     "InputBatch",
     "InsertResult",
@@ -429,6 +287,7 @@ __all__ = [
     "InstalledProvider",
     "InvalidInputError",
     "InvalidRequestError",
+    "KINDS",
     "KVAllocatorProtocol",
     "KVBlockDescriptor",
     "KVEvent",
@@ -436,10 +295,12 @@ __all__ = [
     "KVLayout",
     "KVPoolMetrics",
     "KVPoolProtocol",
+    "LatencySummary",
     "LifetimeMetrics",
     "LifetimePrediction",
     "LifetimePredictorProtocol",
     "Link",
+    "MFUResult",
     "MemoryFiles",
     "ModelFamilyMetrics",
     "ModelFamilyProtocol",
@@ -460,6 +321,7 @@ __all__ = [
     "NullSchedulerIR",
     "NullSchedulerPass",
     "NullTopology",
+    "NullTrace",
     "NumaNode",
     "OutOfBlocksError",
     "OutOfMemoryError",
@@ -473,6 +335,7 @@ __all__ = [
     "PrefixCacheProtocol",
     "PrefixMatch",
     "Probe",
+    "PromptBlocks",
     "Provider",
     "QuantizationConfig",
     "QuantizationGranularity",
@@ -484,7 +347,9 @@ __all__ = [
     "RequestId",
     "RequestRecord",
     "RequestStatus",
+    "RequestTimes",
     "Runtime",
+    "SAGELLM_API",
     "SageLLMError",
     "ScheduleIR",
     "SchedulePlan",
@@ -503,6 +368,8 @@ __all__ = [
     "Topology",
     "TopologyMetrics",
     "TopologyProtocol",
+    "TraceValue",
+    "TraceWriter",
     "UnknownKindError",
     "UnknownNameError",
     "UnknownProviderError",
@@ -510,11 +377,48 @@ __all__ = [
     "UnsupportedModelError",
     "VirtualClock",
     "__version__",
+    "attention_flops",
+    "bandwidth_use",
+    "batching_efficiency",
+    "block_sharing_fraction",
+    "check_observation",
+    "check_weight_shape",
+    "decode_flops",
+    "external_fragmentation",
+    "gap_closed",
     "get_logger",
+    "goodput",
     "hookimpl",
+    "internal_fragmentation",
+    "itl_s",
+    "jains_index",
+    "layer_flops",
     "lazy",
+    "lifetime_mae",
+    "logits_flops",
+    "mean_block_sharing_fraction",
+    "median_mae",
+    "memory_use_gain",
+    "mlp_flops",
     "nearest",
     "pack",
+    "percentile",
+    "prefill_flops",
+    "projection_flops",
+    "re_prefill_rate",
+    "roofline_ratio",
+    "sharing_fraction_source",
+    "summarise",
+    "throughput",
+    "token_hit_rate",
+    "token_saving",
+    "token_utilisation",
+    "total_throughput",
+    "tpot_s",
+    "ttft_s",
+    "utilisation",
+    "within_10_percent",
+    "within_10_percent_or_5_tokens",
 ]
 
 __getattr__ = lazy(
@@ -524,6 +428,7 @@ __getattr__ = lazy(
         "AttentionBackendProtocol": ".protocols.attention",
         "AttentionMetrics": ".protocols.attention",
         "AttentionSpec": ".protocols.attention",
+        "BatchStep": ".metrics.fairness",
         "BlockAllocationRequest": ".protocols.kv_pool",
         "BlockError": ".errors",
         "BlockHeader": ".kv_block",
@@ -536,6 +441,7 @@ __getattr__ = lazy(
         "CachedNode": ".protocols.eviction",
         "CausalLM": ".protocols.model_family",
         "CheckpointError": ".errors",
+        "ChromeTraceWriter": ".tracing",
         "Clock": ".runtime",
         "ConfigError": ".errors",
         "DEFAULT": ".namespace",
@@ -568,10 +474,12 @@ __getattr__ = lazy(
         "KVLayout": ".kv_layout",
         "KVPoolMetrics": ".protocols.kv_pool",
         "KVPoolProtocol": ".protocols.kv_pool",
+        "LatencySummary": ".metrics.latency",
         "LifetimeMetrics": ".protocols.lifetime",
         "LifetimePrediction": ".protocols.lifetime",
         "LifetimePredictorProtocol": ".protocols.lifetime",
         "Link": ".protocols.topology",
+        "MFUResult": ".metrics.roofline",
         "MemoryFiles": ".runtime",
         "ModelFamilyMetrics": ".protocols.model_family",
         "ModelFamilyProtocol": ".protocols.model_family",
@@ -592,6 +500,7 @@ __getattr__ = lazy(
         "NullSchedulerIR": ".protocols.scheduler_ir",
         "NullSchedulerPass": ".protocols.scheduler_ir",
         "NullTopology": ".protocols.topology",
+        "NullTrace": ".tracing",
         "NumaNode": ".protocols.topology",
         "OutOfBlocksError": ".errors",
         "OutOfMemoryError": ".errors",
@@ -605,6 +514,7 @@ __getattr__ = lazy(
         "PrefixCacheProtocol": ".protocols.prefix_cache",
         "PrefixMatch": ".protocols.prefix_cache",
         "Probe": ".protocols.scheduler_ir",
+        "PromptBlocks": ".metrics.cache",
         "Provider": ".plugins.provider",
         "QuantizationConfig": ".protocols.quantizer",
         "QuantizationGranularity": ".protocols.quantizer",
@@ -616,6 +526,7 @@ __getattr__ = lazy(
         "RequestId": ".ids",
         "RequestRecord": ".request",
         "RequestStatus": ".request",
+        "RequestTimes": ".metrics.latency",
         "Runtime": ".runtime",
         "SAGELLM_API": ".version",
         "SageLLMError": ".errors",
@@ -636,15 +547,54 @@ __getattr__ = lazy(
         "Topology": ".protocols.topology",
         "TopologyMetrics": ".protocols.topology",
         "TopologyProtocol": ".protocols.topology",
+        "TraceValue": ".tracing",
+        "TraceWriter": ".tracing",
         "UnknownKindError": ".errors",
         "UnknownNameError": ".errors",
         "UnknownProviderError": ".errors",
         "UnknownRequestError": ".errors",
         "UnsupportedModelError": ".errors",
         "VirtualClock": ".runtime",
+        "attention_flops": ".metrics.flops",
+        "bandwidth_use": ".metrics.roofline",
+        "batching_efficiency": ".metrics.fairness",
+        "block_sharing_fraction": ".metrics.cache",
+        "check_observation": ".protocols.lifetime",
+        "check_weight_shape": ".protocols.quantizer",
+        "decode_flops": ".metrics.flops",
+        "external_fragmentation": ".metrics.cache",
+        "gap_closed": ".metrics.cache",
         "get_logger": ".logging",
+        "goodput": ".metrics.latency",
         "hookimpl": ".plugins.hookspecs",
+        "internal_fragmentation": ".metrics.cache",
+        "itl_s": ".metrics.latency",
+        "jains_index": ".metrics.fairness",
+        "layer_flops": ".metrics.flops",
+        "lifetime_mae": ".metrics.lifetime",
+        "logits_flops": ".metrics.flops",
+        "mean_block_sharing_fraction": ".metrics.cache",
+        "median_mae": ".metrics.lifetime",
+        "memory_use_gain": ".metrics.cache",
+        "mlp_flops": ".metrics.flops",
         "nearest": ".errors",
         "pack": ".tokens",
+        "percentile": ".metrics.latency",
+        "prefill_flops": ".metrics.flops",
+        "projection_flops": ".metrics.flops",
+        "re_prefill_rate": ".metrics.cache",
+        "roofline_ratio": ".metrics.roofline",
+        "sharing_fraction_source": ".metrics.cache",
+        "summarise": ".metrics.latency",
+        "throughput": ".metrics.latency",
+        "token_hit_rate": ".metrics.cache",
+        "token_saving": ".metrics.cache",
+        "token_utilisation": ".metrics.cache",
+        "total_throughput": ".metrics.latency",
+        "tpot_s": ".metrics.latency",
+        "ttft_s": ".metrics.latency",
+        "utilisation": ".metrics.cache",
+        "within_10_percent": ".metrics.lifetime",
+        "within_10_percent_or_5_tokens": ".metrics.lifetime",
     },
 )

@@ -29,7 +29,8 @@ class KVAllocatorProtocol(ABC):
 
     Providers are called as `factory(total_blocks)`. The pool calls it, under the pool's own
     lock; it never calls back, never blocks and knows no sequences, counts or policies.
-    `allocate` and `free` cost O(1) a block.
+    An id is an `int` and nothing that merely equals one: no bool, float or numpy scalar.
+    `allocate`, `free` and `all_allocated` cost O(1) a block.
     """
 
     @abstractmethod
@@ -45,6 +46,10 @@ class KVAllocatorProtocol(ABC):
 
         Raises BlockError for an id out of range, one that is already free, or one given twice.
         """
+
+    @abstractmethod
+    def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
+        """Say whether every one of these is an allocated block; False for what is no id at all."""
 
     @property
     @abstractmethod
@@ -68,6 +73,8 @@ class NullKVAllocator(KVAllocatorProtocol):
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Refuse: there is nothing to give."""
+        if type(num_blocks) is not int or num_blocks < 1:
+            raise BlockError(f"{num_blocks!r} blocks asked for; ask for at least 1")
         raise OutOfBlocksError(
             f"{num_blocks} blocks asked for, this allocator has none", needed=num_blocks, available=0
         )
@@ -76,6 +83,10 @@ class NullKVAllocator(KVAllocatorProtocol):
         """Accept only nothing, since nothing was handed out."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} were never allocated")
+
+    def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
+        """Say so of nothing only."""
+        return not block_ids
 
     @property
     def num_free_blocks(self) -> int:

@@ -56,9 +56,10 @@ class KVPoolProtocol(ABC):
 
     Providers are called as `factory(total_blocks, block_size, allocator=..., clock=...)`. Each
     block is free or has a reference count of at least one; sequences and the prefix cache each
-    hold references. Every call either succeeds whole or changes nothing. Calls may come from
-    many threads. The pool knows no eviction policy: `evict_if_needed` calls the evictor that it
-    was handed.
+    hold references. Every call either succeeds whole or changes nothing. An id that is given
+    twice in one call counts twice. Calls may come from many threads. The pool knows no eviction
+    policy: `evict_if_needed` calls the evictor that it was handed, holding no lock, so that the
+    evictor may call `free`.
     """
 
     @property
@@ -104,7 +105,11 @@ class KVPoolProtocol(ABC):
 
     @abstractmethod
     def evict_if_needed(self, num_blocks: int = 1) -> int:
-        """Have blocks evicted until `num_blocks` are free; return how many are free then."""
+        """Have blocks evicted until `num_blocks` are free; return how many are free then.
+
+        Ends early when the evictor frees nothing more, and evicts nothing at all when more
+        blocks are wanted than the pool has.
+        """
 
     @abstractmethod
     def metrics(self) -> KVPoolMetrics:
@@ -140,6 +145,8 @@ class NullKVPool(KVPoolProtocol):
     def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
         """Refuse: there is nothing to give."""
         needed = request.num_blocks
+        if type(needed) is not int or needed < 1:
+            raise BlockError(f"{needed!r} blocks asked for; ask for at least 1")
         raise OutOfBlocksError(f"{needed} blocks asked for, this pool has none", needed=needed, available=0)
 
     def share(self, block_ids: Sequence[BlockId]) -> None:

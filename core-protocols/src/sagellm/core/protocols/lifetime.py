@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from sagellm.core.errors import InvalidInputError
 from sagellm.core.ids import SequenceId
 from sagellm.core.tokens import TokenIdsLike
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """The sequence asked about. `current_length` and `max_length` count generated tokens."""
+    """The sequence asked about. `current_length` and `max_length` count generated tokens.
+
+    Raises InvalidInputError for a length that is no int or is negative.
+    """
 
     sequence_id: SequenceId
     token_ids: TokenIdsLike  # the prompt
     current_length: int = 0
     max_length: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name, value in (("current_length", self.current_length), ("max_length", self.max_length)):
+            if type(value) is not int or value < 0:
+                raise InvalidInputError(
+                    f"{name} of sequence {self.sequence_id!r} is {value!r}; give an int >= 0"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +42,26 @@ class LifetimePrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimeMetrics:
-    """Errors of the predictions made at admission, for sequences that have ended."""
+    """Errors of the predictions made at admission, for sequences that have ended.
+
+    A prediction that stood on no observation is not scored.
+    """
 
     num_predictions: int
     num_updates: int
-    mae_tokens: float  # mean absolute error; 0 before the first update
-    within_10_percent: float  # share of predictions with an error of at most 10 % of the true length
+    mae_tokens: float  # mean absolute error; 0 before the first scored prediction
+    within_10_percent: float  # share of scored predictions with an error of at most 10 % of the true length
+
+
+def check_observation(*, actual_length: int, actual_time: float) -> None:
+    """Raise InvalidInputError unless these are what a sequence can have taken: finite, not negative."""
+    if type(actual_length) is not int or actual_length < 0:
+        raise InvalidInputError(
+            f"actual_length is {actual_length!r}; give the generated tokens as an int >= 0"
+        )
+    is_number = isinstance(actual_time, (int, float)) and not isinstance(actual_time, bool)
+    if not is_number or not math.isfinite(actual_time) or actual_time < 0:
+        raise InvalidInputError(f"actual_time is {actual_time!r}; give seconds as a finite number >= 0")
 
 
 class LifetimePredictorProtocol(ABC):
@@ -52,7 +78,11 @@ class LifetimePredictorProtocol(ABC):
 
     @abstractmethod
     def update(self, *, sequence_id: SequenceId, actual_length: int, actual_time: float) -> None:
-        """Learn that a sequence generated `actual_length` tokens in `actual_time` seconds."""
+        """Learn that a sequence generated `actual_length` tokens in `actual_time` seconds.
+
+        A sequence that was never asked about teaches too. Raises InvalidInputError, and learns
+        nothing, where `check_observation` does.
+        """
 
     @abstractmethod
     def metrics(self) -> LifetimeMetrics:
@@ -62,14 +92,26 @@ class LifetimePredictorProtocol(ABC):
 class NullLifetimePredictor(LifetimePredictorProtocol):
     """Knows nothing: predicts the limit, without confidence."""
 
+    def __init__(self, **_: object) -> None:
+        self._num_predictions = 0
+        self._num_updates = 0
+
     def predict(self, request: PredictionRequest) -> LifetimePrediction:
         """Predict that the sequence runs to its limit."""
+        self._num_predictions += 1
         remaining = max(0, request.max_length - request.current_length)
         return LifetimePrediction(remaining_length=remaining, estimated_time=0.0, confidence=0.0)
 
     def update(self, *, sequence_id: SequenceId, actual_length: int, actual_time: float) -> None:
         """Learn nothing."""
+        check_observation(actual_length=actual_length, actual_time=actual_time)
+        self._num_updates += 1
 
     def metrics(self) -> LifetimeMetrics:
-        """Return zeros."""
-        return LifetimeMetrics(num_predictions=0, num_updates=0, mae_tokens=0.0, within_10_percent=0.0)
+        """Return the number of calls; no prediction stood on anything, so none is scored."""
+        return LifetimeMetrics(
+            num_predictions=self._num_predictions,
+            num_updates=self._num_updates,
+            mae_tokens=0.0,
+            within_10_percent=0.0,
+        )

@@ -16,31 +16,56 @@ import pytest
 from sagellm.core._lazy import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.testing.schedule_simulation import (
-        ScheduleSimulation as ScheduleSimulation,
-    )
-    from sagellm.core.testing.scheduler import (
-        SchedulerContract as SchedulerContract,
-    )
-    from sagellm.core.testing.scheduler import (
-        SchedulerPlanContract as SchedulerPlanContract,
-    )
-    from sagellm.core.testing.scheduler_pass import (
-        SchedulerPassContract as SchedulerPassContract,
-    )
+    from sagellm.core.testing.eviction import AuditingEvictionPolicy as AuditingEvictionPolicy
+    from sagellm.core.testing.eviction import EvictionPolicyContract as EvictionPolicyContract
+    from sagellm.core.testing.eviction import RankingEvictionPolicyContract as RankingEvictionPolicyContract
+    from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
+    from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
+    from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
+    from sagellm.core.testing.prefix_cache import KeepingPrefixCacheContract as KeepingPrefixCacheContract
+    from sagellm.core.testing.prefix_cache import PrefixCacheContract as PrefixCacheContract
+    from sagellm.core.testing.prefix_cache_model import PrefixCacheMachine as PrefixCacheMachine
+    from sagellm.core.testing.prefix_cache_model import PrefixCacheModel as PrefixCacheModel
+    from sagellm.core.testing.schedule_simulation import ScheduleSimulation as ScheduleSimulation
+    from sagellm.core.testing.scheduler import SchedulerContract as SchedulerContract
+    from sagellm.core.testing.scheduler import SchedulerPlanContract as SchedulerPlanContract
+    from sagellm.core.testing.scheduler_pass import SchedulerPassContract as SchedulerPassContract
+    from sagellm.core.testing.threads import run_in_threads as run_in_threads
 
 _TABLE = {
+    "AuditingEvictionPolicy": ".eviction",
+    "EvictionPolicyContract": ".eviction",
+    "KVAllocatorContract": ".kv_allocator",
+    "KVPoolContract": ".kv_pool",
+    "KeepingPrefixCacheContract": ".prefix_cache",
+    "LifetimePredictorContract": ".lifetime",
+    "PrefixCacheContract": ".prefix_cache",
+    "PrefixCacheMachine": ".prefix_cache_model",
+    "PrefixCacheModel": ".prefix_cache_model",
+    "RankingEvictionPolicyContract": ".eviction",
     "ScheduleSimulation": ".schedule_simulation",
     "SchedulerContract": ".scheduler",
     "SchedulerPassContract": ".scheduler_pass",
     "SchedulerPlanContract": ".scheduler",
+    "run_in_threads": ".threads",
 }
 
 __all__ = [
+    "AuditingEvictionPolicy",
+    "EvictionPolicyContract",
+    "KVAllocatorContract",
+    "KVPoolContract",
+    "KeepingPrefixCacheContract",
+    "LifetimePredictorContract",
+    "PrefixCacheContract",
+    "PrefixCacheMachine",
+    "PrefixCacheModel",
+    "RankingEvictionPolicyContract",
     "ScheduleSimulation",
     "SchedulerContract",
     "SchedulerPassContract",
     "SchedulerPlanContract",
+    "run_in_threads",
 ]
 
 # A failing `assert` of the kit then shows its values, as one in a test file does.

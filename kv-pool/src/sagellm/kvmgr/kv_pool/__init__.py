@@ -1,8 +1,49 @@
 """KV block pool with reference counts and pluggable allocators."""
 
-from sagellm.core._lazy import lazy
+from typing import TYPE_CHECKING
+
+from sagellm.core import lazy
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.kv_allocator import AllocatorMetrics as AllocatorMetrics
+    from sagellm.core.protocols.kv_allocator import KVAllocatorProtocol as KVAllocatorProtocol
+    from sagellm.core.protocols.kv_pool import BlockAllocationRequest as BlockAllocationRequest
+    from sagellm.core.protocols.kv_pool import BlockInfo as BlockInfo
+    from sagellm.core.protocols.kv_pool import Evictor as Evictor
+    from sagellm.core.protocols.kv_pool import KVPoolMetrics as KVPoolMetrics
+    from sagellm.core.protocols.kv_pool import KVPoolProtocol as KVPoolProtocol
+    from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
+    from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool
+    from sagellm.kvmgr.kv_pool.paged import PagedKVPool as PagedKVPool
 
 __version__ = "0.1.0"
-__all__: list[str] = []
 
-__getattr__ = lazy(__name__, {})
+__all__ = [
+    "AllocatorMetrics",
+    "BlockAllocationRequest",
+    "BlockInfo",
+    "Evictor",
+    "FreeListAllocator",
+    "GPUKVPool",
+    "KVAllocatorProtocol",
+    "KVPoolMetrics",
+    "KVPoolProtocol",
+    "PagedKVPool",
+    "__version__",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "AllocatorMetrics": "sagellm.core.protocols.kv_allocator",
+        "BlockAllocationRequest": "sagellm.core.protocols.kv_pool",
+        "BlockInfo": "sagellm.core.protocols.kv_pool",
+        "Evictor": "sagellm.core.protocols.kv_pool",
+        "FreeListAllocator": ".free_list",
+        "GPUKVPool": ".paged",
+        "KVAllocatorProtocol": "sagellm.core.protocols.kv_allocator",
+        "KVPoolMetrics": "sagellm.core.protocols.kv_pool",
+        "KVPoolProtocol": "sagellm.core.protocols.kv_pool",
+        "PagedKVPool": ".paged",
+    },
+)

@@ -2,8 +2,13 @@
 
 from sagellm.core import Provider, hookimpl
 
+_PACKAGE = "sagellm.kvmgr.kv_pool"
+
 
 @hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
-    return []
+    return [
+        Provider("kv_pool", "paged", f"{_PACKAGE}.paged:PagedKVPool", "blocks counted by reference"),
+        Provider("kv_allocator", "free_list", f"{_PACKAGE}.free_list:FreeListAllocator", "last freed first"),
+    ]

@@ -6,4 +6,11 @@ from sagellm.core import Provider, hookimpl
 @hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
-    return []
+    return [
+        Provider(
+            "lifetime_predictor",
+            "statistical",
+            "sagellm.kvmgr.lifetime.statistical:StatisticalLifetimePredictor",
+            "median of what prompts of like length generated",
+        )
+    ]

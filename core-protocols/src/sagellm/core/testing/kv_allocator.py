@@ -1,0 +1,194 @@
+"""What every allocator of KV blocks must do. Subclass `KVAllocatorContract` and override `make`."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from sagellm.core.errors import BlockError, OutOfBlocksError
+from sagellm.core.ids import BlockId
+from sagellm.core.protocols.kv_allocator import KVAllocatorProtocol
+
+BAD_SIZES: list[Any] = [0, -1, True, 1.0, "1", None]
+BAD_IDS: list[Any] = [-1, 1 << 40, True, False, 0.0, 1.5, "0", None, [0]]
+
+
+def need(num_blocks: int, at_least: int) -> None:
+    """Skip a test that an implementation of so few blocks cannot take."""
+    if num_blocks < at_least:
+        pytest.skip(f"needs {at_least} blocks, this one has {num_blocks}")
+
+
+class KVAllocatorContract:
+    """The contract of KVAllocatorProtocol as tests.
+
+    `make` may return an allocator with fewer blocks than asked for, even none; what cannot be
+    tested then is skipped.
+    """
+
+    budget_us = 100.0  # for allocate and free of 32 blocks, best of many; twenty times what it may cost
+
+    def make(self, total_blocks: int) -> KVAllocatorProtocol:
+        """Return a fresh allocator."""
+        raise NotImplementedError
+
+    def make_with(self, at_least: int) -> tuple[KVAllocatorProtocol, int]:
+        """Return a fresh allocator and its number of blocks; skip where they are too few."""
+        allocator = self.make(64)
+        total = allocator.metrics().total_blocks
+        need(total, at_least)
+        return allocator, total
+
+    def test_everything_is_free_at_first(self) -> None:
+        """A fresh allocator has one free run of all its blocks."""
+        allocator, total = self.make_with(0)
+        metrics = allocator.metrics()
+        assert allocator.num_free_blocks == metrics.num_free_blocks == total
+        assert metrics.largest_free_run == total
+        assert metrics.external_fragmentation == 0
+        allocator.check_integrity()
+
+    def test_all_blocks_can_be_had_at_once(self) -> None:
+        """The ids are 0 … total_blocks - 1, each once, plain ints."""
+        allocator, total = self.make_with(1)
+        block_ids = allocator.allocate(total)
+        assert sorted(block_ids) == list(range(total))
+        assert set(map(type, block_ids)) == {int}
+        assert allocator.num_free_blocks == 0
+        assert allocator.metrics().external_fragmentation == 0
+        allocator.free(block_ids)
+        assert allocator.num_free_blocks == total
+
+    def test_one_block_more_than_there_are_is_refused(self) -> None:
+        """The error carries both numbers, and nothing was taken."""
+        allocator, total = self.make_with(0)
+        with pytest.raises(OutOfBlocksError) as caught:
+            allocator.allocate(total + 1)
+        assert (caught.value.needed, caught.value.available) == (total + 1, total)
+        assert isinstance(caught.value, MemoryError)
+        assert allocator.num_free_blocks == total
+        allocator.check_integrity()
+
+    @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
+    def test_a_size_below_one_is_refused(self, size: Any) -> None:
+        """So is what is no int."""
+        allocator, total = self.make_with(0)
+        with pytest.raises(BlockError):
+            allocator.allocate(size)
+        assert allocator.num_free_blocks == total
+
+    @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
+    def test_what_is_no_block_cannot_be_freed(self, bad: Any) -> None:
+        """One wrong id among right ones refuses them all."""
+        allocator, total = self.make_with(0)
+        held = allocator.allocate(total) if total else []
+        for block_ids in ([bad], [*held, bad], [bad, *held]):
+            with pytest.raises(BlockError):
+                allocator.free(block_ids)
+        assert allocator.num_free_blocks == 0
+        assert not allocator.all_allocated([bad])
+        assert allocator.all_allocated(held)
+        allocator.check_integrity()
+
+    def test_nothing_may_be_freed(self) -> None:
+        """An empty list is no error and changes nothing."""
+        allocator, total = self.make_with(0)
+        allocator.free([])
+        assert allocator.all_allocated([])
+        assert allocator.num_free_blocks == total
+
+    def test_a_block_is_freed_once(self) -> None:
+        """Neither two calls nor one call can free a block twice."""
+        allocator, total = self.make_with(3)
+        a, b, c = allocator.allocate(3)
+        allocator.free([b])
+        for block_ids in ([b], [a, b], [a, a], [a, c, a]):
+            with pytest.raises(BlockError):
+                allocator.free(block_ids)
+        assert allocator.all_allocated([a, c])
+        assert not allocator.all_allocated([a, b])
+        assert allocator.num_free_blocks == total - 2
+        allocator.check_integrity()
+        allocator.free([c, a])
+        allocator.check_integrity()
+
+    def test_fragmentation_follows_its_formula(self) -> None:
+        """With every other block held the largest run is one."""
+        allocator, total = self.make_with(4)
+        block_ids = sorted(allocator.allocate(total))
+        allocator.free(block_ids[::2])
+        metrics = allocator.metrics()
+        assert metrics.largest_free_run == 1
+        assert metrics.external_fragmentation == pytest.approx(1 - 1 / len(block_ids[::2]))
+
+    def test_two_allocators_share_nothing(self) -> None:
+        """What one hands out, the other still has."""
+        allocator, total = self.make_with(1)
+        other = self.make(64)
+        held = allocator.allocate(total)
+        assert other.num_free_blocks == total
+        assert not other.all_allocated(held)
+        with pytest.raises(BlockError):
+            other.free(held)
+
+    def test_random_operations_agree_with_a_model(self) -> None:
+        """Ten thousand of them, with the integrity checked after each."""
+        self.run_random_operations(10_000, check_every=1)
+
+    def run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
+        """Compare with a set of held ids, wrong calls among the right ones."""
+        allocator, total = self.make_with(0)
+        rng = random.Random(seed)
+        held: list[BlockId] = []
+        for step in range(num_operations):
+            if rng.random() < 0.5:
+                self._allocate_some(allocator, rng, held, total)
+            else:
+                self._free_some(allocator, rng, held, total)
+            assert allocator.num_free_blocks == total - len(held)
+            if step % check_every == 0:
+                assert allocator.all_allocated(held)
+                allocator.check_integrity()
+
+    def _allocate_some(
+        self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int
+    ) -> None:
+        size = rng.randint(0, 12)
+        if 1 <= size <= total - len(held):
+            block_ids = allocator.allocate(size)
+            assert len(set(block_ids)) == size
+            assert set(block_ids).isdisjoint(held)
+            assert all(0 <= block_id < total for block_id in block_ids)
+            held += block_ids
+        else:
+            with pytest.raises(OutOfBlocksError if size else BlockError):
+                allocator.allocate(size)
+
+    def _free_some(
+        self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int
+    ) -> None:
+        rng.shuffle(held)
+        size = rng.randint(0, min(12, len(held)))
+        block_ids = held[:size]
+        if rng.random() < 0.2:  # an id that is not held, or one of these again
+            bad = rng.choice([*block_ids, *(set(range(-1, total + 1)) - set(held))])
+            with pytest.raises(BlockError):
+                allocator.free([*block_ids, BlockId(bad)])
+        else:
+            allocator.free(block_ids)
+            del held[:size]
+
+    def test_it_costs_little(self) -> None:
+        """A generous budget, so that only another order of growth breaks it."""
+        allocator = self.make(100_000)
+        need(allocator.num_free_blocks, 100_000)
+        allocator.allocate(50_000)
+        best_ns = 1 << 62
+        for _ in range(200):
+            begin_ns = time.perf_counter_ns()
+            allocator.free(allocator.allocate(32))
+            best_ns = min(best_ns, time.perf_counter_ns() - begin_ns)
+        assert best_ns / 1000 < self.budget_us

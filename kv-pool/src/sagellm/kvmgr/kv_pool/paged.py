@@ -1,0 +1,277 @@
+"""The pool: blocks from an allocator, with a count of references and a holder each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import NamedTuple
+
+from sagellm.core import (
+    BlockAllocationRequest,
+    BlockError,
+    BlockId,
+    BlockInfo,
+    Clock,
+    ConfigError,
+    Evictor,
+    KVAllocatorProtocol,
+    KVPoolMetrics,
+    KVPoolProtocol,
+    OutOfBlocksError,
+    SequenceId,
+    SystemClock,
+)
+from sagellm.kvmgr.kv_pool.block_view import BlockView
+from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
+from sagellm.kvmgr.kv_pool.refusal import refusal
+
+
+class _Grant(NamedTuple):
+    """What the blocks of one `allocate` have in common; a new one after each `share`."""
+
+    sequence_id: SequenceId
+    priority: int
+    accessed_ns: int
+
+
+_NOBODY = _Grant(SequenceId(""), 0, 0)
+
+
+class PagedKVPool(KVPoolProtocol):
+    """Hands out blocks of equal size and counts who uses them.
+
+    The allocator alone knows which blocks are free. The pool adds who asked for a block, and a
+    count for those with more than one reference; most have one and cost nothing to count.
+    `allocate` and `free` cost about 2 µs + 0.05 µs a block, `share` and the freeing of shared
+    blocks about 0.1 µs a block. One lock guards it all.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int = 10_000,
+        block_size: int = 16,
+        *,
+        allocator: KVAllocatorProtocol | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        for key, value in (("kv.num_blocks", total_blocks), ("kv.block_size", block_size)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{key} is {value!r}; it must be an int >= 1")
+        self._total_blocks = total_blocks
+        self._block_size = block_size
+        self._allocator = FreeListAllocator(total_blocks) if allocator is None else allocator
+        self._clock = SystemClock() if clock is None else clock
+        _check_fresh(self._allocator, total_blocks)
+        self._lock = Lock()
+        self._grants = [_NOBODY] * total_blocks  # by block; stale where it is free
+        self._extra_refs: dict[BlockId, int] = {}  # references beyond the first, where there are any
+        self._evictor: Evictor | None = None
+        self._num_allocations = 0
+        self._num_failed_allocations = 0
+        self._num_evicted_blocks = 0
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in the pool, free or not."""
+        return self._total_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._block_size
+
+    @property
+    def block_info(self) -> Mapping[BlockId, BlockInfo]:
+        """The allocated blocks, a live view; KeyError for one that is free."""
+        return BlockView(self._find, self._total_blocks, lambda: self._total_blocks - self.get_free_blocks())
+
+    def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
+        """Hand out blocks with one reference each, in ascending order as long as they are fresh.
+
+        Raises OutOfBlocksError when fewer are free, BlockError when the size is below one.
+        """
+        num_blocks = request.num_blocks
+        if type(num_blocks) is not int or num_blocks < 1:
+            raise BlockError(
+                f"{num_blocks!r} blocks asked for by sequence {request.sequence_id!r}; ask for an int >= 1"
+            )
+        grant = _Grant(request.sequence_id, request.priority, self._clock.now_ns())
+        grants = self._grants
+        with self._lock:
+            try:
+                block_ids = self._allocator.allocate(num_blocks)
+            except OutOfBlocksError as error:
+                self._num_failed_allocations += 1
+                raise self._shortage(request) from error
+            for block_id in block_ids:
+                grants[block_id] = grant
+            self._num_allocations += 1
+        return block_ids
+
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Add a reference to each block. Raises BlockError for one that is free or unknown."""
+        block_ids = _as_list(block_ids)
+        extra_refs, grants = self._extra_refs, self._grants
+        now_ns = self._clock.now_ns()
+        previous = touched = _NOBODY
+        with self._lock:
+            if not self._allocator.all_allocated(block_ids):
+                raise self._refusal(block_ids)
+            for block_id in block_ids:
+                extra_refs[block_id] = extra_refs.get(block_id, 0) + 1
+                grant = grants[block_id]
+                if grant is not previous:  # neighbours mostly come from the same call of allocate
+                    previous, touched = grant, grant._replace(accessed_ns=now_ns)
+                grants[block_id] = touched
+
+    def free(self, block_ids: Sequence[BlockId]) -> int:
+        """Drop one reference of each block and return how many became free.
+
+        Raises BlockError for an id that is unknown or has no reference left to drop.
+        """
+        block_ids = _as_list(block_ids)
+        with self._lock:
+            if self._extra_refs and not _is_disjoint(self._extra_refs, block_ids):
+                block_ids = self._drop_extra_refs(block_ids)
+            try:
+                self._allocator.free(block_ids)
+            except BlockError as error:
+                raise self._refusal(block_ids) from error
+        return len(block_ids)
+
+    def get_free_blocks(self) -> int:
+        """Return how many blocks are free."""
+        with self._lock:
+            return self._allocator.num_free_blocks
+
+    def set_evictor(self, evictor: Evictor | None) -> None:
+        """Hand in what frees blocks on demand. It is called without the pool's lock."""
+        self._evictor = evictor
+
+    def evict_if_needed(self, num_blocks: int = 1) -> int:
+        """Have blocks evicted until `num_blocks` are free; return how many are free then.
+
+        The evictor is asked again as long as the number of free blocks grows. Raises BlockError
+        for a negative number.
+        """
+        if type(num_blocks) is not int or num_blocks < 0:
+            raise BlockError(f"{num_blocks!r} free blocks wanted; give an int >= 0")
+        num_free = self.get_free_blocks()
+        if num_blocks > self._total_blocks:  # cannot be met, so nobody shall lose a block for it
+            return num_free
+        while num_free < num_blocks and (evictor := self._evictor) is not None:
+            num_evicted = evictor(num_blocks - num_free)
+            before, num_free = num_free, self.get_free_blocks()
+            with self._lock:
+                self._num_evicted_blocks += num_evicted
+            if num_free <= before:
+                break
+        return num_free
+
+    def metrics(self) -> KVPoolMetrics:
+        """Return the present counts. Costs what the allocator's metrics cost."""
+        with self._lock:
+            allocator = self._allocator.metrics()
+            return KVPoolMetrics(
+                total_blocks=self._total_blocks,
+                num_free_blocks=allocator.num_free_blocks,
+                num_shared_blocks=len(self._extra_refs),
+                num_allocations=self._num_allocations,
+                num_failed_allocations=self._num_failed_allocations,
+                num_evicted_blocks=self._num_evicted_blocks,
+                external_fragmentation=allocator.external_fragmentation,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        with self._lock:
+            self._allocator.check_integrity()
+            shared = list(self._extra_refs)
+            assert self._allocator.all_allocated(shared), "a free block has references"
+            assert all(count > 0 for count in self._extra_refs.values()), (
+                "a count of references fell below one"
+            )
+            assert len(self._grants) == self._total_blocks, "the table of grants changed its length"
+
+    def _drop_extra_refs(self, block_ids: list[BlockId]) -> list[BlockId]:
+        """Drop references of blocks that have more than one, and return those blocks that had one."""
+        extra_refs = self._extra_refs
+        if not self._allocator.all_allocated(block_ids):
+            raise self._refusal(block_ids)
+        if len(set(block_ids)) < len(block_ids):
+            for block_id, count in Counter(block_ids).items():
+                if count > extra_refs.get(block_id, 0) + 1:
+                    raise self._refusal(block_ids)
+        last: list[BlockId] = []
+        for block_id in block_ids:
+            extra = extra_refs.get(block_id, 0)
+            if extra > 1:
+                extra_refs[block_id] = extra - 1
+            elif extra:
+                del extra_refs[block_id]
+            else:
+                last.append(block_id)
+        return last
+
+    def _find(self, block_id: object) -> BlockInfo | None:
+        if type(block_id) is not int or not 0 <= block_id < self._total_blocks:
+            return None
+        found = BlockId(block_id)
+        with self._lock:
+            grant, ref_count = self._grants[found], self._num_refs(found)
+        if not ref_count:
+            return None
+        return BlockInfo(
+            block_id=found,
+            sequence_id=grant.sequence_id,
+            priority=grant.priority,
+            ref_count=ref_count,
+            last_access_time=grant.accessed_ns / 1e9,
+        )
+
+    def _shortage(self, request: BlockAllocationRequest) -> OutOfBlocksError:
+        needed, available = request.num_blocks, self._allocator.num_free_blocks
+        return OutOfBlocksError(
+            f"{needed} blocks asked for by sequence {request.sequence_id!r}, {available} of "
+            f"{self._total_blocks} are free; free or evict blocks, or raise kv.num_blocks",
+            needed=needed,
+            available=available,
+        )
+
+    def _num_refs(self, block_id: BlockId) -> int:
+        if not self._allocator.all_allocated([block_id]):
+            return 0
+        return self._extra_refs.get(block_id, 0) + 1
+
+    def _refusal(self, block_ids: list[BlockId]) -> BlockError:
+        """Say what is wrong with ids that were refused. Called with the lock held."""
+        return refusal(block_ids, self._total_blocks, self._num_refs)
+
+
+GPUKVPool = PagedKVPool
+"""The pool under the name of the source documents; where its blocks lie is the engine's business."""
+
+
+def _as_list(block_ids: Sequence[BlockId]) -> list[BlockId]:
+    """Copy what a caller gave, so that it cannot change during the call."""
+    try:
+        return list(block_ids)
+    except TypeError:
+        raise BlockError(f"block ids must be a sequence of ints, not {block_ids!r}") from None
+
+
+def _is_disjoint(extra_refs: Mapping[BlockId, int], block_ids: list[BlockId]) -> bool:
+    try:
+        return extra_refs.keys().isdisjoint(block_ids)
+    except TypeError:  # something unhashable; the allocator will refuse it
+        return True
+
+
+def _check_fresh(allocator: KVAllocatorProtocol, total_blocks: int) -> None:
+    state = allocator.metrics()
+    if (state.total_blocks, state.num_free_blocks) != (total_blocks, total_blocks):
+        raise ConfigError(
+            f"kv.num_blocks is {total_blocks}, but the allocator has {state.num_free_blocks} of "
+            f"{state.total_blocks} blocks free; give each pool a new allocator of its own size"
+        )
