@@ -1,0 +1,247 @@
+"""Traces in Chrome's JSON format, which chrome://tracing and Perfetto open."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+from sagellm.core.logging import get_logger
+from sagellm.core.runtime import Clock
+
+TraceValue = str | int | float | bool | None
+"""What an event may carry. Whatever else is given is written as its text."""
+
+_logger = get_logger(__name__)
+
+
+class TraceWriter(ABC):
+    """Receives what happened when. Calls may come from many threads; none of them raises or blocks long.
+
+    Spans of one thread nest: do not hold one over an `await`, where other work of the thread
+    would fall into it.
+    """
+
+    @abstractmethod
+    def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
+        """Return a context whose beginning and end are two events of the thread that enters it."""
+
+    @abstractmethod
+    def instant(self, name: str, /, **args: TraceValue) -> None:
+        """Mark a moment of the calling thread."""
+
+    @abstractmethod
+    def counter(self, name: str, /, **values: int | float) -> None:
+        """Draw values over time, stacked in one chart."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End open spans and complete the file. Later calls do nothing."""
+
+
+class NullTrace(TraceWriter):
+    """Records nothing, so that callers need no `if`."""
+
+    def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def instant(self, name: str, /, **args: TraceValue) -> None:
+        """Record nothing."""
+
+    def counter(self, name: str, /, **values: int | float) -> None:
+        """Record nothing."""
+
+    def flush(self) -> None:
+        """Have nothing to write."""
+
+    def close(self) -> None:
+        """Have nothing to complete."""
+
+
+class ChromeTraceWriter(TraceWriter):
+    """Streams events to a file (mode 0600) as a JSON array, one event a line.
+
+    The timestamp is taken under the lock that orders the lines, so that the file is in order of
+    time. Timestamps are microseconds since the writer was made, with three decimals computed
+    from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
+    and the names of open spans are held in memory. `close` completes the array; a file that was
+    cut off before lacks only its last bracket, which the viewers do not need. If the disk fails,
+    a warning is logged and the trace ends.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], clock: Clock, *, buffer_bytes: int = 1 << 16) -> None:
+        self._clock = clock
+        self._buffer_bytes = buffer_bytes
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.fchmod(self._descriptor, 0o600)  # also where the file was there before
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._num_buffered = 0
+        self._separator = "[\n"
+        self._is_open = True
+        self._thread = _Thread()
+        self._num_threads = 0
+        self._open_spans: dict[int, list[str]] = {}  # by thread; empty ones are dropped
+        self._pid = os.getpid()
+        self._start_ns = clock.now_ns()
+        self.instant("trace started", wall_s=clock.wall_s())
+
+    def __enter__(self) -> ChromeTraceWriter:
+        """Return the writer itself, which the end of the block closes."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+    def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
+        """Return a context that writes a "B" event when entered and an "E" event when left."""
+        return _Span(self, name, args)
+
+    def instant(self, name: str, /, **args: TraceValue) -> None:
+        """Write an "i" event of the calling thread."""
+        self._emit("i", name, args)
+
+    def counter(self, name: str, /, **values: int | float) -> None:
+        """Write a "C" event."""
+        self._emit("C", name, values)
+
+    def flush(self) -> None:
+        """Write what is buffered, in whole lines."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """End open spans, write what is buffered and complete the array."""
+        with self._lock:
+            if not self._is_open:
+                return
+            for thread_id, names in self._open_spans.items():
+                for name in reversed(names):
+                    self._append("E", name, thread_id, "")
+            self._open_spans.clear()
+            self._lines.append("\n]\n")
+            self._write()
+            self._stop()
+
+    def _emit(self, phase: str, name: str, args: Mapping[str, TraceValue], thread_id: int = 0) -> int:
+        """Write one event and return the thread that it belongs to; 0 is the calling one."""
+        tail = f',"args":{_dump(args)}' if args else ""
+        if phase == "i":
+            tail += ',"s":"t"'
+        with self._lock:
+            if not self._is_open:
+                return thread_id
+            thread_id = thread_id or self._identify()
+            if phase == "E" and not self._forget(thread_id, name):
+                return thread_id
+            if phase == "B":
+                self._open_spans.setdefault(thread_id, []).append(name)
+            self._append(phase, name, thread_id, tail)
+            if self._num_buffered >= self._buffer_bytes:
+                self._write()
+            return thread_id
+
+    def _forget(self, thread_id: int, name: str) -> bool:
+        """Take a span off its thread's open ones; False if it is none of them."""
+        names = self._open_spans.get(thread_id, [])
+        if name not in names:
+            return False
+        del names[len(names) - 1 - names[::-1].index(name)]
+        if not names:
+            del self._open_spans[thread_id]
+        return True
+
+    def _identify(self) -> int:
+        """Return a small number for the calling thread, and write its name when that is new."""
+        thread = self._thread
+        if not thread.number:
+            # the system uses its thread ids again, which would mix two threads of a long run
+            self._num_threads += 1
+            thread.number = self._num_threads
+        name = threading.current_thread().name
+        if name != thread.name:
+            thread.name = name
+            self._append("M", "thread_name", thread.number, f',"args":{_dump({"name": name})}')
+        return thread.number
+
+    def _append(self, phase: str, name: str, thread_id: int, tail: str) -> None:
+        elapsed_ns = self._clock.now_ns() - self._start_ns
+        line = (
+            f'{self._separator}{{"ph":"{phase}","name":{json.dumps(name)},"pid":{self._pid},"tid":{thread_id},'
+            f'"ts":{elapsed_ns // 1000}.{elapsed_ns % 1000:03d}{tail}}}'
+        )
+        self._separator = ",\n"
+        self._lines.append(line)
+        self._num_buffered += len(line)
+
+    def _write(self) -> None:
+        data = memoryview("".join(self._lines).encode())
+        self._lines.clear()
+        self._num_buffered = 0
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            _logger.warning("the trace ends here: writing to its file failed: %s", error)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+
+class _Thread(threading.local):
+    """What a writer knows of one thread; it goes when the thread ends."""
+
+    number = 0
+    name = ""
+
+
+class _Span:
+    """One use of a span; its end belongs to the thread of its beginning."""
+
+    __slots__ = ("_args", "_name", "_thread_id", "_writer")
+
+    def __init__(self, writer: ChromeTraceWriter, name: str, args: Mapping[str, TraceValue]) -> None:
+        self._writer = writer
+        self._name = name
+        self._args = args
+        self._thread_id = 0
+
+    def __enter__(self) -> _Span:
+        self._thread_id = self._writer._emit("B", self._name, self._args)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        args = {"error": kind.__name__} if kind else {}
+        self._writer._emit("E", self._name, args, self._thread_id)
+
+
+def _dump(args: Mapping[str, TraceValue]) -> str:
+    """Render arguments as JSON, which knows no infinity and no NaN."""
+    return json.dumps({key: _plain(value) for key, value in args.items()})
+
+
+def _plain(value: object) -> TraceValue:
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)
