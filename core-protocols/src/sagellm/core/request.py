@@ -75,9 +75,9 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class KVEvent:
-    """Blocks that entered or left the prefix cache of one namespace."""
+    """Blocks that entered the prefix cache of a namespace, or left it (of all namespaces together: None)."""
 
     action: Literal["stored", "removed"]
-    namespace: Namespace
+    namespace: Namespace | None
     num_blocks: int
     num_tokens: int

@@ -1,8 +1,58 @@
 """The sageLLM engine: assembles the packages and runs the forward pass."""
 
+from typing import TYPE_CHECKING
+
 from sagellm.core._lazy import lazy
 
-__version__ = "0.1.0"
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from sagellm.engines.async_engine import OutputStream as OutputStream
+    from sagellm.engines.client import EngineClient as EngineClient
+    from sagellm.engines.client import InProcessClient as InProcessClient
+    from sagellm.engines.config.schema import EngineConfig as EngineConfig
+    from sagellm.engines.input_processor import InputProcessor as InputProcessor
+    from sagellm.engines.llm_engine import LLMEngine as LLMEngine
+    from sagellm.engines.outputs import CompletionOutput as CompletionOutput
+    from sagellm.engines.outputs import Logprob as Logprob
+    from sagellm.engines.outputs import RequestMetrics as RequestMetrics
+    from sagellm.engines.outputs import RequestOutput as RequestOutput
+    from sagellm.engines.sampling.params import SamplingParams as SamplingParams
+    from sagellm.engines.sampling.sampler import Sampler as Sampler
 
-__getattr__ = lazy(__name__, {})
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineClient",
+    "EngineConfig",
+    "InProcessClient",
+    "InputProcessor",
+    "LLMEngine",
+    "Logprob",
+    "OutputStream",
+    "RequestMetrics",
+    "RequestOutput",
+    "Sampler",
+    "SamplingParams",
+    "__version__",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "AsyncLLMEngine": ".async_engine",
+        "CompletionOutput": ".outputs",
+        "EngineClient": ".client",
+        "EngineConfig": ".config.schema",
+        "InProcessClient": ".client",
+        "InputProcessor": ".input_processor",
+        "LLMEngine": ".llm_engine",
+        "Logprob": ".outputs",
+        "OutputStream": ".async_engine",
+        "RequestMetrics": ".outputs",
+        "RequestOutput": ".outputs",
+        "Sampler": ".sampling.sampler",
+        "SamplingParams": ".sampling.params",
+    },
+)

@@ -1,0 +1,19 @@
+"""Write a random-weight checkpoint of the Qwen3-0.6B shape: `python benchmarks/make_model.py DIRECTORY`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sagellm.engines.testing import make_checkpoint, qwen3_0_6b_config
+
+
+def ensure(path: Path) -> Path:
+    """Make the checkpoint unless it is there already."""
+    if not (path / "config.json").exists():
+        make_checkpoint(path, family="qwen3", seed=0, dtype="bfloat16", **qwen3_0_6b_config())
+    return path
+
+
+if __name__ == "__main__":
+    print(ensure(Path(sys.argv[1])))

@@ -1,0 +1,226 @@
+"""Puts an engine together: finds every module by the name in its configuration and wires them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from sagellm.core import (
+    ConfigError,
+    KVGroup,
+    KVLayout,
+    ModelGeometry,
+    PluginRegistry,
+    Runtime,
+    get_logger,
+)
+from sagellm.engines.client import EngineClient, InProcessClient
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.core.engine_core import CoreParts, EngineCore
+from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.memory import KVDemand, find_num_blocks
+from sagellm.engines.core.model_runner import ModelRunner
+from sagellm.engines.core.scheduler import Scheduler
+from sagellm.engines.input_processor import InputProcessor, RequestLimits
+from sagellm.engines.loading.generation import GenerationDefaults
+from sagellm.engines.loading.load import load_model
+from sagellm.engines.loading.placement import resolve_device
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from sagellm.core import ForwardBackendProtocol
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssembledEngine:
+    """An engine's parts, ready to run. `config` has what was chosen where it said "auto"."""
+
+    config: EngineConfig
+    client: EngineClient
+    input_processor: InputProcessor
+    tokenizer: PreTrainedTokenizerBase | None
+    geometry: ModelGeometry
+    layout: KVLayout
+    default_params: SamplingParams
+    runtime: Runtime
+
+
+class Modules:
+    """Makes modules of a configuration by kind and name; each is resolved once, here."""
+
+    def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
+        registry.require_healthy()
+        self.registry = registry
+        self.config = config
+
+    def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
+        """Call the provider of a kind and name as its protocol says."""
+        factory = cast(Callable[..., Any], self.registry.resolve(kind, name))
+        return factory(*args, **options)
+
+
+def build_core(
+    modules: Modules, backend: ForwardBackendProtocol, layout: KVLayout, *, num_blocks: int, runtime: Runtime
+) -> EngineCore:
+    """Build a core around a forward backend; `backend` needs no KV yet."""
+    import torch
+
+    config = modules.config
+    kv = _build_kv(modules, layout.block_size, num_blocks, runtime)
+    predictor = modules.make("lifetime_predictor", config.predictor.name)
+    scheduler: Scheduler
+    ir = modules.make(
+        "scheduler",
+        config.scheduler.name,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        block_size=layout.block_size,
+        probe=lambda request: scheduler.probe(request),
+        clock=runtime.clock,
+    )
+    for name in config.scheduler.passes:
+        ir.add_optimization_pass(modules.make("scheduler_pass", name))
+    scheduler = Scheduler(ir, kv.manager)
+    device = torch.device(config.model.device if config.model.device != "auto" else "cpu")
+    runner = ModelRunner(backend, layout=layout, device=device)
+    runner.initialize_kv_caches(num_blocks)
+    return EngineCore(
+        CoreParts(
+            scheduler=scheduler,
+            kv=kv.manager,
+            runner=runner,
+            sampler=Sampler(),
+            predictor=predictor,
+            registry=modules.registry,
+            runtime=runtime,
+            metrics_of={
+                **kv.metrics_of,
+                "scheduler": ir.metrics,
+                "lifetime_predictor": predictor.metrics,
+                "forward_backend": backend.metrics,
+            },
+        )
+    )
+
+
+def assemble(
+    config: EngineConfig, *, registry: PluginRegistry | None = None, runtime: Runtime | None = None
+) -> AssembledEngine:
+    """Load the model of a configuration and build everything around it."""
+    runtime = runtime or Runtime.system(seed=config.model.seed)
+    registry = registry or PluginRegistry.load()
+    if config.model.name is None:
+        raise ConfigError("model.name is not set; name a model: a directory or a hub id")
+    device = resolve_device(config.model.device)
+    config = config.with_values({"model.device": str(device)})
+    modules = Modules(registry, config)
+    quantizer = None
+    if config.model.quantization is not None:
+        quantizer = modules.make("quantizer", config.model.quantization)
+    loaded = load_model(config.model, registry, device=device, quantizer=quantizer)
+    geometry = loaded.geometry
+    config = config.with_values({"model.dtype": loaded.dtype_name})
+    modules = Modules(registry, config)
+    layout = KVLayout(
+        group=KVGroup(
+            layer_ids=tuple(range(geometry.num_layers)),
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=loaded.dtype_name,
+        ),
+        block_size=config.kv.block_size,
+    )
+    max_model_len, reason = _max_model_len(config, geometry)
+    num_blocks = config.kv.num_blocks or find_num_blocks(
+        layout,
+        geometry,
+        KVDemand(
+            max_model_len=max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        ),
+        device=device,
+        fraction=config.kv.memory_fraction,
+    )
+    config = config.with_values({"kv.num_blocks": num_blocks})
+    attention = modules.make(
+        "attention_backend",
+        config.forward.attention,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        block_size=layout.block_size,
+    )
+    backend = modules.make(
+        "forward_backend", config.forward.backend, loaded.model, attention, device=device, dtype=loaded.dtype
+    )
+    core = build_core(modules, backend, layout, num_blocks=num_blocks, runtime=runtime)
+    core.add_metrics("model_family", loaded.model.metrics)
+    limits = RequestLimits(
+        vocab_size=geometry.vocab_size,
+        max_model_len=max_model_len,
+        max_model_len_reason=reason,
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    return AssembledEngine(
+        config=config,
+        client=InProcessClient(core),
+        input_processor=InputProcessor(loaded.tokenizer, limits, runtime),
+        tokenizer=loaded.tokenizer,
+        geometry=geometry,
+        layout=layout,
+        default_params=_default_params(loaded.generation),
+        runtime=runtime,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KV:
+    manager: KVCacheManager
+    metrics_of: dict[str, Callable[[], Any]]
+
+
+def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runtime) -> _KV:
+    kv, prefix = modules.config.kv, modules.config.prefix_cache
+    allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
+    pool = modules.make("kv_pool", kv.pool, num_blocks, block_size, allocator=allocator, clock=runtime.clock)
+    policy = modules.make("eviction_policy", prefix.eviction_policy, **prefix.eviction_options)
+    cache = modules.make(
+        "prefix_cache",
+        prefix.name if prefix.enabled else "null",
+        num_blocks,
+        block_size,
+        eviction_policy=policy,
+        clock=runtime.clock,
+    )
+    metrics_of = {"kv_pool": pool.metrics, "prefix_cache": cache.metrics, "eviction_policy": policy.metrics}
+    return _KV(manager=KVCacheManager(pool, cache), metrics_of=metrics_of)
+
+
+def _default_params(generation: GenerationDefaults) -> SamplingParams:
+    """Return what a request without parameters gets: the checkpoint's settings, ours where it has none."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(generation, name)) is not None}
+    if generation.max_new_tokens is not None:
+        given["max_tokens"] = generation.max_new_tokens
+    return SamplingParams(**given)
+
+
+def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> tuple[int, str]:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return geometry.max_model_len, geometry.max_model_len_reason
+    if wanted > geometry.max_model_len:
+        raise ConfigError(
+            f"model.max_model_len is {wanted}; this model takes at most {geometry.max_model_len} tokens "
+            f"({geometry.max_model_len_reason})"
+        )
+    return wanted, "model.max_model_len"

@@ -1,0 +1,176 @@
+"""The engine for asyncio: many consumers, one thread that steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Self, TypeVar
+
+from sagellm.core import (
+    DEFAULT,
+    EngineError,
+    Namespace,
+    RequestId,
+    SageLLMError,
+    UnknownRequestError,
+    get_logger,
+)
+from sagellm.engines.input_processor import Prompt
+from sagellm.engines.llm_engine import LLMEngine
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+
+T = TypeVar("T")
+logger = get_logger(__name__)
+
+
+class OutputStream:
+    """The outputs of one request as they come, each whole so far; ends after the last.
+
+    A consumer that goes away (break, cancellation, garbage collection) aborts the request.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self._done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._done:
+            raise StopAsyncIteration
+        try:
+            item = await self.queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(item, BaseException):
+            self._done = True
+            raise item
+        self._done = item.finished
+        return item
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        if not self._done:
+            self._done = True
+            self._engine._drop(self.request_id)
+
+
+class AsyncLLMEngine:
+    """Runs an LLMEngine on a thread of its own; every call to it goes through that thread in order.
+
+    `async with AsyncLLMEngine(model=…) as engine: async for output in engine.generate(prompt): …`
+    """
+
+    def __init__(self, engine: LLMEngine | None = None, **settings: Any) -> None:
+        self.engine = engine or LLMEngine(**settings)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sagellm-step")
+        self._queues: dict[RequestId, Callable[[RequestOutput | BaseException], None]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        priority: int = 0,
+    ) -> OutputStream:
+        """Queue a request and return its stream. Raises InvalidRequestError, DuplicateRequestError."""
+        made_id = await self._call(
+            lambda: self.engine.add_request(
+                prompt, params, request_id=request_id, namespace=namespace, priority=priority
+            )
+        )
+        stream = OutputStream(self, made_id)
+        self._queues[made_id] = stream.queue.put_nowait  # not the stream itself: it must be able to go away
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_until_idle())
+        return stream
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request and yield its outputs as they come. Leaving the loop aborts it."""
+        stream = await self.add_request(prompt, params, **options)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def abort_request(self, request_id: str) -> None:
+        """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
+        live_id = RequestId(request_id)
+        output = await self._call(lambda: self.engine.abort_with_output(live_id).snapshot())
+        if (put := self._queues.pop(live_id, None)) is not None:
+            put(output)
+
+    async def close(self) -> None:
+        """Abort everything and end the thread."""
+        self._closed = True
+        for request_id in list(self._queues):
+            await self.abort_request(request_id)
+        if self._stepping is not None:
+            await self._stepping
+        self._thread.shutdown(wait=True)
+
+    def _drop(self, request_id: RequestId) -> None:
+        """Abort the request of a consumer that is gone; may be called from a destructor."""
+        if self._queues.pop(request_id, None) is not None and not self._closed:
+            self._thread.submit(self._abort_quietly, request_id)
+
+    def _abort_quietly(self, request_id: RequestId) -> None:
+        with suppress(UnknownRequestError):  # it ended in the step before
+            self.engine.abort_request(request_id)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        future: Future[T] = self._thread.submit(function)
+        return await asyncio.wrap_future(future)
+
+    async def _step_until_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._queues:
+            try:
+                outputs = await loop.run_in_executor(self._thread, self._step)
+            except Exception as error:
+                logger.exception("the engine stopped")
+                is_ours = isinstance(error, SageLLMError)
+                self._fail_all(
+                    error if is_ours else EngineError(f"the engine stopped: {type(error).__name__}: {error}")
+                )
+                return
+            for output in outputs:
+                put = self._queues.get(output.request_id)
+                if put is None:
+                    continue
+                if output.finished:
+                    del self._queues[output.request_id]
+                put(output)
+
+    def _step(self) -> list[RequestOutput]:
+        return [output.snapshot() for output in self.engine.step()]
+
+    def _fail_all(self, error: BaseException) -> None:
+        queues, self._queues = self._queues, {}
+        for put in queues.values():
+            put(error)

@@ -1,0 +1,63 @@
+"""How the front reaches the core: in this process, or wherever else it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from sagellm.core import EngineMetrics, SequenceId
+from sagellm.engines.core.engine_core import EngineCore, TokenOutput
+from sagellm.engines.core.sequence import Sequence
+
+
+class EngineClient(ABC):
+    """Sends sequences to one engine core and brings back what its steps did."""
+
+    @abstractmethod
+    def add(self, sequences: Seq[Sequence]) -> None:
+        """Queue sequences that have passed all checks."""
+
+    @abstractmethod
+    def abort(self, sequence_ids: Iterable[SequenceId], *, stopped: bool = False) -> None:
+        """End sequences, given up by the caller or `stopped` by a stop string; unknown ids are passed over."""
+
+    @abstractmethod
+    def step(self) -> list[TokenOutput]:
+        """Return what the next step did, having waited for it."""
+
+    @abstractmethod
+    def has_unfinished(self) -> bool:
+        """Say whether a sequence waits or runs."""
+
+    @abstractmethod
+    def metrics(self) -> EngineMetrics:
+        """Return a snapshot of the core."""
+
+
+class InProcessClient(EngineClient):
+    """Calls a core in this process; nothing happens between steps."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+
+    def add(self, sequences: Seq[Sequence]) -> None:
+        """Hand the sequences over."""
+        for sequence in sequences:
+            self.core.add(sequence)
+
+    def abort(self, sequence_ids: Iterable[SequenceId], *, stopped: bool = False) -> None:
+        """End the sequences at once."""
+        self.core.abort(sequence_ids, finish_reason="stop" if stopped else "abort")
+
+    def step(self) -> list[TokenOutput]:
+        """Run one step."""
+        return self.core.step()
+
+    def has_unfinished(self) -> bool:
+        """Ask the core."""
+        return self.core.has_unfinished()
+
+    def metrics(self) -> EngineMetrics:
+        """Ask the core."""
+        return self.core.metrics()

@@ -1,0 +1,251 @@
+"""The step loop: schedule, run the model, sample, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from typing import Any
+
+from sagellm.core import (
+    EngineMetrics,
+    FinishReason,
+    LifetimePredictorProtocol,
+    PluginRegistry,
+    PredictionRequest,
+    RequestRecord,
+    RequestStatus,
+    Runtime,
+    SequenceId,
+    StepRecord,
+    get_logger,
+)
+from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.model_runner import ModelRunner
+from sagellm.engines.core.scheduler import Scheduler
+from sagellm.engines.core.sequence import ScheduledSequence, Sequence
+from sagellm.engines.sampling.sampler import SampledToken, Sampler, SamplingRow
+from sagellm.engines.sampling.stop import check_stop_conditions
+
+logger = get_logger(__name__)
+
+_STATUS: dict[FinishReason, RequestStatus] = {
+    "stop": RequestStatus.FINISHED_STOPPED,
+    "length": RequestStatus.FINISHED_LENGTH_CAPPED,
+    "abort": RequestStatus.FINISHED_ABORTED,
+    "error": RequestStatus.FINISHED_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What one step did to one sequence: a new token, its end, or both."""
+
+    sequence_id: SequenceId
+    token: SampledToken | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id that ended it
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreParts:
+    """The assembled modules that a core drives."""
+
+    scheduler: Scheduler
+    kv: KVCacheManager
+    runner: ModelRunner
+    sampler: Sampler
+    predictor: LifetimePredictorProtocol
+    registry: PluginRegistry
+    runtime: Runtime
+    metrics_of: dict[str, Callable[[], Any]] = dataclass_field(default_factory=dict)
+
+
+class EngineCore:
+    """Runs sequences to their end, one step for all of them at a time.
+
+    A fault in the forward pass or in sampling belongs to one sequence: the step is run again by
+    halves until the culprit is alone, and only that one ends with the reason "error". This is
+    sound because KV writes are idempotent and random numbers are keyed by seed and position.
+    """
+
+    def __init__(self, parts: CoreParts) -> None:
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._clock = parts.runtime.clock
+        self._metrics = EngineMetrics()
+        self._first_token_ns: dict[SequenceId, int] = {}
+        self._num_steps = 0
+        self._num_preemptions_seen = 0
+        hook = parts.registry.hook
+        self._observes_requests = bool(hook.sagellm_request_finished.get_hookimpls())
+        self._observes_steps = bool(hook.sagellm_step_finished.get_hookimpls())
+        self._observes_kv = bool(hook.sagellm_kv_events.get_hookimpls())
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one step and return what it did to each sequence that it sampled or ended."""
+        started_ns = self._clock.now_ns()
+        scheduled = self._scheduler.schedule()
+        sampled = self._run(scheduled)
+        outputs = [self._advance(entry, sampled.get(entry.sequence.sequence_id)) for entry in scheduled]
+        self._observe(started_ns, scheduled)
+        return [output for output in outputs if output is not None]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        request = sequence.request
+        prediction = self._parts.predictor.predict(
+            PredictionRequest(
+                sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=sequence.max_tokens
+            )
+        )
+        sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
+        self._metrics.num_prompt_tokens += len(request.token_ids)
+        self._scheduler.add(sequence)
+
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """End sequences before their time; those that have ended already are passed over."""
+        for sequence_id in sequence_ids:
+            if sequence_id in self._scheduler:
+                self._finish(sequence_id, finish_reason)
+
+    def has_unfinished(self) -> bool:
+        """Say whether a sequence waits or runs."""
+        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+
+    def metrics(self) -> EngineMetrics:
+        """Return a snapshot with the metrics of every module."""
+        current = self._metrics
+        current.num_running = self._scheduler.num_running
+        current.num_waiting = self._scheduler.num_waiting
+        current.num_preemptions = self._scheduler.num_preemptions
+        current.modules = {kind: read() for kind, read in self._parts.metrics_of.items()}
+        return current
+
+    def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
+        """Have a module's metrics in the snapshot, under its kind."""
+        self._parts.metrics_of[kind] = read
+
+    @property
+    def kv(self) -> KVCacheManager:
+        """The manager of blocks."""
+        return self._parts.kv
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The queues."""
+        return self._parts.scheduler
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> dict[SequenceId, SampledToken | Exception]:
+        if not scheduled:
+            return {}
+        try:
+            return self._forward_and_sample(scheduled)
+        except Exception as error:
+            if len(scheduled) == 1:
+                sequence_id = scheduled[0].sequence.sequence_id
+                logger.error("request %s ends with an error", sequence_id, exc_info=error)
+                return {sequence_id: error}
+        middle = len(scheduled) // 2
+        return self._run(scheduled[:middle]) | self._run(scheduled[middle:])
+
+    def _forward_and_sample(
+        self, scheduled: list[ScheduledSequence]
+    ) -> dict[SequenceId, SampledToken | Exception]:
+        batch = self._parts.runner.prepare_inputs(scheduled)
+        logits = self._parts.runner.execute_model(batch)
+        sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
+        tokens = self._parts.sampler.sample(logits, [_sampling_row(sequence) for sequence in sampled])
+        return {sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)}
+
+    def _advance(
+        self, entry: ScheduledSequence, result: SampledToken | Exception | None
+    ) -> TokenOutput | None:
+        sequence = entry.sequence
+        if isinstance(result, Exception):
+            self._finish(sequence.sequence_id, "error")
+            message = f"{type(result).__name__}: {result}"
+            return TokenOutput(sequence.sequence_id, None, finish_reason="error", error=message)
+        sequence.schedule.num_computed_tokens = entry.stop
+        if result is None:
+            return None
+        if not sequence.output_token_ids:
+            self._first_token_ns[sequence.sequence_id] = self._clock.now_ns()
+            self._parts.kv.share_computed(sequence)
+        sequence.output_token_ids.append(result.token_id)
+        sequence.schedule.num_tokens += 1
+        reason, stop_reason = check_stop_conditions(
+            sequence.params, sequence.output_token_ids, sequence.stop_token_ids, sequence.max_tokens
+        )
+        if reason is not None:
+            self._finish(sequence.sequence_id, reason)
+        return TokenOutput(
+            sequence.sequence_id,
+            result,
+            reason,
+            stop_reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )
+
+    def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
+        sequence = self._scheduler.finish(sequence_id, _STATUS[reason])
+        finished_ns = self._clock.now_ns()
+        num_output_tokens = len(sequence.output_token_ids)
+        self._metrics.num_finished += 1
+        self._metrics.num_output_tokens += num_output_tokens
+        if reason in ("stop", "length"):
+            self._parts.predictor.update(
+                sequence_id=sequence_id,
+                actual_length=num_output_tokens,
+                actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
+            )
+        first_token_ns = self._first_token_ns.pop(sequence_id, None)
+        if self._observes_requests:
+            record = RequestRecord(
+                request_id=sequence.request.request_id,
+                namespace=sequence.request.namespace,
+                finish_reason=reason,
+                num_prompt_tokens=len(sequence.request.token_ids),
+                num_output_tokens=num_output_tokens,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_preemptions=sequence.num_preemptions,
+                arrival_ns=sequence.request.arrival_ns,
+                first_token_ns=first_token_ns,
+                finished_ns=finished_ns,
+            )
+            self._parts.registry.hook.sagellm_request_finished(record=record)
+
+    def _observe(self, started_ns: int, scheduled: list[ScheduledSequence]) -> None:
+        self._num_steps += 1
+        events = self._parts.kv.take_events()
+        if self._observes_kv and events:
+            self._parts.registry.hook.sagellm_kv_events(events=events)
+        num_preempted = self._scheduler.num_preemptions - self._num_preemptions_seen
+        self._num_preemptions_seen += num_preempted
+        if self._observes_steps:
+            record = StepRecord(
+                step=self._num_steps,
+                started_ns=started_ns,
+                finished_ns=self._clock.now_ns(),
+                num_running=self._scheduler.num_running,
+                num_waiting=self._scheduler.num_waiting,
+                num_scheduled_tokens=sum(entry.num_tokens for entry in scheduled),
+                num_preempted=num_preempted,
+                num_free_blocks=self._parts.kv.available_blocks,
+            )
+            self._parts.registry.hook.sagellm_step_finished(record=record)
+
+
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    outputs = sequence.output_token_ids
+    suppressed = tuple(sequence.stop_token_ids) if len(outputs) < sequence.params.min_tokens else ()
+    return SamplingRow(
+        params=sequence.params,
+        seed=sequence.seed,
+        position=len(outputs),
+        prompt_token_ids=sequence.request.token_ids,
+        output_token_ids=outputs,
+        suppressed_token_ids=suppressed,
+    )

@@ -1,0 +1,186 @@
+"""The one place where prefix cache, KV pool and eviction meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+from sagellm.core import (
+    BlockAllocationRequest,
+    BlockId,
+    InsertResult,
+    KVEvent,
+    KVPoolProtocol,
+    Namespace,
+    OutOfBlocksError,
+    PrefixCacheProtocol,
+    TokenIds,
+)
+from sagellm.engines.core.sequence import Sequence
+
+
+class KVCacheManager:
+    """Gives sequences their blocks and keeps what they computed for others.
+
+    References: the pool counts one for each sequence that has a block in its table and one for the
+    prefix cache where it holds the block. A cached block that no sequence uses is unlocked and has
+    exactly one reference, so evicting it always frees it.
+    """
+
+    def __init__(self, pool: KVPoolProtocol, cache: PrefixCacheProtocol) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._block_size = pool.block_size
+        self._stored: Counter[Namespace] = Counter()
+        self._num_evicted = 0
+        pool.set_evictor(self._evict)
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or could be made free by eviction."""
+        return self._pool.get_free_blocks() + self._cache.num_evictable_blocks
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._pool.total_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def probe(self, sequence: Sequence) -> None:
+        """Note on the sequence's schedule what its admission would reuse and what it would take."""
+        tokens = sequence.token_ids()
+        match = self._cache.match_prefix(self._reusable(tokens), sequence.request.namespace)
+        new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
+        sequence.schedule.prefix_cache_hit = match.match_length
+        sequence.schedule.kv_blocks_needed = new_blocks + self._cache.num_idle_blocks(match)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Lock the cached prefix of a sequence and give it blocks for all its tokens.
+
+        Raises OutOfBlocksError, and then nothing is held.
+        """
+        tokens = sequence.token_ids()
+        first_time = sequence.num_cached_tokens is None
+        match = self._cache.match_prefix(self._reusable(tokens), sequence.request.namespace)
+        match = self._cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
+        try:
+            new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
+        except OutOfBlocksError:
+            self._cache.unlock(match)
+            raise
+        self._pool.share(match.block_ids)
+        sequence.match = match
+        sequence.block_ids = [*match.block_ids, *new_blocks]
+        if first_time:
+            sequence.num_cached_tokens = match.match_length
+        schedule = sequence.schedule
+        schedule.num_computed_tokens = match.match_length
+        schedule.num_blocks = len(sequence.block_ids)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence the blocks that it lacks to hold `num_tokens`. Raises OutOfBlocksError."""
+        missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
+        if missing > 0:
+            sequence.block_ids += self._allocate(sequence, missing)
+            sequence.schedule.num_blocks = len(sequence.block_ids)
+
+    def share_computed(self, sequence: Sequence) -> None:
+        """Put the full blocks that a running sequence has computed into the prefix cache.
+
+        Where the cache has the same content already, the sequence goes on with the cached block
+        and gives its own back.
+        """
+        tokens, result = self._insert(sequence)
+        held = len(result.block_ids)
+        if result.duplicate_block_ids:
+            own = sequence.block_ids[:held]
+            swapped = [block for block, cached in zip(own, result.block_ids, strict=True) if block != cached]
+            self._pool.share(
+                [cached for block, cached in zip(own, result.block_ids, strict=True) if block != cached]
+            )
+            sequence.block_ids[:held] = result.block_ids
+            self._pool.free(swapped)
+        match = self._cache.match_prefix(tokens[: held * self._block_size], sequence.request.namespace)
+        previous, sequence.match = sequence.match, self._cache.lock(match)
+        if previous is not None:
+            self._cache.unlock(previous)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all blocks from a sequence that ended or is preempted; what it computed stays cached."""
+        if sequence.match is None:
+            return
+        self._insert(sequence)
+        self._cache.unlock(sequence.match)
+        self._pool.free(sequence.block_ids)
+        sequence.match = None
+        sequence.block_ids = []
+        sequence.schedule.num_computed_tokens = 0
+        sequence.schedule.num_blocks = 0
+
+    def clear_cache(self) -> int:
+        """Drop every cached block that no sequence uses and return how many that were."""
+        dropped = self._cache.clear()
+        self._pool.free(dropped)
+        self._num_evicted += len(dropped)
+        return len(dropped)
+
+    def take_events(self) -> Seq[KVEvent]:
+        """Return what entered and left the prefix cache since the last call."""
+        size = self._block_size
+        events = [
+            KVEvent(action="stored", namespace=namespace, num_blocks=count, num_tokens=count * size)
+            for namespace, count in self._stored.items()
+        ]
+        if self._num_evicted:
+            count = self._num_evicted
+            events.append(
+                KVEvent(action="removed", namespace=None, num_blocks=count, num_tokens=count * size)
+            )
+        self._stored.clear()
+        self._num_evicted = 0
+        return events
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if pool or cache contradict themselves."""
+        self._pool.check_integrity()
+        self._cache.check_integrity()
+
+    def _reusable(self, tokens: TokenIds) -> TokenIds:
+        # The last token is always computed, since its logits are wanted.
+        return tokens[: (len(tokens) - 1) // self._block_size * self._block_size]
+
+    def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
+        if num_blocks == 0:
+            return []
+        if self._pool.get_free_blocks() < num_blocks:
+            self._pool.evict_if_needed(num_blocks)
+        request = BlockAllocationRequest(
+            num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=sequence.request.priority
+        )
+        return self._pool.allocate(request)
+
+    def _evict(self, num_blocks: int) -> int:
+        dropped = self._cache.evict(num_blocks)
+        self._num_evicted += len(dropped)
+        return self._pool.free(dropped) if dropped else 0
+
+    def _insert(self, sequence: Sequence) -> tuple[TokenIds, InsertResult]:
+        num_blocks = sequence.schedule.num_computed_tokens // self._block_size
+        tokens = sequence.token_ids()[: num_blocks * self._block_size]
+        blocks = sequence.block_ids[:num_blocks]
+        namespace, priority = sequence.request.namespace, sequence.request.priority
+        result = self._cache.insert_prefix(tokens, blocks, namespace, priority=priority)
+        self._adopt(sequence, result)
+        shortfall = num_blocks - len(result.block_ids)
+        if shortfall and self._evict(shortfall):  # the cache is at its own limit: make room and try once more
+            result = self._cache.insert_prefix(tokens, blocks, namespace, priority=priority)
+            self._adopt(sequence, result)
+        return tokens, result
+
+    def _adopt(self, sequence: Sequence, result: InsertResult) -> None:
+        if result.num_new_blocks:
+            self._pool.share(result.block_ids[-result.num_new_blocks :])
+            self._stored[sequence.request.namespace] += result.num_new_blocks

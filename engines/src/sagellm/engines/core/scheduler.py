@@ -1,0 +1,129 @@
+"""Keeps the queues and carries out what the scheduler IR decides."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from sagellm.core import (
+    OutOfBlocksError,
+    RequestStatus,
+    SchedulePlan,
+    ScheduleRequest,
+    SchedulerIRProtocol,
+    SequenceId,
+    UnknownRequestError,
+)
+from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.sequence import ScheduledSequence, Sequence
+
+
+class Scheduler:
+    """Two queues of sequences, and the blocks that those which run hold.
+
+    The IR decides from numbers which sequences compute how many tokens; this class takes and
+    gives back the blocks. Where a block turns out to be missing after all, the sequence just
+    sits the step out: the next decision is made from exact numbers again.
+    """
+
+    def __init__(self, ir: SchedulerIRProtocol, kv: KVCacheManager) -> None:
+        self._ir = ir
+        self._kv = kv
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._waiting: list[ScheduleRequest] = []  # in the order of admission
+        self._running: list[ScheduleRequest] = []  # in the order of their first admission
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_live_tokens(self) -> int:
+        """Tokens of running sequences whose KV is stored."""
+        return sum(request.num_computed_tokens for request in self._running)
+
+    def __contains__(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._sequences
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._sequences[sequence.sequence_id] = sequence
+        insort(self._waiting, sequence.schedule, key=_admission_order)
+
+    def probe(self, request: ScheduleRequest) -> None:
+        """Refresh what the admission of a waiting request would reuse and take."""
+        self._kv.probe(self._sequences[_sequence_id(request)])
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """Decide on a step and take the blocks that it needs."""
+        plan = self._ir.schedule(
+            pending_requests=self._waiting,
+            running_requests=self._running,
+            available_memory=self._kv.available_blocks,
+        )
+        for request in plan.preempted_requests:
+            self._preempt(self._sequences[_sequence_id(request)])
+        return self._grow_running(plan) + self._admit(plan)
+
+    def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
+        """Take a sequence out and free its blocks. Raises UnknownRequestError if it is not live."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        queue = self._waiting if sequence.status is RequestStatus.WAITING else self._running
+        queue.remove(sequence.schedule)
+        sequence.status = status
+        self._kv.release(sequence)
+        return sequence
+
+    def _grow_running(self, plan: SchedulePlan) -> list[ScheduledSequence]:
+        scheduled = []
+        num_running = len(plan.scheduled_requests) - plan.num_admitted
+        for entry in plan.scheduled_requests[:num_running]:
+            sequence = self._sequences[_sequence_id(entry.request)]
+            start = entry.request.num_computed_tokens
+            try:
+                self._kv.grow(sequence, start + entry.num_tokens)
+            except OutOfBlocksError:
+                continue
+            scheduled.append(ScheduledSequence(sequence, start, entry.num_tokens))
+        return scheduled
+
+    def _admit(self, plan: SchedulePlan) -> list[ScheduledSequence]:
+        scheduled = []
+        num_running = len(plan.scheduled_requests) - plan.num_admitted
+        for entry in plan.scheduled_requests[num_running:]:
+            sequence = self._sequences[_sequence_id(entry.request)]
+            try:
+                self._kv.admit(sequence)
+            except OutOfBlocksError:
+                break
+            sequence.status = RequestStatus.RUNNING
+            self._waiting.remove(entry.request)
+            insort(self._running, entry.request, key=_admission_order)
+            start = entry.request.num_computed_tokens
+            num_tokens = min(entry.num_tokens, sequence.num_tokens - start)
+            scheduled.append(ScheduledSequence(sequence, start, num_tokens))
+        return scheduled
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence.schedule)
+        self._kv.release(sequence)
+        sequence.status = RequestStatus.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, sequence.schedule, key=_admission_order)
+
+
+def _admission_order(request: ScheduleRequest) -> tuple[int, float]:
+    return (-request.priority, request.arrived_time)
+
+
+def _sequence_id(request: ScheduleRequest) -> SequenceId:
+    return SequenceId(request.request_id)

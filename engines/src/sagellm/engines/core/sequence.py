@@ -1,0 +1,79 @@
+"""A sequence: one continuation of one prompt, from admission to its end."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from sagellm.core import (
+    BlockId,
+    PrefixMatch,
+    Request,
+    RequestStatus,
+    ScheduleRequest,
+    SequenceId,
+    TokenIds,
+)
+from sagellm.engines.sampling.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """What the core knows of one sequence.
+
+    The tokens are, by position:
+    [0, num_cached)             KV from the prefix cache, locked by this sequence
+    [num_cached, num_computed)  KV computed here
+    [num_computed, num_tokens)  known, no KV yet
+    """
+
+    sequence_id: SequenceId
+    request: Request
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
+    max_tokens: int
+    schedule: ScheduleRequest
+    output_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    block_ids: list[BlockId] = field(default_factory=list)
+    match: PrefixMatch | None = None  # the lock held on the prefix cache
+    status: RequestStatus = RequestStatus.WAITING
+    num_cached_tokens: int | None = None  # of the first admission
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.request.token_ids) + len(self.output_token_ids)
+
+    def token_ids(self) -> TokenIds:
+        """Return prompt and output packed together."""
+        prompt = self.request.token_ids
+        return TokenIds(prompt.data + self.output_token_ids.tobytes()) if self.output_token_ids else prompt
+
+    def tokens_between(self, start: int, stop: int) -> list[int]:
+        """Return the token ids at positions start … stop - 1."""
+        num_prompt = len(self.request.token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt].tolist()
+        prompt_part = self.request.token_ids[start:stop].tolist()
+        return prompt_part + self.output_token_ids[: max(0, stop - num_prompt)].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute tokens [start, start + num_tokens) of a sequence in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token to compute."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step reaches the sequence's last known token, so that the next one is sampled."""
+        return self.stop == self.sequence.num_tokens

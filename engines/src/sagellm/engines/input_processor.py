@@ -1,0 +1,161 @@
+"""Validates and tokenizes: what a caller hands in becomes sequences, or an error and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from sagellm.core import (
+    InvalidInputError,
+    InvalidRequestError,
+    Namespace,
+    Request,
+    RequestId,
+    Runtime,
+    ScheduleRequest,
+    SequenceId,
+    TokenIds,
+    pack,
+)
+from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Seq[int]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """What one request may ask for. `capacity_tokens` is what the whole KV pool holds."""
+
+    vocab_size: int
+    max_model_len: int
+    max_model_len_reason: str
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessedRequest:
+    """A request that passed all checks, with one sequence for each continuation asked for."""
+
+    request: Request
+    prompt: str | None
+    params: SamplingParams
+    sequences: list[Sequence]
+
+
+class InputProcessor:
+    """Makes sequences of prompts. Request ids are given or made; the caller looks after duplicates."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, limits: RequestLimits, runtime: Runtime
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._clock = runtime.clock
+        self._seeds = runtime.randomness.stream("sampling seeds")
+
+    def process_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        namespace: Namespace,
+        priority: int,
+    ) -> ProcessedRequest:
+        """Check one request and make its sequences. Raises InvalidRequestError."""
+        token_ids = self._tokenize(prompt)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        params.validate_for(self._limits.vocab_size)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority is {priority!r}; it must be an integer, larger is more urgent"
+            )
+        if request_id is not None and not (isinstance(request_id, str) and request_id):
+            raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
+        request = Request(
+            request_id=RequestId(request_id or uuid4().hex),
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            priority=priority,
+            arrival_ns=self._clock.now_ns(),
+            namespace=namespace,
+        )
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        sequences = [self._sequence(request, params, seed, index) for index in range(params.n)]
+        text = prompt if isinstance(prompt, str) else None
+        return ProcessedRequest(request=request, prompt=text, params=params, sequences=sequences)
+
+    def decode_tokens(self, token_ids: Seq[int]) -> str:
+        """Turn token ids back into text, without special tokens."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _tokenize(self, prompt: Prompt) -> TokenIds:
+        limits = self._limits
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequestError("the prompt is text and the model has no tokenizer; give token ids")
+            token_ids = pack(self._tokenizer(prompt)["input_ids"])
+        else:
+            try:
+                token_ids = pack(prompt)
+            except InvalidInputError as error:
+                raise InvalidRequestError(f"prompt: {error}") from error
+        if not len(token_ids):
+            raise InvalidRequestError("the prompt is empty; give at least one token")
+        if (largest := max(token_ids.tolist())) >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"prompt: token id {largest} is not in the vocabulary of {limits.vocab_size}"
+            )
+        if len(token_ids) >= limits.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens, the model takes at most {limits.max_model_len - 1} and "
+                f"one to generate ({limits.max_model_len} tokens by {limits.max_model_len_reason}); shorten it"
+            )
+        return token_ids
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        limits = self._limits
+        room = limits.max_model_len - num_prompt
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        # The last generated token is never written to KV.
+        capacity = limits.num_blocks * limits.block_size + 1 - num_prompt
+        if params.max_tokens is None:
+            max_tokens = min(max_tokens, max(1, capacity))
+        if max_tokens > capacity:
+            needed = -(-(num_prompt + max_tokens - 1) // limits.block_size)
+            raise InvalidRequestError(
+                f"a prompt of {num_prompt} tokens and {max_tokens} to generate need {needed} KV blocks of "
+                f"{limits.block_size} tokens, there are {limits.num_blocks}; lower max_tokens or raise "
+                f"kv.num_blocks"
+            )
+        return max_tokens
+
+    def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
+        sequence_id = request.request_id if params.n == 1 else f"{request.request_id}#{index}"
+        eos: frozenset[int] = frozenset() if params.ignore_eos else self._limits.eos_token_ids
+        return Sequence(
+            sequence_id=SequenceId(sequence_id),
+            request=request,
+            params=params,
+            seed=(seed + index) % (1 << 63),
+            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            max_tokens=request.max_tokens,
+            schedule=ScheduleRequest(
+                request_id=RequestId(sequence_id),
+                token_ids=request.token_ids,
+                max_tokens=request.max_tokens,
+                priority=request.priority,
+                arrived_time=request.arrival_ns / 1e9,
+            ),
+        )

@@ -1,0 +1,172 @@
+"""The engine that people call: prompts in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from sagellm.core import (
+    DEFAULT,
+    DuplicateRequestError,
+    EngineMetrics,
+    EngineProtocol,
+    InvalidRequestError,
+    Namespace,
+    RequestId,
+    TokenIdsLike,
+    UnknownRequestError,
+)
+from sagellm.engines.assembly import assemble
+from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
+from sagellm.engines.input_processor import Prompt
+from sagellm.engines.output_processor import OutputProcessor
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sagellm.core import PluginRegistry, Runtime
+
+
+class LLMEngine(EngineProtocol):
+    """Generates text with one model in this process.
+
+    `LLMEngine(model="path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
+    `sagellm.engines.config.settings`; `LLMEngine(config)` takes a whole configuration. Loading
+    happens here; every problem of the checkpoint, the plugins or the memory is raised here.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        registry: PluginRegistry | None = None,
+        runtime: Runtime | None = None,
+        **settings: Any,
+    ) -> None:
+        config = (config or EngineConfig()).with_values(flat_to_dotted(settings))
+        assembled = assemble(config, registry=registry, runtime=runtime)
+        self.config = assembled.config
+        self.tokenizer = assembled.tokenizer
+        self.geometry = assembled.geometry
+        self.layout = assembled.layout
+        self.client = assembled.client
+        self._input = assembled.input_processor
+        self._output = OutputProcessor(assembled.tokenizer, assembled.runtime)
+        self._default_params = assembled.default_params
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        namespace: Namespace = DEFAULT,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end and return their outputs in the same order.
+
+        A prompt is a text or a list of token ids; `params` is one for all or one for each. If one of
+        them is wrong, nothing is run. Raises InvalidRequestError.
+        """
+        batch = _as_batch(prompts)
+        each = _params_for(batch, params or self._default_params)
+        ids: list[RequestId] = []
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                ids.append(self.add_request(prompt, one, namespace=namespace))
+        except BaseException:
+            for request_id in ids:
+                self.abort_request(request_id)
+            raise
+        finished = self._run_to_end(set(ids), progress=progress)
+        return [finished[request_id] for request_id in ids]
+
+    def add_request(
+        self,
+        prompt: str | TokenIdsLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        priority: int = 0,
+    ) -> RequestId:
+        """Check and queue one request. Raises InvalidRequestError, DuplicateRequestError."""
+        if request_id is not None and request_id in self._output:
+            raise DuplicateRequestError(f"request id {request_id!r} is in use; give another one or none")
+        processed = self._input.process_request(
+            prompt,
+            params or self._default_params,
+            request_id=request_id,
+            namespace=namespace,
+            priority=priority,
+        )
+        self._output.add(processed)
+        self.client.add(processed.sequences)
+        return processed.request.request_id
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request and free its blocks. Raises UnknownRequestError if it is not live."""
+        self.abort_with_output(request_id)
+
+    def abort_with_output(self, request_id: str) -> RequestOutput:
+        """End a request as `abort_request` does and return what it had by then."""
+        live_id = RequestId(request_id)
+        if live_id not in self._output:
+            raise UnknownRequestError(f"no live request has the id {request_id!r}")
+        self.client.abort(self._output.sequence_ids(live_id))
+        return self._output.abort(live_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the requests that got tokens or ended, whole so far.
+
+        The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
+        """
+        changed, stopped = self._output.process(self.client.step())
+        self.client.abort(stopped, stopped=True)
+        return changed
+
+    def has_unfinished_requests(self) -> bool:
+        """Say whether a request is waiting or running."""
+        return self.client.has_unfinished()
+
+    def metrics(self) -> EngineMetrics:
+        """Return a snapshot of the engine and its modules."""
+        return self.client.metrics()
+
+    def _run_to_end(self, wanted: set[RequestId], *, progress: bool) -> dict[RequestId, RequestOutput]:
+        from sagellm.engines.progress import progress_bar
+
+        finished: dict[RequestId, RequestOutput] = {}
+        try:
+            with progress_bar("generating", total=len(wanted), enabled=progress) as advance:
+                while len(finished) < len(wanted):
+                    for output in self.step():
+                        if output.finished and output.request_id in wanted:
+                            finished[output.request_id] = output
+                            advance()
+        except BaseException:  # Ctrl-C must not leave requests behind that hold blocks
+            for request_id in wanted - finished.keys():
+                if request_id in self._output:
+                    self.abort_request(request_id)
+            raise
+        return finished
+
+
+def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise InvalidRequestError("prompts is empty; give a text, a list of token ids, or a list of these")
+    if all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _params_for(batch: list[Prompt], params: SamplingParams | Seq[SamplingParams]) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * len(batch)
+    if len(params) != len(batch):
+        raise InvalidRequestError(
+            f"{len(params)} params for {len(batch)} prompts; give one for all or one for each"
+        )
+    return list(params)

@@ -1,0 +1,190 @@
+"""Turns sampled tokens into text, watches for stop strings, and keeps each request's account."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sagellm.core import FinishReason, RequestId, Runtime, SequenceId
+from sagellm.engines.core.engine_core import TokenOutput
+from sagellm.engines.input_processor import ProcessedRequest
+from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from sagellm.engines.sampling.sampler import SampledToken
+from sagellm.engines.sampling.stop import StopStringMatcher
+from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, eq=False)
+class _Continuation:
+    """One sequence on its way to text."""
+
+    output: CompletionOutput
+    detokenizer: IncrementalDetokenizer | None
+    matcher: StopStringMatcher | None
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request of which at least one sequence goes on."""
+
+    processed: ProcessedRequest
+    output: RequestOutput
+    continuations: dict[SequenceId, _Continuation]
+    num_open: int
+
+
+class OutputProcessor:
+    """Knows every live request and its sequences, and nothing of how they are computed."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
+        self._tokenizer = tokenizer
+        self._clock = runtime.clock
+        self._live: dict[RequestId, _Live] = {}
+        self._owner: dict[SequenceId, RequestId] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._live
+
+    def add(self, processed: ProcessedRequest) -> None:
+        """Begin to keep account of a request."""
+        request = processed.request
+        continuations = {
+            sequence.sequence_id: self._continuation(processed, index)
+            for index, sequence in enumerate(processed.sequences)
+        }
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=processed.prompt,
+            prompt_token_ids=request.token_ids.tolist(),
+            outputs=[entry.output for entry in continuations.values()],
+            metrics=RequestMetrics(arrival_ns=request.arrival_ns),
+        )
+        self._live[request.request_id] = _Live(processed, output, continuations, len(continuations))
+        self._owner |= dict.fromkeys(continuations, request.request_id)
+
+    def sequence_ids(self, request_id: RequestId) -> list[SequenceId]:
+        """Return the sequences of a live request."""
+        return list(self._live[request_id].continuations)
+
+    def process(self, token_outputs: list[TokenOutput]) -> tuple[list[RequestOutput], list[SequenceId]]:
+        """Take in what a step did.
+
+        Returns the requests that changed, and the sequences that a stop string ended and that the
+        core therefore has to drop.
+        """
+        now_ns = self._clock.now_ns()
+        changed: dict[RequestId, RequestOutput] = {}
+        stopped: list[SequenceId] = []
+        for token_output in token_outputs:
+            request_id = self._owner.get(token_output.sequence_id)
+            if request_id is None:
+                continue
+            live = self._live[request_id]
+            if self._take(live, token_output, now_ns):
+                stopped.append(token_output.sequence_id)
+            changed[request_id] = live.output
+        return list(changed.values()), stopped
+
+    def abort(self, request_id: RequestId) -> RequestOutput:
+        """End a request as it is and return its last state."""
+        live = self._live[request_id]
+        for sequence_id, continuation in live.continuations.items():
+            if continuation.output.finish_reason is None:
+                self._close(live, sequence_id, continuation, "abort", None)
+        return live.output
+
+    def _take(self, live: _Live, token_output: TokenOutput, now_ns: int) -> bool:
+        """Account for one token; return whether a stop string ended the sequence."""
+        continuation = live.continuations[token_output.sequence_id]
+        output, metrics = continuation.output, live.output.metrics
+        if output.finish_reason is not None:
+            return False
+        reason: FinishReason | None = token_output.finish_reason
+        stop_reason: int | str | None = token_output.stop_reason
+        stopped_by_string = False
+        if token_output.token is not None:
+            metrics.first_token_ns = metrics.first_token_ns or now_ns
+            metrics.last_token_ns = now_ns
+            metrics.num_output_tokens += 1
+            live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
+            self._append(output, token_output.token)
+            matched = self._extend_text(live, continuation, token_output)
+            if matched is not None:
+                stopped_by_string = reason is None
+                reason, stop_reason = "stop", matched
+        output.error = token_output.error
+        if reason is not None:
+            self._close(live, token_output.sequence_id, continuation, reason, stop_reason)
+        return stopped_by_string
+
+    def _extend_text(self, live: _Live, continuation: _Continuation, token_output: TokenOutput) -> str | None:
+        """Add the token's text; return the stop string that it completed, if any."""
+        if continuation.detokenizer is None or token_output.token is None:
+            return None
+        params = live.processed.params
+        if token_output.finish_reason == "stop" and not params.include_stop_str_in_output:
+            return None  # the text of a stop token is not part of the output
+        text = continuation.detokenizer.append([token_output.token.token_id])
+        return self._match(continuation, text, params.min_tokens)
+
+    def _match(self, continuation: _Continuation, text: str, min_tokens: int) -> str | None:
+        if continuation.matcher is None:
+            continuation.output.text += text
+            return None
+        may_stop = len(continuation.output.token_ids) > min_tokens
+        emitted, matched = continuation.matcher.append(text, may_stop=may_stop)
+        continuation.output.text += emitted
+        return matched
+
+    def _close(
+        self,
+        live: _Live,
+        sequence_id: SequenceId,
+        continuation: _Continuation,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+    ) -> None:
+        output = continuation.output
+        if continuation.detokenizer is not None and not isinstance(stop_reason, str):
+            text = continuation.detokenizer.finish()
+            matched = self._match(continuation, text, live.processed.params.min_tokens)
+            if matched is not None:
+                reason, stop_reason = "stop", matched
+            elif continuation.matcher is not None:
+                output.text += continuation.matcher.finish()
+        output.finish_reason, output.stop_reason = reason, stop_reason
+        del self._owner[sequence_id]
+        live.num_open -= 1
+        if live.num_open == 0:
+            live.output.finished = True
+            live.output.metrics.finished_ns = self._clock.now_ns()
+            del self._live[live.output.request_id]
+
+    def _append(self, output: CompletionOutput, token: SampledToken) -> None:
+        output.token_ids.append(token.token_id)
+        if output.logprobs is None or token.logprob is None:
+            return
+        pairs = [(token.token_id, token.logprob), *(token.top_logprobs or [])]
+        output.logprobs.append(
+            {token_id: Logprob(value, self._text_of(token_id)) for token_id, value in pairs}
+        )
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + token.logprob
+
+    def _text_of(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    def _continuation(self, processed: ProcessedRequest, index: int) -> _Continuation:
+        params = processed.params
+        logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        output = CompletionOutput(index=index, logprobs=logprobs)
+        if self._tokenizer is None or not params.detokenize:
+            return _Continuation(output, None, None)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        matcher = None
+        if stops:
+            matcher = StopStringMatcher(stops, include_stop=params.include_stop_str_in_output)
+        return _Continuation(output, detokenizer, matcher)

@@ -1,0 +1,91 @@
+"""What callers get: the text, tokens and measurements of a request, whole so far."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+from sagellm.core import FinishReason, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token, natural logarithm, and the token's text."""
+
+    logprob: float
+    decoded_token: str
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One continuation of the prompt. `text` and `token_ids` hold everything so far.
+
+    `logprobs` has a mapping for each token: the sampled one and the most likely ones, where the
+    request asked for them. `stop_reason` is the stop token id or stop string that ended it.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    error: str | None = None  # what went wrong, when finish_reason is "error"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestMetrics:
+    """When things happened to a request, in nanoseconds of the engine's clock.
+
+    The figures are None until what they measure has happened.
+    """
+
+    arrival_ns: int
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    finished_ns: int | None = None
+    num_output_tokens: int = 0  # of all continuations
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: arrival → first output token, in seconds."""
+        return None if self.first_token_ns is None else (self.first_token_ns - self.arrival_ns) / 1e9
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token: (last - first token) ÷ (output tokens - 1), in seconds."""
+        if self.first_token_ns is None or self.last_token_ns is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_ns - self.first_token_ns) / 1e9 / (self.num_output_tokens - 1)
+
+    @property
+    def total_time(self) -> float | None:
+        """Arrival → end, in seconds."""
+        return None if self.finished_ns is None else (self.finished_ns - self.arrival_ns) / 1e9
+
+    @property
+    def throughput(self) -> float | None:
+        """Output tokens ÷ total time, in tokens per second."""
+        return self.num_output_tokens / self.total_time if self.total_time else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """The state of a request after a step, or at its end."""
+
+    request_id: RequestId
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    num_cached_tokens: int = 0  # prompt tokens whose KV was reused, of the first continuation
+
+    def snapshot(self) -> RequestOutput:
+        """Return a copy that later steps leave alone."""
+        outputs = [
+            replace(output, token_ids=output.token_ids.copy(), logprobs=copy(output.logprobs))
+            for output in self.outputs
+        ]
+        return replace(self, outputs=outputs, metrics=copy(self.metrics))

@@ -1,0 +1,44 @@
+"""A small checkpoint for all tests of the engine, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sagellm.engines import LLMEngine
+from sagellm.engines.testing import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3", family="qwen3", seed=7)
+
+
+@pytest.fixture(scope="session")
+def make_engine(checkpoint: Path) -> Callable[..., LLMEngine]:
+    def make(**settings: Any) -> LLMEngine:
+        defaults: dict[str, Any] = {
+            "model": str(checkpoint),
+            "dtype": "float32",
+            "device": "cpu",
+            "num_blocks": 128,
+            "max_num_batched_tokens": 256,
+        }
+        return LLMEngine(**(defaults | settings))
+
+    return make
+
+
+def free_everywhere(engine: LLMEngine) -> bool:
+    """Whether no request holds a block: every block is free or merely cached."""
+    kv = engine.client.core.kv  # type: ignore[attr-defined]
+    kv.check_integrity()
+    return bool(kv.available_blocks == kv.total_blocks)
+
+
+@pytest.fixture(scope="session")
+def all_blocks_are_back() -> Callable[[LLMEngine], bool]:
+    return free_everywhere

@@ -1,0 +1,124 @@
+"""AsyncLLMEngine: streams, consumers that leave, errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sagellm.core import DuplicateRequestError, EngineError, InvalidRequestError, UnknownRequestError
+from sagellm.engines import AsyncLLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main, 60))
+
+
+async def idle(engine: AsyncLLMEngine) -> None:
+    for _ in range(2000):
+        if not engine.engine.has_unfinished_requests():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the engine is still busy")
+
+
+def test_a_stream_yields_growing_outputs_and_ends(make_engine):
+    expected = make_engine().generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+            lengths, last = [], None
+            async for output in engine.generate([5, 6, 7], GREEDY):
+                lengths.append(len(output.outputs[0].token_ids))
+                last = output
+            assert lengths == list(range(1, 17))
+            assert last.finished
+            assert last.outputs[0].token_ids == expected
+
+    run(main())
+
+
+def test_many_streams_run_together(make_engine):
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+
+            async def one(index):
+                return [o async for o in engine.generate([3 + index] * 5, GREEDY)][-1]
+
+            results = await asyncio.gather(*(one(index) for index in range(8)))
+            assert all(result.finished for result in results)
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["break", "cancel", "forget"])
+def test_a_consumer_that_leaves_frees_its_blocks(make_engine, all_blocks_are_back, way):
+    async def main():
+        async with AsyncLLMEngine(make_engine(num_blocks=64)) as engine:
+
+            async def consume():
+                async for _ in engine.generate([5] * 50, LONG):
+                    if way == "break":
+                        break
+
+            if way == "forget":
+                stream = await engine.add_request([5] * 50, LONG)
+                await anext(stream)
+                del stream
+            else:
+                task = asyncio.create_task(consume())
+                if way == "cancel":
+                    while not engine.engine.has_unfinished_requests():
+                        await asyncio.sleep(0.005)
+                    task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            await idle(engine)
+            assert all_blocks_are_back(engine.engine)
+
+    run(main())
+
+
+def test_bad_requests_raise_where_they_are_made(make_engine):
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+            with pytest.raises(InvalidRequestError):
+                await engine.add_request([], GREEDY)
+            stream = await engine.add_request([5, 6], LONG, request_id="one")
+            with pytest.raises(DuplicateRequestError):
+                await engine.add_request([5, 6], GREEDY, request_id="one")
+            with pytest.raises(UnknownRequestError):
+                await engine.abort_request("two")
+            await engine.abort_request("one")
+            outputs = [output async for output in stream]
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+
+    run(main())
+
+
+def test_a_closed_engine_says_so(make_engine):
+    async def main():
+        engine = AsyncLLMEngine(make_engine())
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.add_request([5, 6], GREEDY)
+
+    run(main())
+
+
+def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch):
+    async def main():
+        engine = AsyncLLMEngine(make_engine())
+        stream = await engine.add_request([5, 6], LONG)
+
+        def fail():
+            raise EngineError("broken")
+
+        monkeypatch.setattr(engine.engine, "step", fail)
+        with pytest.raises(EngineError, match="broken"):
+            async for _ in stream:
+                pass
+
+    run(main())

@@ -1,0 +1,114 @@
+"""Bad input is a clear error within a second, the engine goes on, and no block is lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sagellm.core import ConfigError, InvalidRequestError, SageLLMError
+from sagellm.engines import LLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine) -> LLMEngine:
+    made = make_engine(num_blocks=16, block_size=16, max_model_len=512)
+    made.generate([5, 6, 7], GREEDY)
+    return made
+
+
+BAD_PROMPTS = {
+    "empty text": ("", "empty"),
+    "no tokens": ([], "empty"),
+    "too long": ([5] * 600, "at most 511"),
+    "beyond the vocabulary": ([5, 10**7], "vocabulary"),
+    "negative": ([5, -1], "negative"),
+    "not ints": ([5, 1.5], "ints"),
+    "bytes": (b"abc", "bytes"),
+    "none": (None, ""),
+}
+
+
+@pytest.mark.parametrize(("prompt", "words"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_prompt_is_refused(engine, all_blocks_are_back, prompt, words):
+    started = time.perf_counter()
+    with pytest.raises(InvalidRequestError, match=words):
+        engine.add_request(prompt, GREEDY)
+    assert time.perf_counter() - started < 1
+    assert all_blocks_are_back(engine)
+    assert len(engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids) == 4
+
+
+BAD_PARAMS = {
+    "nan": {"temperature": float("nan")},
+    "negative temperature": {"temperature": -1.0},
+    "top_p": {"top_p": 0.0},
+    "max_tokens": {"max_tokens": 0},
+    "n": {"n": 0},
+    "unknown stop id": {"stop_token_ids": [10**7]},
+    "negative stop id": {"stop_token_ids": [-3]},
+    "huge n": {"n": 10**9},
+}
+
+
+@pytest.mark.parametrize("options", BAD_PARAMS.values(), ids=BAD_PARAMS)
+def test_bad_parameters_are_refused(engine, all_blocks_are_back, options):
+    with pytest.raises(InvalidRequestError, match=next(iter(options))):
+        engine.add_request([5, 6], SamplingParams(**options))
+    assert all_blocks_are_back(engine)
+    assert len(engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids) == 4
+
+
+def test_a_request_that_no_pool_could_hold_names_blocks_and_setting(engine):
+    params = SamplingParams(max_tokens=300)
+    with pytest.raises(InvalidRequestError, match=r"need 2\d KV blocks.*there are 16.*kv\.num_blocks"):
+        engine.add_request([5] * 100, params)
+
+
+def test_the_error_of_one_request_leaves_the_others_alone(make_engine, all_blocks_are_back, monkeypatch):
+    engine = make_engine()
+    expected = engine.generate([[5, 6, 7], [8, 9]], GREEDY)
+    runner = engine.client.core._parts.runner
+    forward = runner.execute_model
+
+    def fail_for_13(batch):
+        if 13 in batch.input_ids.tolist():
+            raise RuntimeError("thirteen")
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "execute_model", fail_for_13)
+    outputs = engine.generate([[5, 6, 7], [13, 13], [8, 9]], GREEDY)
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "thirteen" in outputs[1].outputs[0].error
+    for ours, theirs in zip((outputs[0], outputs[2]), expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+    assert all_blocks_are_back(engine)
+
+
+def test_unknown_settings_name_the_nearest(checkpoint):
+    with pytest.raises(ConfigError, match="block_size"):
+        LLMEngine(model=str(checkpoint), blok_size=16)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "prefix_cache",
+        "eviction_policy",
+        "kv_pool",
+        "kv_allocator",
+        "scheduler",
+        "attention_backend",
+        "forward_backend",
+    ],
+)
+def test_unknown_modules_list_what_is_installed(make_engine, setting):
+    with pytest.raises(SageLLMError, match="installed: "):
+        make_engine(**{setting: "nonesuch"})
+
+
+def test_no_model_says_how_to_name_one():
+    with pytest.raises(ConfigError, match="model"):
+        LLMEngine()
