@@ -158,9 +158,18 @@ def test_debug_may_come_from_the_environment(sage, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [("sage ll", "llm"), ("sage llm top", "topology"), ("sage plugins in", "info")]
+    ("words", "expected"),
+    [
+        ("sage ll", "llm"),
+        ("sage llm top", "topology"),
+        ("sage plugins in", "info"),
+        ("sage llm generate --block-s", "--block-size"),
+        ("sage llm generate --dtype fp", ""),
+        ("sage llm generate --dtype bfl", "bfloat16"),
+        ("sage llm generate --eviction-policy nu", "null"),
+    ],
 )
-def test_the_tab_key_completes_commands(words, expected):
+def test_the_tab_key_completes(words, expected):
     done = subprocess.run(
         [sys.executable, "-c", "from sagellm.engines.cli import main; main()"],
         env={
@@ -173,4 +182,4 @@ def test_the_tab_key_completes_commands(words, expected):
         text=True,
         check=False,
     )
-    assert expected in done.stdout
+    assert done.stdout.split() == expected.split()
