@@ -1,4 +1,4 @@
-"""Compares our greedy tokens with those of `transformers`' generate, by METRICS' definition of token-exact."""
+"""Compares our greedy tokens with those of `transformers`' generate."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_streamed_outputs_grow_to_the_whole(make_engine):
         texts += [output.outputs[0].text for output in engine.step() if output.request_id == request_id]
     whole = make_engine().generate("once upon a time", GREEDY)[0].outputs[0].text
     assert texts[-1] == whole
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
 def test_a_second_request_reuses_the_prefix_of_the_first(make_engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -76,4 +77,4 @@ def test_streamed_text_equals_the_whole_with_a_stop_string(engine):
     while engine.has_unfinished_requests():
         texts += [output.outputs[0].text for output in engine.step()]
     assert texts[-1] == whole[: whole.index(stop)]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))

@@ -20,7 +20,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def abort(self, sequence_ids: Iterable[SequenceId], *, stopped: bool = False) -> None:
-        """End sequences, given up by the caller or `stopped` by a stop string; unknown ids are passed over."""
+        """End sequences: given up, or `stopped` by a stop string. Unknown ids are passed over."""
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:

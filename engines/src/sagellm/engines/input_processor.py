@@ -119,8 +119,8 @@ class InputProcessor:
             )
         if len(token_ids) >= limits.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens, the model takes at most {limits.max_model_len - 1} and "
-                f"one to generate ({limits.max_model_len} tokens by {limits.max_model_len_reason}); shorten it"
+                f"the prompt has {len(token_ids)} tokens, the model takes at most {limits.max_model_len - 1} "
+                f"and one to generate ({limits.max_model_len} by {limits.max_model_len_reason}); shorten it"
             )
         return token_ids
 

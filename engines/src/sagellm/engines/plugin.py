@@ -8,10 +8,21 @@ _PACKAGE = "sagellm.engines"
 @hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
+    attention, models = f"{_PACKAGE}.attention", f"{_PACKAGE}.models"
+    torch_backend = f"{_PACKAGE}.forward.torch_backend:TorchForwardBackend"
     return [
         Provider("engine", "llm", f"{_PACKAGE}.llm_engine:LLMEngine", "one model in this process"),
-        Provider("model_family", "qwen3", f"{_PACKAGE}.models:Qwen3Family", "Qwen3"),
-        Provider("model_family", "qwen2", f"{_PACKAGE}.models:Qwen2Family", "Qwen2 and Qwen2.5"),
-        Provider("model_family", "llama", f"{_PACKAGE}.models:LlamaFamily", "Llama 3.x"),
-        Provider("model_family", "mistral", f"{_PACKAGE}.models:MistralFamily", "Mistral, sliding window"),
+        Provider("model_family", "qwen3", f"{models}.qwen3:Qwen3Family", "Qwen3"),
+        Provider("model_family", "qwen2", f"{models}.qwen2:Qwen2Family", "Qwen2 and Qwen2.5"),
+        Provider("model_family", "llama", f"{models}.llama:LlamaFamily", "Llama 3.x"),
+        Provider("model_family", "mistral", f"{models}.mistral:MistralFamily", "Mistral, sliding window"),
+        Provider(
+            "model_family",
+            "transformers",
+            f"{models}.transformers_family:TransformersFamily",
+            "other decoders, through transformers itself over paged KV",
+        ),
+        Provider("forward_backend", "torch", torch_backend, "torch operators, layer by layer"),
+        Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),
+        Provider("attention_backend", "sdpa", f"{attention}.sdpa:SDPABackend", "torch's fused attention"),
     ]

@@ -44,8 +44,8 @@ def find_num_blocks(
     fitting = layout.num_blocks_in(max(0, usable))
     if fitting < 1:
         raise OutOfMemoryError(
-            f"no KV block of {layout.block_bytes} bytes fits: {free_bytes} bytes are free on {device}, of which "
-            f"{share:.0%} less activations are for KV; free memory, raise kv.memory_fraction, or lower "
+            f"no KV block of {layout.block_bytes} bytes fits: {free_bytes} bytes are free on {device}, of "
+            f"which {share:.0%} less activations are for KV; free memory, raise kv.memory_fraction, or lower "
             f"scheduler.max_num_batched_tokens or kv.block_size"
         )
     return min(fitting, per_sequence * demand.max_num_seqs)
