@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
@@ -46,12 +47,12 @@ def _summary(plan: SchedulePlan) -> tuple[object, ...]:
     )
 
 
-class SchedulerPlanContract:
+class SchedulerPlanContract(ABC):
     """What holds of every plan. Override `make`."""
 
+    @abstractmethod
     def make(self, **options: Any) -> SchedulerIRProtocol:
         """Return a new scheduler; the options are those of the protocol."""
-        raise NotImplementedError
 
     def make_for(self, limits: Limits, clock: Clock | None = None) -> SchedulerIRProtocol:
         """Return a new scheduler with given limits, without a probe, on virtual time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import is_dataclass
 from random import Random
 
@@ -11,14 +12,14 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPassProtocol
 from sagellm.core.testing.schedule_states import random_ir, waiting_request
 
 
-class SchedulerPassContract:
+class SchedulerPassContract(ABC):
     """What holds of every pass. Override `make`."""
 
     starvation_rounds = 2_000
 
+    @abstractmethod
     def make(self) -> SchedulerPassProtocol:
         """Return a new pass."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize("seed", range(20))
     def test_a_pass_keeps_the_requests_and_raises_no_limit(self, seed: int) -> None:
