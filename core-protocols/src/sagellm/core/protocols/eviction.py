@@ -63,6 +63,11 @@ class EvictionPolicyProtocol(ABC):
     Every call is O(log n) or better in the number of nodes, none blocks, and the policy never
     calls back. All calls come from one thread at a time. A node that is split is reported as one
     insert for its upper part, which inherits the counts; the lower part keeps its id.
+
+    `num_blocks` and `depth` of a node may change without a call: it is split, it grows at its end,
+    or a victim gives up only its end and stays the candidate that it was. When `last_access_ns` of
+    a candidate changes without a hit (its prefix was inserted again), the cache takes it out and
+    adds it again.
     """
 
     @abstractmethod

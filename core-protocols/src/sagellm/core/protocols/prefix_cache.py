@@ -96,13 +96,14 @@ class PrefixCacheProtocol(ABC):
         """Protect what matched from eviction and count a lookup of `num_lookup_tokens` tokens.
 
         Returns the match to give to `unlock`. None as `num_lookup_tokens` counts no lookup (a
-        request that runs again after preemption). Raises StaleMatchError if the cache has
-        changed in between; match again then.
+        request that runs again after preemption). A match may be shortened by whole blocks
+        before; one of length 0 protects nothing. Raises StaleMatchError if blocks entered or left
+        the cache in between; match again then.
         """
 
     @abstractmethod
     def unlock(self, match: PrefixMatch) -> None:
-        """Undo one `lock`. Raises BlockError if the match is not locked."""
+        """Undo one `lock`. Raises BlockError if the match is not locked; length 0 is no lock."""
 
     @abstractmethod
     def insert_prefix(
@@ -116,9 +117,12 @@ class PrefixCacheProtocol(ABC):
         """Remember which blocks hold the beginning of `token_ids`.
 
         `block_ids` may be fewer than the tokens fill; a last block that is not full is ignored.
+        Offering the very block that the cache holds for these tokens is neither new nor a
+        duplicate. It is a use of the whole prefix, but no hit.
         When the cache is at `max_blocks`, it keeps as much as fits: the rest is reported among
         neither the new nor the duplicate ones and stays with the caller. Raises BlockError when
-        there are more blocks than tokens to fill them, or one is given twice.
+        there are more blocks than tokens to fill them, one is given twice, or one is in the cache
+        for other tokens.
         """
 
     @abstractmethod
@@ -149,7 +153,10 @@ class PrefixCacheProtocol(ABC):
 
     @abstractmethod
     def num_idle_blocks(self, match: PrefixMatch) -> int:
-        """Return how many matched blocks are evictable now and would stop being so when locked."""
+        """Return how many matched blocks are evictable now and would stop being so when locked.
+
+        Raises StaleMatchError as `lock` does.
+        """
 
     @abstractmethod
     def metrics(self) -> PrefixCacheMetrics:

@@ -1,8 +1,39 @@
 """Eviction policies for KV caches, each a plugin."""
 
+from typing import TYPE_CHECKING
+
 from sagellm.core._lazy import lazy
 
-__version__ = "0.1.0"
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from sagellm.core.protocols.eviction import CachedNode as CachedNode
+    from sagellm.core.protocols.eviction import EvictionCandidate as EvictionCandidate
+    from sagellm.core.protocols.eviction import EvictionMetrics as EvictionMetrics
+    from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
+    from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
+    from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy
 
-__getattr__ = lazy(__name__, {})
+__version__ = "0.1.0"
+
+__all__ = [
+    "CachedNode",
+    "EvictionCandidate",
+    "EvictionMetrics",
+    "FIFOEvictionPolicy",
+    "LRUEvictionPolicy",
+    "RankedEvictionPolicy",
+    "__version__",
+]
+
+_CORE = "sagellm.core.protocols.eviction"
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "CachedNode": _CORE,
+        "EvictionCandidate": _CORE,
+        "EvictionMetrics": _CORE,
+        "FIFOEvictionPolicy": ".fifo",
+        "LRUEvictionPolicy": ".lru",
+        "RankedEvictionPolicy": ".ranked",
+    },
+)

@@ -2,8 +2,13 @@
 
 from sagellm.core import Provider, hookimpl
 
+_PACKAGE = "sagellm.kvmgr.eviction"
+
 
 @hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
-    return []
+    return [
+        Provider("eviction_policy", "lru", f"{_PACKAGE}.lru:LRUEvictionPolicy", "least recently used first"),
+        Provider("eviction_policy", "fifo", f"{_PACKAGE}.fifo:FIFOEvictionPolicy", "first in, first out"),
+    ]

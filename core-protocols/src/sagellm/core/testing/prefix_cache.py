@@ -1,0 +1,353 @@
+"""What every prefix cache must do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sagellm.core.errors import BlockError, InvalidInputError, StaleMatchError
+from sagellm.core.ids import BlockId
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol, NullEvictionPolicy
+from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol, PrefixMatch
+from sagellm.core.runtime import Clock, Randomness, SystemClock, VirtualClock
+from sagellm.core.testing.eviction import AuditingEvictionPolicy
+from sagellm.core.testing.prefix_cache_model import PrefixCacheMachine
+from sagellm.core.testing.threads import run_in_threads
+from sagellm.core.tokens import pack
+
+OTHER = Namespace("other")
+
+
+def blocks(first: int, num_blocks: int) -> list[BlockId]:
+    """Return consecutive block ids."""
+    return [BlockId(first + index) for index in range(num_blocks)]
+
+
+class _YieldingClock(SystemClock):
+    """Lets another thread run in the middle of whatever asks for the time."""
+
+    def now_ns(self) -> int:
+        time.sleep(0)
+        return super().now_ns()
+
+
+class _YieldingPolicy(AuditingEvictionPolicy):
+    """Lets another thread run in the middle of an eviction."""
+
+    def victim(self) -> CachedNode | None:
+        node = super().victim()
+        time.sleep(0)
+        return node
+
+
+class PrefixCacheContract:
+    """Holds for every prefix cache, also for one that remembers nothing. Override `make`."""
+
+    max_match_s = 0.002  # median of one match of 512 tokens
+    max_evict_s = 0.002  # per block, among 2,000 leaves
+
+    def make(
+        self,
+        max_blocks: int = 100,
+        block_size: int = 4,
+        *,
+        eviction_policy: EvictionPolicyProtocol | None = None,
+        clock: Clock | None = None,
+    ) -> PrefixCacheProtocol:
+        """Return a new cache."""
+        raise NotImplementedError
+
+    def test_a_new_cache_is_empty(self) -> None:
+        """No match, nothing to evict, no counts."""
+        cache = self.make()
+        assert cache.match_prefix(range(16)) == PrefixMatch(
+            0, [], DEFAULT, None, cache.match_prefix([]).version
+        )
+        assert cache.num_evictable_blocks == 0
+        assert cache.evict(3) == cache.clear() == []
+        assert cache.metrics().num_lookups == cache.metrics().num_blocks == 0
+        assert cache.metrics().token_hit_rate == 0.0
+        cache.check_integrity()
+
+    @pytest.mark.parametrize("block_size", [1, 2, 3])
+    @pytest.mark.parametrize("with_policy", [False, True])
+    def test_random_operations_agree_with_a_plain_model(self, block_size: int, with_policy: bool) -> None:  # noqa: FBT001
+        """Each operation gives what a dict would, and the bookkeeping is whole after each."""
+        policy = AuditingEvictionPolicy() if with_policy else None
+        cache = self.make(40, block_size, eviction_policy=policy, clock=VirtualClock())
+        PrefixCacheMachine(cache, block_size, Randomness(block_size).stream("operations")).run(10_000)
+
+    @pytest.mark.full
+    def test_a_million_random_operations_agree_with_a_plain_model(self) -> None:
+        """The same for long, with the bookkeeping checked at every hundredth."""
+        cache = self.make(40, 2)
+        PrefixCacheMachine(cache, 2, Randomness(0).stream("operations")).run(1_000_000, check_every=100)
+
+    def test_two_caches_share_nothing(self) -> None:
+        """What one holds, another does not know."""
+        busy, idle = self.make(), self.make()
+        match = busy.lock(busy.match_prefix(range(8)), num_lookup_tokens=8)
+        busy.insert_prefix(range(8), blocks(0, 2))
+        busy.unlock(match)
+        assert idle.match_prefix(range(8)).match_length == 0
+        assert idle.metrics() == self.make().metrics()
+
+    def test_threads_lose_no_block_and_get_none_twice(self) -> None:
+        """Every block that the cache took comes back exactly once."""
+        cache = self.make(60, 2, eviction_policy=_YieldingPolicy(), clock=_YieldingClock())
+        taken: list[BlockId] = []
+        returned: list[BlockId] = []
+
+        def work(thread: int) -> None:
+            random = Randomness(thread).stream("threads")
+            for index in range(400):
+                tokens = pack(random.choices((0, 1), k=random.randrange(17)))
+                match = lock_match(cache, tokens)
+                offered = blocks((thread * 400 + index) * 8, len(tokens) // 2)
+                result = cache.insert_prefix(tokens, offered)
+                assert result.block_ids[: len(match.block_ids)] == match.block_ids, "locked blocks stay"
+                taken.extend(result.block_ids[len(result.block_ids) - result.num_new_blocks :])
+                cache.unlock(match)
+                returned.extend(cache.evict(random.randrange(6)))
+
+        run_in_threads(work, num_threads=4)
+        cache.check_integrity()
+        returned.extend(cache.clear())
+        assert sorted(returned) == sorted(taken)
+
+    def test_a_match_of_512_tokens_is_cheap(self) -> None:
+        """No work grows with the square of anything."""
+        cache = self.make(1000, 16)
+        tokens = pack(range(512))
+        cache.insert_prefix(tokens, blocks(0, 32))
+        durations_s = []
+        for _ in range(101):
+            start = time.perf_counter()
+            cache.match_prefix(tokens)
+            durations_s.append(time.perf_counter() - start)
+        assert sorted(durations_s)[50] < self.max_match_s
+
+
+def lock_match(cache: PrefixCacheProtocol, token_ids: object, namespace: Namespace = DEFAULT) -> PrefixMatch:
+    """Match and lock, again for as long as other threads change the cache in between."""
+    tokens = pack(token_ids)  # type: ignore[arg-type]
+    while True:
+        try:
+            return cache.lock(cache.match_prefix(tokens, namespace))
+        except StaleMatchError:
+            continue
+
+
+class KeepingPrefixCacheContract(PrefixCacheContract):
+    """Holds for every prefix cache that keeps what it is given, up to its capacity."""
+
+    def test_what_was_inserted_is_matched_by_whole_blocks(self) -> None:
+        """A last block that is not full is neither kept nor matched."""
+        cache = self.make()
+        result = cache.insert_prefix(range(10), blocks(7, 3))
+        assert result == ([7, 8], 2, [])
+        match = cache.match_prefix([*range(7), 99, 99])
+        assert (match.match_length, match.block_ids) == (4, [7])
+        assert cache.match_prefix(range(100)).block_ids == [7, 8]
+        assert cache.match_prefix([1, *range(7)]).match_length == 0
+
+    def test_tokens_are_compared_exactly(self) -> None:
+        """One different token anywhere ends the match at its block."""
+        cache = self.make()
+        tokens = list(range(32))
+        cache.insert_prefix(tokens, blocks(0, 8))
+        for position in range(32):
+            changed = [*tokens[:position], 2**31 - 1, *tokens[position + 1 :]]
+            assert cache.match_prefix(changed).match_length == position // 4 * 4
+
+    def test_namespaces_never_share(self) -> None:
+        """Tenant, salt and adapter each keep prefixes apart, in both directions."""
+        cache = self.make()
+        namespaces = [DEFAULT, OTHER, Namespace(salt="s"), Namespace(adapter="a"), Namespace("", "default")]
+        for index, namespace in enumerate(namespaces):
+            assert cache.match_prefix(range(8), namespace).match_length == 0
+            assert cache.query_by_prefix(range(8), namespace=namespace) is None
+            assert cache.insert_prefix(range(8), blocks(2 * index, 2), namespace).num_new_blocks == 2
+        for index, namespace in enumerate(namespaces):
+            assert cache.match_prefix(range(8), namespace).block_ids == blocks(2 * index, 2)
+
+    def test_offering_the_cached_blocks_again_changes_nothing(self) -> None:
+        """A running request inserts its whole table again, and only the new end is new."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        assert cache.insert_prefix(range(8), blocks(0, 2)) == ([0, 1], 0, [])
+        assert cache.insert_prefix(range(16), blocks(0, 4)) == ([0, 1, 2, 3], 2, [])
+        assert cache.insert_prefix(range(4), blocks(0, 1)) == ([0], 0, [])
+
+    def test_other_blocks_for_cached_tokens_stay_with_the_caller(self) -> None:
+        """They are duplicates; the cached ones remain."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        result = cache.insert_prefix(range(12), [BlockId(0), BlockId(11), BlockId(12)])
+        assert result == ([0, 1, 12], 1, [11])
+
+    def test_a_full_cache_keeps_what_fits_and_evicts_nothing(self) -> None:
+        """The rest is neither new nor duplicate."""
+        cache = self.make(max_blocks=3)
+        assert cache.insert_prefix(range(8), blocks(0, 2)).num_new_blocks == 2
+        tokens = range(100, 116)
+        assert cache.insert_prefix(tokens, blocks(10, 4)) == ([10], 1, [])
+        assert cache.insert_prefix(tokens, blocks(20, 4)) == ([10], 0, [20])
+        assert cache.match_prefix(range(8)).block_ids == [0, 1]
+        cache.check_integrity()
+
+    @pytest.mark.parametrize("offered", [[0, 1, 2, 3], [0, 1, 0]])
+    def test_too_many_or_repeated_blocks_are_refused(self, offered: list[BlockId]) -> None:
+        """Nothing is changed then."""
+        cache = self.make()
+        with pytest.raises(BlockError):
+            cache.insert_prefix(range(10), offered)
+        assert cache.metrics().num_blocks == 0
+
+    def test_a_block_cannot_hold_two_contents(self) -> None:
+        """The id of a cached block is refused for other tokens."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        with pytest.raises(BlockError, match="1"):
+            cache.insert_prefix(range(50, 58), blocks(1, 2))
+        assert cache.match_prefix(range(50, 58)).match_length == 0
+
+    def test_bad_tokens_are_refused(self) -> None:
+        """Text and negative ids are no tokens."""
+        for tokens in ("text", [-1, 2]):
+            with pytest.raises(InvalidInputError):
+                self.make().match_prefix(tokens)  # type: ignore[arg-type]
+
+    def test_a_locked_path_survives_eviction(self) -> None:
+        """Everything else may go; after unlock, it too."""
+        cache = self.make()
+        cache.insert_prefix(range(16), blocks(0, 4))
+        cache.insert_prefix([*range(8), *range(50, 58)], [*blocks(0, 2), *blocks(8, 2)])
+        match = cache.lock(cache.match_prefix(range(12)))
+        assert (match.match_length, cache.num_evictable_blocks) == (12, 3)
+        assert sorted(cache.evict(100)) == [3, 8, 9]
+        assert cache.evict(1) == cache.clear() == []
+        assert cache.match_prefix(range(16)).block_ids == [0, 1, 2]
+        cache.unlock(match)
+        assert sorted(cache.evict(100)) == [0, 1, 2]
+        assert cache.metrics().num_nodes == 0
+
+    def test_locks_of_one_path_add_up(self) -> None:
+        """Each has to be undone, in any order, even after others split the path."""
+        cache = self.make()
+        cache.insert_prefix(range(16), blocks(0, 4))
+        matches = [cache.lock(cache.match_prefix(range(length))) for length in (16, 4, 8, 16)]
+        for match, num_evictable in zip(matches, (0, 0, 0, 4), strict=True):
+            assert cache.evict(4) == []
+            cache.unlock(match)
+            cache.check_integrity()
+            assert cache.num_evictable_blocks == num_evictable
+
+    def test_num_idle_blocks_is_what_a_lock_would_take(self) -> None:
+        """Blocks that another lock protects are not counted."""
+        cache = self.make()
+        cache.insert_prefix(range(16), blocks(0, 4))
+        cache.lock(cache.match_prefix(range(4)))
+        match = cache.match_prefix(range(12))
+        assert cache.num_idle_blocks(match) == 2
+        cache.lock(match)
+        assert cache.num_evictable_blocks == 1
+        assert cache.num_idle_blocks(cache.match_prefix(range(12))) == 0
+
+    def test_a_shortened_match_locks_only_what_is_left_of_it(self) -> None:
+        """A caller that must compute the last token gives its block up."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        match = cache.match_prefix(range(8))
+        cache.lock(match._replace(match_length=4, block_ids=match.block_ids[:1]))
+        assert cache.evict(2) == [1]
+
+    def test_a_lock_fails_after_blocks_entered_or_left(self) -> None:
+        """The match may not be the longest any more, or hold blocks that are gone."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        match = cache.match_prefix(range(8))
+        cache.insert_prefix(range(50, 58), blocks(2, 2))
+        with pytest.raises(StaleMatchError):
+            cache.lock(match)
+        match = cache.match_prefix(range(8))
+        cache.evict(1)
+        with pytest.raises(StaleMatchError):
+            cache.lock(match)
+        assert cache.metrics().num_lookups == 0
+
+    def test_unlocking_twice_is_refused(self) -> None:
+        """So is unlocking what was only matched."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        match = cache.match_prefix(range(8))
+        with pytest.raises(BlockError):
+            cache.unlock(match)
+        locked = cache.lock(match)
+        cache.unlock(locked)
+        with pytest.raises(BlockError):
+            cache.unlock(locked)
+        cache.check_integrity()
+
+    def test_leaves_go_least_recently_used_first(self) -> None:
+        """A lock is a use, also of what leads to it; a match alone is none."""
+        clock = VirtualClock()
+        cache = self.make(clock=clock)
+        for first in (0, 10, 20):
+            cache.insert_prefix(range(first, first + 4), blocks(first, 1))
+            clock.advance_ns(1)
+        cache.unlock(cache.lock(cache.match_prefix(range(4))))
+        cache.match_prefix(range(10, 14))
+        assert [cache.evict(1) for _ in range(4)] == [[10], [20], [0], []]
+
+    def test_a_long_leaf_gives_up_its_end_only(self) -> None:
+        """Exactly what was wanted goes, and the beginning still matches."""
+        cache = self.make()
+        cache.insert_prefix(range(20), blocks(0, 5))
+        assert sorted(cache.evict(2)) == [3, 4]
+        assert cache.match_prefix(range(20)).block_ids == [0, 1, 2]
+        assert cache.insert_prefix(range(20), blocks(0, 5)) == ([0, 1, 2, 3, 4], 2, [])
+
+    def test_the_policy_decides_and_none_ends_eviction(self) -> None:
+        """A policy that names no victim keeps everything; clear asks no policy."""
+        cache = self.make(eviction_policy=NullEvictionPolicy())
+        cache.insert_prefix(range(8), blocks(0, 2))
+        assert cache.evict(2) == []
+        assert sorted(cache.clear()) == [0, 1]
+
+    def test_a_hit_is_reported_for_every_node_of_the_path(self) -> None:
+        """What leads to a leaf is reused as well; an insertion is no hit."""
+        policy = AuditingEvictionPolicy()
+        cache = self.make(eviction_policy=policy)
+        cache.insert_prefix(range(8), blocks(0, 2))
+        cache.insert_prefix([*range(4), *range(50, 54)], [BlockId(0), BlockId(5)])
+        assert policy.num_hits == 0
+        cache.lock(cache.match_prefix(range(8)))
+        assert sorted(node.access_count for node in policy.nodes.values()) == [0, 1, 1]
+        assert policy.num_hits == 2
+
+    def test_lookups_are_counted_by_lock_and_query(self) -> None:
+        """Not by a match, and not by a lock that says nothing of a lookup."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        cache.lock(cache.match_prefix(range(8)))
+        cache.lock(cache.match_prefix(range(10)), num_lookup_tokens=10)
+        assert cache.query_by_prefix(range(8), min_match_length=9) is None
+        found = cache.query_by_prefix(range(9), min_match_length=8)
+        assert found is not None
+        assert [(block.block_id, block.start, block.num_tokens) for block in found] == [(0, 0, 4), (1, 4, 4)]
+        metrics = cache.metrics()
+        assert (metrics.num_lookups, metrics.num_hits) == (3, 2)
+        assert (metrics.num_lookup_tokens, metrics.num_hit_tokens) == (27, 16)
+        assert metrics.token_hit_rate == pytest.approx(16 / 27)
+
+    def test_eviction_does_not_grow_with_the_number_of_leaves(self) -> None:
+        """One victim does not look at all leaves."""
+        cache = self.make(2_000, 1)
+        for first in range(2_000):
+            cache.insert_prefix([first], blocks(first, 1))
+        start = time.perf_counter()
+        assert len(cache.evict(1_000)) == 1_000
+        assert time.perf_counter() - start < 1_000 * self.max_evict_s

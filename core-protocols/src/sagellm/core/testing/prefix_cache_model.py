@@ -1,0 +1,219 @@
+"""What a prefix cache must hold, kept as plain dicts, and a machine that compares the two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from random import Random
+from typing import NamedTuple, TypeAlias
+
+from sagellm.core.ids import BlockId
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.protocols.prefix_cache import InsertResult, PrefixCacheProtocol, PrefixMatch
+from sagellm.core.tokens import pack
+
+Tokens: TypeAlias = tuple[int, ...]
+Prefix: TypeAlias = tuple[Namespace, Tokens]
+"""Names a cached block: whose it is, and all tokens up to its end."""
+
+NAMESPACES = (DEFAULT, Namespace("other"), Namespace("other", salt="s"), Namespace("other", adapter="a"))
+
+
+class PrefixCacheModel:
+    """A prefix cache without a tree: a dict from prefixes to blocks. It leaves eviction to the other."""
+
+    def __init__(self, max_blocks: int, block_size: int) -> None:
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self.blocks: dict[Prefix, BlockId] = {}
+        self.prefixes: dict[BlockId, Prefix] = {}
+        self.locks: Counter[Prefix] = Counter()
+
+    def match(self, namespace: Namespace, tokens: Tokens) -> list[Prefix]:
+        """Return the prefixes of `tokens` that are cached, the shortest first."""
+        found = []
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            prefix = (namespace, tokens[:end])
+            if prefix not in self.blocks:
+                break
+            found.append(prefix)
+        return found
+
+    def insert(self, namespace: Namespace, tokens: Tokens, offered: list[BlockId]) -> InsertResult:
+        """Keep what fits and say what that was."""
+        cached = [self.blocks[prefix] for prefix in self.match(namespace, tokens)][: len(offered)]
+        num_full = min(len(offered), len(tokens) // self.block_size)
+        new = offered[len(cached) : num_full][: self.max_blocks - len(self.blocks)]
+        for index, block_id in enumerate(new, len(cached) + 1):
+            prefix = (namespace, tokens[: index * self.block_size])
+            self.blocks[prefix] = block_id
+            self.prefixes[block_id] = prefix
+        duplicates = [block for block, kept in zip(offered, cached, strict=False) if block != kept]
+        return InsertResult(cached + new, len(new), duplicates)
+
+    def drop(self, block_ids: Iterable[BlockId]) -> None:
+        """Follow an eviction. AssertionError if a block was not there, was locked or had others behind."""
+        for block_id in block_ids:
+            prefix = self.prefixes.pop(block_id)
+            assert not self.locks[prefix], f"block {block_id} was evicted although it is locked"
+            del self.blocks[prefix]
+        for namespace, tokens in self.blocks:
+            parent = (namespace, tokens[: -self.block_size])
+            assert len(tokens) == self.block_size or parent in self.blocks, f"{tokens} lost its beginning"
+
+    @property
+    def num_unlocked(self) -> int:
+        """Blocks that no lock protects."""
+        return sum(not self.locks[prefix] for prefix in self.blocks)
+
+
+class _Running(NamedTuple):
+    match: PrefixMatch
+    prefixes: list[Prefix]
+    namespace: Namespace
+    tokens: Tokens
+    block_ids: list[BlockId]
+
+
+class PrefixCacheMachine:
+    """Random requests on a cache and on the model, compared after every operation."""
+
+    def __init__(self, cache: PrefixCacheProtocol, block_size: int, random: Random) -> None:
+        self.cache = cache
+        self.model = PrefixCacheModel(cache.metrics().max_blocks, block_size)
+        self._random = random
+        self._running: list[_Running] = []
+        self._next_block = 0
+        self._counts: Counter[str] = Counter()
+        self._operations = (
+            [self.admit] * 5
+            + [self.insert] * 5
+            + [self.finish] * 4
+            + [self.evict] * 4
+            + [self.query, self.grow]
+        )
+
+    def run(self, num_operations: int, check_every: int = 1) -> None:
+        """Do random operations. Raises AssertionError where the cache differs from the model."""
+        for index in range(num_operations):
+            self._random.choice(self._operations)()
+            if self._random.random() < 0.001:
+                self.clear()
+            assert self.cache.num_evictable_blocks == self.model.num_unlocked
+            if index % check_every == 0:
+                self.check()
+        while self._running:
+            self.finish()
+        self.check()
+        self.clear()
+        assert not self.model.blocks, "clear leaves nothing when nothing is locked"
+        self.check()
+
+    def check(self) -> None:
+        """Compare the cache's own counts with the model's."""
+        self.cache.check_integrity()
+        metrics = self.cache.metrics()
+        num_blocks = len(self.model.blocks)
+        assert metrics.num_blocks == num_blocks
+        assert metrics.num_locked_blocks == num_blocks - self.model.num_unlocked
+        assert metrics.num_inserted_blocks - metrics.num_evicted_blocks == num_blocks
+        counted = (metrics.num_lookups, metrics.num_hits, metrics.num_lookup_tokens, metrics.num_hit_tokens)
+        assert counted == tuple(self._counts[name] for name in ("lookups", "hits", "tokens", "hit tokens"))
+
+    def admit(self) -> None:
+        """Match and lock a random prefix, sometimes one that is shortened first."""
+        namespace, tokens = self._tokens()
+        prefixes = self.model.match(namespace, tokens)
+        match = self.cache.match_prefix(pack(tokens), namespace)
+        assert match.block_ids == [self.model.blocks[prefix] for prefix in prefixes]
+        assert match.match_length == len(prefixes) * self.model.block_size
+        if prefixes and self._random.random() < 0.2:
+            prefixes.pop()
+            length = len(prefixes) * self.model.block_size
+            match = match._replace(match_length=length, block_ids=match.block_ids[:-1])
+        num_idle = sum(not self.model.locks[prefix] for prefix in prefixes)
+        assert self.cache.num_idle_blocks(match) == num_idle
+        if len(self._running) >= 6:
+            return
+        first_time = self._random.random() < 0.8
+        match = self.cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
+        if first_time:
+            self._count(len(tokens), match.match_length)
+        self.model.locks.update(prefixes)
+        self._running.append(_Running(match, prefixes, namespace, tokens, match.block_ids))
+
+    def insert(self) -> None:
+        """Insert random tokens with blocks of their own."""
+        namespace, tokens = self._tokens()
+        self._insert(namespace, tokens, [])
+
+    def grow(self) -> None:
+        """Let a running request insert all its blocks, the cached ones too, and some more."""
+        if self._running:
+            running = self._random.choice(self._running)
+            self._insert(running.namespace, running.tokens, running.block_ids)
+
+    def finish(self) -> None:
+        """Unlock a random request."""
+        if self._running:
+            running = self._running.pop(self._random.randrange(len(self._running)))
+            self.cache.unlock(running.match)
+            self.model.locks.subtract(running.prefixes)
+
+    def evict(self) -> None:
+        """Evict a few blocks; exactly as many go as were wanted or unlocked."""
+        if 2 * len(self.model.blocks) < self.model.max_blocks and self._random.random() < 0.9:
+            return  # mostly full is where it is hard
+        wanted = self._random.randrange(-1, 9)
+        num_unlocked = self.model.num_unlocked
+        dropped = self.cache.evict(wanted)
+        self.model.drop(dropped)
+        assert len(dropped) == max(0, min(wanted, num_unlocked))
+
+    def query(self) -> None:
+        """Ask by prefix alone."""
+        namespace, tokens = self._tokens()
+        prefixes = self.model.match(namespace, tokens)
+        min_match_length = self._random.randrange(1, 2 * self.model.block_size)
+        found = self.cache.query_by_prefix(pack(tokens), min_match_length, namespace)
+        is_hit = len(prefixes) * self.model.block_size >= min_match_length
+        self._count(len(tokens), len(prefixes) * self.model.block_size if is_hit else 0)
+        assert (found is not None) == is_hit
+        if found is not None:
+            assert [block.block_id for block in found] == [self.model.blocks[prefix] for prefix in prefixes]
+
+    def clear(self) -> None:
+        """Drop all that is not locked."""
+        num_unlocked = self.model.num_unlocked
+        dropped = self.cache.clear()
+        self.model.drop(dropped)
+        assert len(dropped) == num_unlocked
+
+    def _insert(self, namespace: Namespace, tokens: Tokens, held: list[BlockId]) -> None:
+        num_blocks = -(-len(tokens) // self.model.block_size)
+        num_own = self._random.randint(0, max(num_blocks - len(held), 0))
+        offered = held + [BlockId(self._next_block + index) for index in range(num_own)]
+        self._next_block += num_own
+        expected = self.model.insert(namespace, tokens, offered)
+        priority = int(self._random.random() < 0.1)
+        assert self.cache.insert_prefix(pack(tokens), offered, namespace, priority=priority) == expected
+
+    def _tokens(self) -> tuple[Namespace, Tokens]:
+        random = self._random
+        namespace = random.choice(NAMESPACES)
+        if self.model.blocks and random.random() < 0.5:  # continue what is there
+            namespace, start = random.choice(list(self.model.blocks))
+            start = start[: random.randint(0, len(start))]
+        else:
+            start = ()
+        return namespace, start + tuple(random.choices((0, 1), k=random.randrange(12)))
+
+    def _count(self, num_tokens: int, num_hit_tokens: int) -> None:
+        self._counts.update(
+            {
+                "lookups": 1,
+                "hits": int(num_hit_tokens > 0),
+                "tokens": num_tokens,
+                "hit tokens": num_hit_tokens,
+            }
+        )

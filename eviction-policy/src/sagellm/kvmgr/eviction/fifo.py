@@ -1,0 +1,24 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate
+from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
+
+
+class FIFOEvictionPolicy(RankedEvictionPolicy):
+    """Evicts what entered first, however often it was used since: a baseline, and for one-off work.
+
+    A candidate does not say when its sequence began, so `select_victims` takes the order in which
+    candidates are given as their order of arrival.
+    """
+
+    @staticmethod
+    def node_key(node: CachedNode) -> float:
+        """When the node entered the tree, in nanoseconds."""
+        return node.created_ns
+
+    @staticmethod
+    def candidate_key(candidate: EvictionCandidate) -> float:
+        """The same for all, which leaves the order given."""
+        return 0.0

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from sagellm.core import EvictionCandidate, NodeId
+from sagellm.core.testing import RankingEvictionPolicyContract
+from sagellm.core.testing.eviction import make_node
+from sagellm.kvmgr.eviction import FIFOEvictionPolicy, LRUEvictionPolicy
+
+
+class TestLRUEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return LRUEvictionPolicy()
+
+    def rank(self, node):
+        return node.last_access_ns, node.node_id
+
+
+class TestFIFOEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return FIFOEvictionPolicy()
+
+    def rank(self, node):
+        return node.created_ns, node.node_id
+
+
+def candidate(sequence_id, last_access_time=0.0, num_blocks=1, **values):
+    first = 100 * int(sequence_id)
+    block_ids = range(first, first + num_blocks)
+    return EvictionCandidate(
+        sequence_id=sequence_id, block_ids=block_ids, last_access_time=last_access_time, **values
+    )
+
+
+def test_lru_chooses_the_sequence_that_was_idle_longest():
+    candidates = [
+        candidate("1", 3.0),
+        candidate("2", 1.0, 2),
+        candidate("3", 2.0),
+        candidate("4", 0.0, is_pinned=True),
+    ]
+    assert LRUEvictionPolicy().select_victims(candidates, 3) == ["2", "3"]
+    assert LRUEvictionPolicy().select_victims(candidates, 9) == ["2", "3", "1"]
+
+
+def test_fifo_chooses_sequences_in_the_order_given():
+    candidates = [candidate("1", 3.0), candidate("2", 1.0, 2), candidate("3", 2.0)]
+    assert FIFOEvictionPolicy().select_victims(candidates, 2) == ["1", "2"]
+
+
+def test_equal_sequences_go_in_the_order_given():
+    assert LRUEvictionPolicy().select_victims([candidate("2"), candidate("1")], 2) == ["2", "1"]
+
+
+def test_a_hit_keeps_a_node_under_lru_and_not_under_fifo():
+    for policy, expected in ((LRUEvictionPolicy(), 2), (FIFOEvictionPolicy(), 1)):
+        nodes = [make_node(1), make_node(2)]
+        for node in nodes:
+            policy.on_insert(node)
+            policy.add_candidate(node)
+        nodes[0].last_access_ns = 10
+        policy.on_hit(nodes[0])
+        victim = policy.victim()
+        assert victim is not None
+        assert victim.node_id == NodeId(expected)
+
+
+def test_a_victim_that_stays_is_not_counted():
+    policy = LRUEvictionPolicy()
+    nodes = [make_node(1), make_node(2)]
+    for node in nodes:
+        policy.on_insert(node)
+        policy.add_candidate(node)
+    assert policy.victim() is nodes[0]
+    policy.on_remove(nodes[1])
+    assert policy.metrics().num_victims == 0
+    assert policy.metrics().num_candidates == 1
+
+
+def test_metrics_are_a_copy():
+    policy = LRUEvictionPolicy()
+    policy.metrics().num_hits = 7
+    assert policy.metrics().num_hits == 0
+
+
+@pytest.mark.parametrize("policy", [LRUEvictionPolicy(), FIFOEvictionPolicy()])
+def test_coming_and_going_leaves_no_garbage(policy):
+    nodes = [make_node(node_id) for node_id in range(8)]
+    for node in nodes:
+        policy.on_insert(node)
+    for round_ns in range(1_000):
+        for node in nodes:
+            node.last_access_ns = round_ns
+            policy.add_candidate(node)
+        for node in reversed(nodes):
+            policy.remove_candidate(node)
+            policy.add_candidate(node)
+            policy.remove_candidate(node)
+    ranking = policy._ranking
+    assert len(ranking._queue) + len(ranking._heap) < 3 * len(nodes) + 100
+    assert policy.victim() is None

@@ -1,0 +1,74 @@
+"""What a radix tree over packed tokens does to its edges: follow them, and split one."""
+
+from __future__ import annotations
+
+from sagellm.core.ids import BlockId, NodeId
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+
+
+def walk(root: PrefixNode, data: bytes, block_bytes: int) -> tuple[PrefixNode, int, list[BlockId]]:
+    """Follow packed tokens down from a root for as many whole blocks as agree.
+
+    Returns the node in which they end, how many bytes agree, and the blocks that hold them. One
+    comparison a node, plus a binary search in the node where they part.
+    """
+    node, position = root, 0
+    block_ids: list[BlockId] = []
+    while (child := node.children.get(data[position : position + block_bytes])) is not None:
+        node = child
+        edge = node.edge
+        if not data.startswith(edge, position):
+            num_blocks = _count_common_blocks(data, position, edge, block_bytes)
+            block_ids += node.block_ids[:num_blocks]
+            return node, position + num_blocks * block_bytes, block_ids
+        block_ids += node.block_ids
+        position += len(edge)
+    return node, position, block_ids
+
+
+def _count_common_blocks(data: bytes, position: int, edge: bytes, block_bytes: int) -> int:
+    # [0, low)      equal; the first block is, or the node would not have been found
+    # [high, …)     not equal, or behind the end of the data
+    # Comparing stops at the first difference, so all probes together read each equal byte once.
+    low, high = 1, min(len(edge), len(data) - position) // block_bytes
+    view = memoryview(edge)
+    probe = high
+    while low < high:
+        if data.startswith(view[low * block_bytes : probe * block_bytes], position + low * block_bytes):
+            low = probe
+        else:
+            high = probe - 1
+        probe = (low + high + 1) // 2
+    return low
+
+
+def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int) -> PrefixNode:
+    """Give the first `num_blocks` of a node to a new parent and return that.
+
+    The lower part keeps its id and its object, so whoever holds it still holds the same end.
+    """
+    parent = lower.parent
+    assert parent is not None, "the root has no edge"
+    assert 0 < num_blocks < lower.num_blocks, "only inside an edge"
+    cut = num_blocks * block_bytes
+    upper = PrefixNode(
+        node_id=node_id,
+        num_blocks=num_blocks,
+        depth=lower.start + cut // TOKEN_BYTES,
+        created_ns=lower.created_ns,
+        last_access_ns=lower.last_access_ns,
+        access_count=lower.access_count,
+        priority=lower.priority,
+        namespace=lower.namespace,
+        edge=lower.edge[:cut],
+        block_ids=lower.block_ids[:num_blocks],
+        parent=parent,
+        lock_count=lower.lock_count,
+    )
+    parent.children[lower.edge[:block_bytes]] = upper
+    lower.parent = upper
+    lower.edge = lower.edge[cut:]
+    lower.num_blocks -= num_blocks
+    del lower.block_ids[:num_blocks]
+    upper.children[lower.edge[:block_bytes]] = lower
+    return upper

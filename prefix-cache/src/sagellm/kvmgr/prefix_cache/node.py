@@ -1,0 +1,45 @@
+"""The node of the radix tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sagellm.core.ids import BlockId
+from sagellm.core.protocols.eviction import CachedNode
+
+TOKEN_BYTES = 4
+"""Bytes of one packed token id."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefixNode(CachedNode):
+    """A run of cached blocks that belong together; the root of a namespace has none.
+
+    `edge` is the packed tokens of the run, whole blocks of them. Children are found by the bytes
+    of their first block. A lock on a node protects all its ancestors too: `lock_count` counts
+    the locks that end here (`num_own_locks`) or further down.
+    """
+
+    # tokens of a path, by node:
+    # [0, start)      the ancestors' edges
+    # [start, depth)  this edge, in `block_ids`
+    edge: bytes
+    block_ids: list[BlockId]
+    parent: PrefixNode | None = field(default=None, repr=False)
+    children: dict[bytes, PrefixNode] = field(default_factory=dict, repr=False)
+    lock_count: int = 0
+    num_own_locks: int = 0
+
+    @property
+    def start(self) -> int:
+        """Tokens from the root to the node's beginning."""
+        return self.depth - len(self.edge) // TOKEN_BYTES
+
+    def path(self) -> list[PrefixNode]:
+        """Return the node and its ancestors, deepest first, the root left out."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes

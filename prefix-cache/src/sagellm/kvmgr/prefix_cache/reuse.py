@@ -1,0 +1,23 @@
+"""Reuse across requests, asked for by prefix alone."""
+
+from __future__ import annotations
+
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.protocols.prefix_cache import KVBlockDescriptor, PrefixCacheProtocol
+from sagellm.core.tokens import TokenIdsLike
+
+
+class CrossRequestKVCache:
+    """Answers which KV blocks another request has already computed, from any prefix cache."""
+
+    def __init__(self, prefix_cache: PrefixCacheProtocol) -> None:
+        self.prefix_cache = prefix_cache
+
+    def try_reuse(
+        self, token_ids: TokenIdsLike, min_match_length: int = 1, namespace: Namespace = DEFAULT
+    ) -> list[KVBlockDescriptor] | None:
+        """Return the cached blocks of a prefix, or None when fewer than `min_match_length` tokens match.
+
+        Nothing is locked: to keep the blocks, use `match_prefix` and `lock`.
+        """
+        return self.prefix_cache.query_by_prefix(token_ids, min_match_length, namespace)
