@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ DOCUMENTS = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 TIMEOUT_S = 180
 
 
@@ -56,6 +58,12 @@ def test_a_package_says_what_it_is_what_it_needs_and_shows_it(package):
     assert re.search(r"\bneeds\b", text, re.IGNORECASE), "does not say what it needs"
     assert "SAGELLM_API" in text, "does not say for which protocol version it was written"
     assert len(text.splitlines()) <= 100, "more than one screen"
+
+
+@pytest.mark.parametrize("target", re.findall(r"\| `(sagellm[\w.]+:\w+)` \|", ARCHITECTURE))
+def test_a_name_that_the_architecture_mentions_exists(target):
+    module, _, name = target.partition(":")
+    assert hasattr(import_module(module), name)
 
 
 def test_links_between_documents_lead_somewhere():
