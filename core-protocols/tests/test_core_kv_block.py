@@ -7,8 +7,7 @@ from hashlib import blake2b
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sagellm.core import BlockHeader, BlockKey, InvalidInputError, Namespace, pack
 from sagellm.core.kv_block import HASH_BYTES, ROOT_HASH

@@ -6,8 +6,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sagellm.core import InvalidInputError, TokenIds, pack
 from sagellm.core.tokens import EMPTY

@@ -7,11 +7,13 @@ from sagellm.core._lazy import lazy
 if TYPE_CHECKING:
     from sagellm.accel.int8 import Int8Quantizer as Int8Quantizer
     from sagellm.accel.quality import kl_divergence as kl_divergence
-    from sagellm.core.protocols.quantizer import QuantizationConfig as QuantizationConfig
-    from sagellm.core.protocols.quantizer import QuantizationGranularity as QuantizationGranularity
-    from sagellm.core.protocols.quantizer import QuantizationOutput as QuantizationOutput
-    from sagellm.core.protocols.quantizer import QuantizerMetrics as QuantizerMetrics
-    from sagellm.core.protocols.quantizer import QuantizerProtocol as QuantizerProtocol
+    from sagellm.core.protocols.quantizer import (
+        QuantizationConfig as QuantizationConfig,
+        QuantizationGranularity as QuantizationGranularity,
+        QuantizationOutput as QuantizationOutput,
+        QuantizerMetrics as QuantizerMetrics,
+        QuantizerProtocol as QuantizerProtocol,
+    )
 
 __version__ = "0.1.0"
 

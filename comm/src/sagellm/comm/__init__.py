@@ -1,8 +1,51 @@
 """The topology of this machine: CPUs, NUMA nodes, GPUs, network."""
 
+from typing import TYPE_CHECKING
+
 from sagellm.core._lazy import lazy
 
-__version__ = "0.1.0"
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from sagellm.comm.local import LocalTopology as LocalTopology
+    from sagellm.core.protocols.topology import (
+        CPU as CPU,
+        GPU as GPU,
+        Cache as Cache,
+        Link as Link,
+        NetworkInterface as NetworkInterface,
+        NumaNode as NumaNode,
+        Topology as Topology,
+        TopologyMetrics as TopologyMetrics,
+        TopologyProtocol as TopologyProtocol,
+    )
 
-__getattr__ = lazy(__name__, {})
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPU",
+    "GPU",
+    "Cache",
+    "Link",
+    "LocalTopology",
+    "NetworkInterface",
+    "NumaNode",
+    "Topology",
+    "TopologyMetrics",
+    "TopologyProtocol",
+    "__version__",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "CPU": "sagellm.core.protocols.topology",
+        "Cache": "sagellm.core.protocols.topology",
+        "GPU": "sagellm.core.protocols.topology",
+        "Link": "sagellm.core.protocols.topology",
+        "LocalTopology": ".local",
+        "NetworkInterface": "sagellm.core.protocols.topology",
+        "NumaNode": "sagellm.core.protocols.topology",
+        "Topology": "sagellm.core.protocols.topology",
+        "TopologyMetrics": "sagellm.core.protocols.topology",
+        "TopologyProtocol": "sagellm.core.protocols.topology",
+    },
+)

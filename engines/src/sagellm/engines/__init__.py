@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 from sagellm.core._lazy import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine
-    from sagellm.engines.async_engine import OutputStream as OutputStream
-    from sagellm.engines.client import EngineClient as EngineClient
-    from sagellm.engines.client import InProcessClient as InProcessClient
+    from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine, OutputStream as OutputStream
+    from sagellm.engines.client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
     from sagellm.engines.llm_engine import LLMEngine as LLMEngine
-    from sagellm.engines.outputs import CompletionOutput as CompletionOutput
-    from sagellm.engines.outputs import Logprob as Logprob
-    from sagellm.engines.outputs import RequestMetrics as RequestMetrics
-    from sagellm.engines.outputs import RequestOutput as RequestOutput
+    from sagellm.engines.outputs import (
+        CompletionOutput as CompletionOutput,
+        Logprob as Logprob,
+        RequestMetrics as RequestMetrics,
+        RequestOutput as RequestOutput,
+    )
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
     from sagellm.engines.sampling.sampler import Sampler as Sampler
 

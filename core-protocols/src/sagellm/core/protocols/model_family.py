@@ -39,7 +39,9 @@ class ModelGeometry:
 class BuildContext:
     """Everything a family needs to build a model: where weights come from and in what form.
 
-    `load(name)` returns one tensor of the checkpoint on the host; each is asked for once.
+    `load(name)` returns a new tensor on the host with the content of one tensor of the
+    checkpoint, floating-point ones in `dtype`; each is asked for once. Linear weights go through
+    `quantizer` where there is one: the projections of the layers and an untied head.
     """
 
     dtype: torch.dtype
@@ -86,9 +88,9 @@ class ModelFamilyProtocol(ABC):
     """Turns checkpoints of some architectures into models.
 
     Providers are called as `factory()`. The loader asks every family in turn and takes the first
-    that accepts the config; then it checks the checkpoint's shapes against `tensor_shapes`, and
-    only after that calls `build`. A family that runs whatever others leave over has
-    `is_fallback` and is asked last.
+    that accepts the config and whose `geometry` does not refuse it; then it checks the
+    checkpoint's shapes against `tensor_shapes`, and only after that calls `build`. A family that
+    runs whatever others leave over has `is_fallback` and is asked last.
     """
 
     is_fallback: bool = False
@@ -102,11 +104,17 @@ class ModelFamilyProtocol(ABC):
         """Read the sizes. Raises UnsupportedModelError with the reason if a feature is missing."""
 
     @abstractmethod
-    def tensor_shapes(self, config: HFConfig) -> Mapping[str, tuple[int, ...]]:
-        """Return every tensor that the checkpoint must have, with its shape."""
+    def tensor_shapes(
+        self, config: HFConfig, tensor_names: frozenset[str] = frozenset()
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor that the checkpoint must have, with its shape.
 
-    def ignored_tensors(self, config: HFConfig) -> frozenset[str]:
-        """Return names that may be present and are not needed."""
+        `tensor_names` are those that it has, for architectures whose checkpoints come in several
+        spellings.
+        """
+
+    def ignored_tensors(self, config: HFConfig, tensor_names: frozenset[str]) -> frozenset[str]:
+        """Return those of a checkpoint's tensors that may be present and are not needed."""
         return frozenset()
 
     @abstractmethod
@@ -125,7 +133,9 @@ class NullModelFamily(ModelFamilyProtocol):
         """Refuse."""
         raise UnsupportedModelError("the null family runs no model")
 
-    def tensor_shapes(self, config: HFConfig) -> Mapping[str, tuple[int, ...]]:
+    def tensor_shapes(
+        self, config: HFConfig, tensor_names: frozenset[str] = frozenset()
+    ) -> Mapping[str, tuple[int, ...]]:
         """Need nothing."""
         return {}
 

@@ -16,19 +16,27 @@ import pytest
 from sagellm.core._lazy import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.testing.eviction import AuditingEvictionPolicy as AuditingEvictionPolicy
-    from sagellm.core.testing.eviction import EvictionPolicyContract as EvictionPolicyContract
-    from sagellm.core.testing.eviction import RankingEvictionPolicyContract as RankingEvictionPolicyContract
+    from sagellm.core.testing.eviction import (
+        AuditingEvictionPolicy as AuditingEvictionPolicy,
+        EvictionPolicyContract as EvictionPolicyContract,
+        RankingEvictionPolicyContract as RankingEvictionPolicyContract,
+    )
     from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
     from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
-    from sagellm.core.testing.prefix_cache import KeepingPrefixCacheContract as KeepingPrefixCacheContract
-    from sagellm.core.testing.prefix_cache import PrefixCacheContract as PrefixCacheContract
-    from sagellm.core.testing.prefix_cache_model import PrefixCacheMachine as PrefixCacheMachine
-    from sagellm.core.testing.prefix_cache_model import PrefixCacheModel as PrefixCacheModel
+    from sagellm.core.testing.prefix_cache import (
+        KeepingPrefixCacheContract as KeepingPrefixCacheContract,
+        PrefixCacheContract as PrefixCacheContract,
+    )
+    from sagellm.core.testing.prefix_cache_model import (
+        PrefixCacheMachine as PrefixCacheMachine,
+        PrefixCacheModel as PrefixCacheModel,
+    )
     from sagellm.core.testing.schedule_simulation import ScheduleSimulation as ScheduleSimulation
-    from sagellm.core.testing.scheduler import SchedulerContract as SchedulerContract
-    from sagellm.core.testing.scheduler import SchedulerPlanContract as SchedulerPlanContract
+    from sagellm.core.testing.scheduler import (
+        SchedulerContract as SchedulerContract,
+        SchedulerPlanContract as SchedulerPlanContract,
+    )
     from sagellm.core.testing.scheduler_pass import SchedulerPassContract as SchedulerPassContract
     from sagellm.core.testing.threads import run_in_threads as run_in_threads
 

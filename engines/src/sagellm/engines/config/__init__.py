@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.config.schema import EngineConfig as EngineConfig
-    from sagellm.engines.config.schema import ForwardConfig as ForwardConfig
-    from sagellm.engines.config.schema import KVConfig as KVConfig
-    from sagellm.engines.config.schema import ModelConfig as ModelConfig
-    from sagellm.engines.config.schema import PredictorConfig as PredictorConfig
-    from sagellm.engines.config.schema import PrefixCacheConfig as PrefixCacheConfig
-    from sagellm.engines.config.schema import SchedulerConfig as SchedulerConfig
+    from sagellm.engines.config.schema import (
+        EngineConfig as EngineConfig,
+        ForwardConfig as ForwardConfig,
+        KVConfig as KVConfig,
+        ModelConfig as ModelConfig,
+        PredictorConfig as PredictorConfig,
+        PrefixCacheConfig as PrefixCacheConfig,
+        SchedulerConfig as SchedulerConfig,
+    )
 
 __all__ = [
     "EngineConfig",

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from sagellm.core._lazy import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.eviction import CachedNode as CachedNode
-    from sagellm.core.protocols.eviction import EvictionCandidate as EvictionCandidate
-    from sagellm.core.protocols.eviction import EvictionMetrics as EvictionMetrics
+    from sagellm.core.protocols.eviction import (
+        CachedNode as CachedNode,
+        EvictionCandidate as EvictionCandidate,
+        EvictionMetrics as EvictionMetrics,
+    )
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
     from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy

@@ -5,16 +5,19 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.kv_allocator import AllocatorMetrics as AllocatorMetrics
-    from sagellm.core.protocols.kv_allocator import KVAllocatorProtocol as KVAllocatorProtocol
-    from sagellm.core.protocols.kv_pool import BlockAllocationRequest as BlockAllocationRequest
-    from sagellm.core.protocols.kv_pool import BlockInfo as BlockInfo
-    from sagellm.core.protocols.kv_pool import Evictor as Evictor
-    from sagellm.core.protocols.kv_pool import KVPoolMetrics as KVPoolMetrics
-    from sagellm.core.protocols.kv_pool import KVPoolProtocol as KVPoolProtocol
+    from sagellm.core.protocols.kv_allocator import (
+        AllocatorMetrics as AllocatorMetrics,
+        KVAllocatorProtocol as KVAllocatorProtocol,
+    )
+    from sagellm.core.protocols.kv_pool import (
+        BlockAllocationRequest as BlockAllocationRequest,
+        BlockInfo as BlockInfo,
+        Evictor as Evictor,
+        KVPoolMetrics as KVPoolMetrics,
+        KVPoolProtocol as KVPoolProtocol,
+    )
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
-    from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool
-    from sagellm.kvmgr.kv_pool.paged import PagedKVPool as PagedKVPool
+    from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool, PagedKVPool as PagedKVPool
 
 __version__ = "0.1.0"
 

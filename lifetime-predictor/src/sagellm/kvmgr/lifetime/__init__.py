@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.lifetime import LifetimeMetrics as LifetimeMetrics
-    from sagellm.core.protocols.lifetime import LifetimePrediction as LifetimePrediction
-    from sagellm.core.protocols.lifetime import LifetimePredictorProtocol as LifetimePredictorProtocol
-    from sagellm.core.protocols.lifetime import PredictionRequest as PredictionRequest
+    from sagellm.core.protocols.lifetime import (
+        LifetimeMetrics as LifetimeMetrics,
+        LifetimePrediction as LifetimePrediction,
+        LifetimePredictorProtocol as LifetimePredictorProtocol,
+        PredictionRequest as PredictionRequest,
+    )
     from sagellm.kvmgr.lifetime.statistical import (
         StatisticalLifetimePredictor as StatisticalLifetimePredictor,
     )

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 from sagellm.core._lazy import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.prefix_cache import InsertResult as InsertResult
-    from sagellm.core.protocols.prefix_cache import KVBlockDescriptor as KVBlockDescriptor
-    from sagellm.core.protocols.prefix_cache import PrefixCacheMetrics as PrefixCacheMetrics
-    from sagellm.core.protocols.prefix_cache import PrefixMatch as PrefixMatch
+    from sagellm.core.protocols.prefix_cache import (
+        InsertResult as InsertResult,
+        KVBlockDescriptor as KVBlockDescriptor,
+        PrefixCacheMetrics as PrefixCacheMetrics,
+        PrefixMatch as PrefixMatch,
+    )
     from sagellm.kvmgr.prefix_cache.node import PrefixNode as PrefixNode
     from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache as RadixPrefixCache
     from sagellm.kvmgr.prefix_cache.reuse import CrossRequestKVCache as CrossRequestKVCache

@@ -7,26 +7,12 @@ from sagellm.core import lazy
 if TYPE_CHECKING:
     from sagellm.core.protocols.scheduler_ir import (
         Probe as Probe,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         ScheduledRequest as ScheduledRequest,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         ScheduleIR as ScheduleIR,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulePlan as SchedulePlan,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         ScheduleRequest as ScheduleRequest,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulerIRProtocol as SchedulerIRProtocol,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulerMetrics as SchedulerMetrics,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
         SchedulerPassProtocol as SchedulerPassProtocol,
     )
     from sagellm.kvmgr.scheduler_ir.base import (

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, penalties, filters, draws, log-probabilities and stops."""
