@@ -5,596 +5,113 @@ from typing import TYPE_CHECKING
 from sagellm.core._lazy import lazy as lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.errors import (
-        BlockError as BlockError,
-        CheckpointError as CheckpointError,
-        ConfigError as ConfigError,
-        DuplicateProviderError as DuplicateProviderError,
-        DuplicateRequestError as DuplicateRequestError,
-        EngineError as EngineError,
-        InvalidInputError as InvalidInputError,
-        InvalidRequestError as InvalidRequestError,
-        OutOfBlocksError as OutOfBlocksError,
-        OutOfMemoryError as OutOfMemoryError,
-        PluginError as PluginError,
-        PluginHookError as PluginHookError,
-        PluginImportError as PluginImportError,
-        PluginVersionError as PluginVersionError,
-        SageLLMError as SageLLMError,
-        StaleMatchError as StaleMatchError,
-        UnknownKindError as UnknownKindError,
-        UnknownNameError as UnknownNameError,
-        UnknownProviderError as UnknownProviderError,
-        UnknownRequestError as UnknownRequestError,
-        UnsupportedModelError as UnsupportedModelError,
-        nearest as nearest,
-    )
-    from sagellm.core.ids import (
-        BlockId as BlockId,
-        NodeId as NodeId,
-        RequestId as RequestId,
-        SequenceId as SequenceId,
-    )
-    from sagellm.core.kv_block import (
-        BlockHeader as BlockHeader,
-        BlockKey as BlockKey,
-    )
-    from sagellm.core.kv_layout import (
-        KVGroup as KVGroup,
-        KVLayout as KVLayout,
-    )
-    from sagellm.core.logging import (
-        get_logger as get_logger,
-    )
-    from sagellm.core.metrics.cache import (
-        PromptBlocks as PromptBlocks,
-        block_sharing_fraction as block_sharing_fraction,
-        external_fragmentation as external_fragmentation,
-        gap_closed as gap_closed,
-        internal_fragmentation as internal_fragmentation,
-        mean_block_sharing_fraction as mean_block_sharing_fraction,
-        memory_use_gain as memory_use_gain,
-        re_prefill_rate as re_prefill_rate,
-        sharing_fraction_source as sharing_fraction_source,
-        token_hit_rate as token_hit_rate,
-        token_saving as token_saving,
-        token_utilisation as token_utilisation,
-        utilisation as utilisation,
-    )
-    from sagellm.core.metrics.fairness import (
-        BatchStep as BatchStep,
-        batching_efficiency as batching_efficiency,
-        jains_index as jains_index,
-    )
-    from sagellm.core.metrics.flops import (
-        attention_flops as attention_flops,
-        decode_flops as decode_flops,
-        layer_flops as layer_flops,
-        logits_flops as logits_flops,
-        mlp_flops as mlp_flops,
-        prefill_flops as prefill_flops,
-        projection_flops as projection_flops,
-    )
-    from sagellm.core.metrics.latency import (
-        LatencySummary as LatencySummary,
-        RequestTimes as RequestTimes,
-        goodput as goodput,
-        itl_s as itl_s,
-        percentile as percentile,
-        summarise as summarise,
-        throughput as throughput,
-        total_throughput as total_throughput,
-        tpot_s as tpot_s,
-        ttft_s as ttft_s,
-    )
-    from sagellm.core.metrics.lifetime import (
-        lifetime_mae as lifetime_mae,
-        median_mae as median_mae,
-        within_10_percent as within_10_percent,
-        within_10_percent_or_5_tokens as within_10_percent_or_5_tokens,
-    )
-    from sagellm.core.metrics.roofline import (
-        MFUResult as MFUResult,
-        bandwidth_use as bandwidth_use,
-        roofline_ratio as roofline_ratio,
-    )
-    from sagellm.core.namespace import (
-        DEFAULT as DEFAULT,
-        Namespace as Namespace,
-    )
-    from sagellm.core.plugins.hookspecs import (
-        hookimpl as hookimpl,
-    )
-    from sagellm.core.plugins.provider import (
-        KINDS as KINDS,
-        Provider as Provider,
-    )
-    from sagellm.core.plugins.registry import (
-        InstalledPlugin as InstalledPlugin,
-        InstalledProvider as InstalledProvider,
-        PluginRegistry as PluginRegistry,
-    )
-    from sagellm.core.protocols.attention import (
-        AttentionBackendProtocol as AttentionBackendProtocol,
-        AttentionMetrics as AttentionMetrics,
-        AttentionSpec as AttentionSpec,
-        InputBatch as InputBatch,
-        NullAttentionBackend as NullAttentionBackend,
-    )
-    from sagellm.core.protocols.engine import (
-        EngineMetrics as EngineMetrics,
-        EngineProtocol as EngineProtocol,
-        NullEngine as NullEngine,
-    )
-    from sagellm.core.protocols.eviction import (
-        CachedNode as CachedNode,
-        EvictionCandidate as EvictionCandidate,
-        EvictionMetrics as EvictionMetrics,
-        EvictionPolicyProtocol as EvictionPolicyProtocol,
-        NullEvictionPolicy as NullEvictionPolicy,
-    )
-    from sagellm.core.protocols.forward import (
-        ForwardBackendProtocol as ForwardBackendProtocol,
-        ForwardMetrics as ForwardMetrics,
-        NullForwardBackend as NullForwardBackend,
-    )
-    from sagellm.core.protocols.kv_allocator import (
-        AllocatorMetrics as AllocatorMetrics,
-        KVAllocatorProtocol as KVAllocatorProtocol,
-        NullKVAllocator as NullKVAllocator,
-    )
-    from sagellm.core.protocols.kv_pool import (
-        BlockAllocationRequest as BlockAllocationRequest,
-        BlockInfo as BlockInfo,
-        Evictor as Evictor,
-        KVPoolMetrics as KVPoolMetrics,
-        KVPoolProtocol as KVPoolProtocol,
-        NullKVPool as NullKVPool,
-    )
-    from sagellm.core.protocols.lifetime import (
-        LifetimeMetrics as LifetimeMetrics,
-        LifetimePrediction as LifetimePrediction,
-        LifetimePredictorProtocol as LifetimePredictorProtocol,
-        NullLifetimePredictor as NullLifetimePredictor,
-        PredictionRequest as PredictionRequest,
-        check_observation as check_observation,
-    )
-    from sagellm.core.protocols.model_family import (
-        BuildContext as BuildContext,
-        CausalLM as CausalLM,
-        HFConfig as HFConfig,
-        ModelFamilyMetrics as ModelFamilyMetrics,
-        ModelFamilyProtocol as ModelFamilyProtocol,
-        ModelGeometry as ModelGeometry,
-        NullModelFamily as NullModelFamily,
-    )
-    from sagellm.core.protocols.prefix_cache import (
-        InsertResult as InsertResult,
-        KVBlockDescriptor as KVBlockDescriptor,
-        NullPrefixCache as NullPrefixCache,
-        PrefixCacheMetrics as PrefixCacheMetrics,
-        PrefixCacheProtocol as PrefixCacheProtocol,
-        PrefixMatch as PrefixMatch,
-    )
-    from sagellm.core.protocols.quantizer import (
-        NullQuantizer as NullQuantizer,
-        QuantizationConfig as QuantizationConfig,
-        QuantizationGranularity as QuantizationGranularity,
-        QuantizationOutput as QuantizationOutput,
-        QuantizerMetrics as QuantizerMetrics,
-        QuantizerProtocol as QuantizerProtocol,
-        check_weight_shape as check_weight_shape,
-    )
-    from sagellm.core.protocols.scheduler_ir import (
-        NullSchedulerIR as NullSchedulerIR,
-        NullSchedulerPass as NullSchedulerPass,
-        Probe as Probe,
-        ScheduledRequest as ScheduledRequest,
-        ScheduleIR as ScheduleIR,
-        SchedulePlan as SchedulePlan,
-        ScheduleRequest as ScheduleRequest,
-        SchedulerIRProtocol as SchedulerIRProtocol,
-        SchedulerMetrics as SchedulerMetrics,
-        SchedulerPassProtocol as SchedulerPassProtocol,
-    )
-    from sagellm.core.protocols.topology import (
-        CPU as CPU,
-        GPU as GPU,
-        Cache as Cache,
-        Link as Link,
-        NetworkInterface as NetworkInterface,
-        NullTopology as NullTopology,
-        NumaNode as NumaNode,
-        Topology as Topology,
-        TopologyMetrics as TopologyMetrics,
-        TopologyProtocol as TopologyProtocol,
-    )
-    from sagellm.core.request import (
-        FinishReason as FinishReason,
-        KVEvent as KVEvent,
-        Request as Request,
-        RequestRecord as RequestRecord,
-        RequestStatus as RequestStatus,
-        StepRecord as StepRecord,
-    )
-    from sagellm.core.runtime import (
-        Clock as Clock,
-        Files as Files,
-        MemoryFiles as MemoryFiles,
-        Randomness as Randomness,
-        Runtime as Runtime,
-        SystemClock as SystemClock,
-        SystemFiles as SystemFiles,
-        VirtualClock as VirtualClock,
-    )
-    from sagellm.core.tokens import (
-        TokenIds as TokenIds,
-        TokenIdsLike as TokenIdsLike,
-        pack as pack,
-    )
-    from sagellm.core.tracing import (
-        ChromeTraceWriter as ChromeTraceWriter,
-        NullTrace as NullTrace,
-        TraceValue as TraceValue,
-        TraceWriter as TraceWriter,
-    )
-    from sagellm.core.version import (
-        SAGELLM_API as SAGELLM_API,
-    )
+    from sagellm.core.errors import *
+    from sagellm.core.ids import *
+    from sagellm.core.kv_block import *
+    from sagellm.core.kv_layout import *
+    from sagellm.core.logging import *
+    from sagellm.core.metrics.cache import *
+    from sagellm.core.metrics.fairness import *
+    from sagellm.core.metrics.flops import *
+    from sagellm.core.metrics.latency import *
+    from sagellm.core.metrics.lifetime import *
+    from sagellm.core.metrics.roofline import *
+    from sagellm.core.namespace import *
+    from sagellm.core.plugins.hookspecs import *
+    from sagellm.core.plugins.provider import *
+    from sagellm.core.plugins.registry import *
+    from sagellm.core.protocols.attention import *
+    from sagellm.core.protocols.engine import *
+    from sagellm.core.protocols.eviction import *
+    from sagellm.core.protocols.forward import *
+    from sagellm.core.protocols.kv_allocator import *
+    from sagellm.core.protocols.kv_pool import *
+    from sagellm.core.protocols.lifetime import *
+    from sagellm.core.protocols.model_family import *
+    from sagellm.core.protocols.prefix_cache import *
+    from sagellm.core.protocols.quantizer import *
+    from sagellm.core.protocols.scheduler_ir import *
+    from sagellm.core.protocols.topology import *
+    from sagellm.core.request import *
+    from sagellm.core.runtime import *
+    from sagellm.core.tokens import *
+    from sagellm.core.tracing import *
+    from sagellm.core.version import *
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CPU",
-    "DEFAULT",
-    "GPU",
-    "KINDS",
-    "SAGELLM_API",
-    "AllocatorMetrics",
-    "AttentionBackendProtocol",
-    "AttentionMetrics",
-    "AttentionSpec",
-    "BatchStep",
-    "BlockAllocationRequest",
-    "BlockError",
-    "BlockHeader",
-    "BlockId",
-    "BlockInfo",
-    "BlockKey",
-    "BuildContext",
-    "Cache",
-    "CachedNode",
-    "CausalLM",
-    "CheckpointError",
-    "ChromeTraceWriter",
-    "Clock",
-    "ConfigError",
-    "DuplicateProviderError",
-    "DuplicateRequestError",
-    "EngineError",
-    "EngineMetrics",
-    "EngineProtocol",
-    "EvictionCandidate",
-    "EvictionMetrics",
-    "EvictionPolicyProtocol",
-    "Evictor",
-    "Files",
-    "FinishReason",
-    "ForwardBackendProtocol",
-    "ForwardMetrics",
-    "HFConfig",
-    "InputBatch",
-    "InsertResult",
-    "InstalledPlugin",
-    "InstalledProvider",
-    "InvalidInputError",
-    "InvalidRequestError",
-    "KVAllocatorProtocol",
-    "KVBlockDescriptor",
-    "KVEvent",
-    "KVGroup",
-    "KVLayout",
-    "KVPoolMetrics",
-    "KVPoolProtocol",
-    "LatencySummary",
-    "LifetimeMetrics",
-    "LifetimePrediction",
-    "LifetimePredictorProtocol",
-    "Link",
-    "MFUResult",
-    "MemoryFiles",
-    "ModelFamilyMetrics",
-    "ModelFamilyProtocol",
-    "ModelGeometry",
-    "Namespace",
-    "NetworkInterface",
-    "NodeId",
-    "NullAttentionBackend",
-    "NullEngine",
-    "NullEvictionPolicy",
-    "NullForwardBackend",
-    "NullKVAllocator",
-    "NullKVPool",
-    "NullLifetimePredictor",
-    "NullModelFamily",
-    "NullPrefixCache",
-    "NullQuantizer",
-    "NullSchedulerIR",
-    "NullSchedulerPass",
-    "NullTopology",
-    "NullTrace",
-    "NumaNode",
-    "OutOfBlocksError",
-    "OutOfMemoryError",
-    "PluginError",
-    "PluginHookError",
-    "PluginImportError",
-    "PluginRegistry",
-    "PluginVersionError",
-    "PredictionRequest",
-    "PrefixCacheMetrics",
-    "PrefixCacheProtocol",
-    "PrefixMatch",
-    "Probe",
-    "PromptBlocks",
-    "Provider",
-    "QuantizationConfig",
-    "QuantizationGranularity",
-    "QuantizationOutput",
-    "QuantizerMetrics",
-    "QuantizerProtocol",
-    "Randomness",
-    "Request",
-    "RequestId",
-    "RequestRecord",
-    "RequestStatus",
-    "RequestTimes",
-    "Runtime",
-    "SageLLMError",
-    "ScheduleIR",
-    "SchedulePlan",
-    "ScheduleRequest",
-    "ScheduledRequest",
-    "SchedulerIRProtocol",
-    "SchedulerMetrics",
-    "SchedulerPassProtocol",
-    "SequenceId",
-    "StaleMatchError",
-    "StepRecord",
-    "SystemClock",
-    "SystemFiles",
-    "TokenIds",
-    "TokenIdsLike",
-    "Topology",
-    "TopologyMetrics",
-    "TopologyProtocol",
-    "TraceValue",
-    "TraceWriter",
-    "UnknownKindError",
-    "UnknownNameError",
-    "UnknownProviderError",
-    "UnknownRequestError",
-    "UnsupportedModelError",
-    "VirtualClock",
-    "__version__",
-    "attention_flops",
-    "bandwidth_use",
-    "batching_efficiency",
-    "block_sharing_fraction",
-    "check_observation",
-    "check_weight_shape",
-    "decode_flops",
-    "external_fragmentation",
-    "gap_closed",
-    "get_logger",
-    "goodput",
-    "hookimpl",
-    "internal_fragmentation",
-    "itl_s",
-    "jains_index",
-    "layer_flops",
-    "lazy",
-    "lifetime_mae",
-    "logits_flops",
-    "mean_block_sharing_fraction",
-    "median_mae",
-    "memory_use_gain",
-    "mlp_flops",
-    "nearest",
-    "pack",
-    "percentile",
-    "prefill_flops",
-    "projection_flops",
-    "re_prefill_rate",
-    "roofline_ratio",
-    "sharing_fraction_source",
-    "summarise",
-    "throughput",
-    "token_hit_rate",
-    "token_saving",
-    "token_utilisation",
-    "total_throughput",
-    "tpot_s",
-    "ttft_s",
-    "utilisation",
-    "within_10_percent",
-    "within_10_percent_or_5_tokens",
-]
+# module → the public names that it defines
+_NAMES = {
+    "errors": """
+        BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError EngineError
+        InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError PluginError PluginHookError
+        PluginImportError PluginVersionError SageLLMError StaleMatchError UnknownKindError UnknownNameError
+        UnknownProviderError UnknownRequestError UnsupportedModelError nearest
+    """,
+    "ids": "BlockId NodeId RequestId SequenceId",
+    "kv_block": "BlockHeader BlockKey",
+    "kv_layout": "KVGroup KVLayout",
+    "logging": "get_logger",
+    "metrics.cache": """
+        PromptBlocks block_sharing_fraction external_fragmentation gap_closed internal_fragmentation
+        mean_block_sharing_fraction memory_use_gain re_prefill_rate sharing_fraction_source token_hit_rate
+        token_saving token_utilisation utilisation
+    """,
+    "metrics.fairness": "BatchStep batching_efficiency jains_index",
+    "metrics.flops": """
+        attention_flops decode_flops layer_flops logits_flops mlp_flops prefill_flops projection_flops
+    """,
+    "metrics.latency": """
+        LatencySummary RequestTimes goodput itl_s percentile summarise throughput total_throughput tpot_s
+        ttft_s
+    """,
+    "metrics.lifetime": "lifetime_mae median_mae within_10_percent within_10_percent_or_5_tokens",
+    "metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
+    "namespace": "DEFAULT Namespace",
+    "plugins.hookspecs": "hookimpl",
+    "plugins.provider": "KINDS Provider",
+    "plugins.registry": "InstalledPlugin InstalledProvider PluginRegistry",
+    "protocols.attention": """
+        AttentionBackendProtocol AttentionMetrics AttentionSpec InputBatch NullAttentionBackend
+    """,
+    "protocols.engine": "EngineMetrics EngineProtocol NullEngine",
+    "protocols.eviction": """
+        CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol NullEvictionPolicy
+    """,
+    "protocols.forward": "ForwardBackendProtocol ForwardMetrics NullForwardBackend",
+    "protocols.kv_allocator": "AllocatorMetrics KVAllocatorProtocol NullKVAllocator",
+    "protocols.kv_pool": """
+        BlockAllocationRequest BlockInfo Evictor KVPoolMetrics KVPoolProtocol NullKVPool
+    """,
+    "protocols.lifetime": """
+        LifetimeMetrics LifetimePrediction LifetimePredictorProtocol NullLifetimePredictor PredictionRequest
+        check_observation
+    """,
+    "protocols.model_family": """
+        BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily
+    """,
+    "protocols.prefix_cache": """
+        InsertResult KVBlockDescriptor NullPrefixCache PrefixCacheMetrics PrefixCacheProtocol PrefixMatch
+    """,
+    "protocols.quantizer": """
+        NullQuantizer QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
+        QuantizerProtocol check_weight_shape
+    """,
+    "protocols.scheduler_ir": """
+        NullSchedulerIR NullSchedulerPass Probe ScheduleIR SchedulePlan ScheduleRequest ScheduledRequest
+        SchedulerIRProtocol SchedulerMetrics SchedulerPassProtocol
+    """,
+    "protocols.topology": """
+        CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol
+    """,
+    "request": "FinishReason KVEvent Request RequestRecord RequestStatus StepRecord",
+    "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
+    "tokens": "TokenIds TokenIdsLike pack",
+    "tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",
+    "version": "SAGELLM_API",
+}
+_MODULE_OF = {name: f".{module}" for module, names in _NAMES.items() for name in names.split()}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "AllocatorMetrics": ".protocols.kv_allocator",
-        "AttentionBackendProtocol": ".protocols.attention",
-        "AttentionMetrics": ".protocols.attention",
-        "AttentionSpec": ".protocols.attention",
-        "BatchStep": ".metrics.fairness",
-        "BlockAllocationRequest": ".protocols.kv_pool",
-        "BlockError": ".errors",
-        "BlockHeader": ".kv_block",
-        "BlockId": ".ids",
-        "BlockInfo": ".protocols.kv_pool",
-        "BlockKey": ".kv_block",
-        "BuildContext": ".protocols.model_family",
-        "CPU": ".protocols.topology",
-        "Cache": ".protocols.topology",
-        "CachedNode": ".protocols.eviction",
-        "CausalLM": ".protocols.model_family",
-        "CheckpointError": ".errors",
-        "ChromeTraceWriter": ".tracing",
-        "Clock": ".runtime",
-        "ConfigError": ".errors",
-        "DEFAULT": ".namespace",
-        "DuplicateProviderError": ".errors",
-        "DuplicateRequestError": ".errors",
-        "EngineError": ".errors",
-        "EngineMetrics": ".protocols.engine",
-        "EngineProtocol": ".protocols.engine",
-        "EvictionCandidate": ".protocols.eviction",
-        "EvictionMetrics": ".protocols.eviction",
-        "EvictionPolicyProtocol": ".protocols.eviction",
-        "Evictor": ".protocols.kv_pool",
-        "Files": ".runtime",
-        "FinishReason": ".request",
-        "ForwardBackendProtocol": ".protocols.forward",
-        "ForwardMetrics": ".protocols.forward",
-        "GPU": ".protocols.topology",
-        "HFConfig": ".protocols.model_family",
-        "InputBatch": ".protocols.attention",
-        "InsertResult": ".protocols.prefix_cache",
-        "InstalledPlugin": ".plugins.registry",
-        "InstalledProvider": ".plugins.registry",
-        "InvalidInputError": ".errors",
-        "InvalidRequestError": ".errors",
-        "KINDS": ".plugins.provider",
-        "KVAllocatorProtocol": ".protocols.kv_allocator",
-        "KVBlockDescriptor": ".protocols.prefix_cache",
-        "KVEvent": ".request",
-        "KVGroup": ".kv_layout",
-        "KVLayout": ".kv_layout",
-        "KVPoolMetrics": ".protocols.kv_pool",
-        "KVPoolProtocol": ".protocols.kv_pool",
-        "LatencySummary": ".metrics.latency",
-        "LifetimeMetrics": ".protocols.lifetime",
-        "LifetimePrediction": ".protocols.lifetime",
-        "LifetimePredictorProtocol": ".protocols.lifetime",
-        "Link": ".protocols.topology",
-        "MFUResult": ".metrics.roofline",
-        "MemoryFiles": ".runtime",
-        "ModelFamilyMetrics": ".protocols.model_family",
-        "ModelFamilyProtocol": ".protocols.model_family",
-        "ModelGeometry": ".protocols.model_family",
-        "Namespace": ".namespace",
-        "NetworkInterface": ".protocols.topology",
-        "NodeId": ".ids",
-        "NullAttentionBackend": ".protocols.attention",
-        "NullEngine": ".protocols.engine",
-        "NullEvictionPolicy": ".protocols.eviction",
-        "NullForwardBackend": ".protocols.forward",
-        "NullKVAllocator": ".protocols.kv_allocator",
-        "NullKVPool": ".protocols.kv_pool",
-        "NullLifetimePredictor": ".protocols.lifetime",
-        "NullModelFamily": ".protocols.model_family",
-        "NullPrefixCache": ".protocols.prefix_cache",
-        "NullQuantizer": ".protocols.quantizer",
-        "NullSchedulerIR": ".protocols.scheduler_ir",
-        "NullSchedulerPass": ".protocols.scheduler_ir",
-        "NullTopology": ".protocols.topology",
-        "NullTrace": ".tracing",
-        "NumaNode": ".protocols.topology",
-        "OutOfBlocksError": ".errors",
-        "OutOfMemoryError": ".errors",
-        "PluginError": ".errors",
-        "PluginHookError": ".errors",
-        "PluginImportError": ".errors",
-        "PluginRegistry": ".plugins.registry",
-        "PluginVersionError": ".errors",
-        "PredictionRequest": ".protocols.lifetime",
-        "PrefixCacheMetrics": ".protocols.prefix_cache",
-        "PrefixCacheProtocol": ".protocols.prefix_cache",
-        "PrefixMatch": ".protocols.prefix_cache",
-        "Probe": ".protocols.scheduler_ir",
-        "PromptBlocks": ".metrics.cache",
-        "Provider": ".plugins.provider",
-        "QuantizationConfig": ".protocols.quantizer",
-        "QuantizationGranularity": ".protocols.quantizer",
-        "QuantizationOutput": ".protocols.quantizer",
-        "QuantizerMetrics": ".protocols.quantizer",
-        "QuantizerProtocol": ".protocols.quantizer",
-        "Randomness": ".runtime",
-        "Request": ".request",
-        "RequestId": ".ids",
-        "RequestRecord": ".request",
-        "RequestStatus": ".request",
-        "RequestTimes": ".metrics.latency",
-        "Runtime": ".runtime",
-        "SAGELLM_API": ".version",
-        "SageLLMError": ".errors",
-        "ScheduleIR": ".protocols.scheduler_ir",
-        "SchedulePlan": ".protocols.scheduler_ir",
-        "ScheduleRequest": ".protocols.scheduler_ir",
-        "ScheduledRequest": ".protocols.scheduler_ir",
-        "SchedulerIRProtocol": ".protocols.scheduler_ir",
-        "SchedulerMetrics": ".protocols.scheduler_ir",
-        "SchedulerPassProtocol": ".protocols.scheduler_ir",
-        "SequenceId": ".ids",
-        "StaleMatchError": ".errors",
-        "StepRecord": ".request",
-        "SystemClock": ".runtime",
-        "SystemFiles": ".runtime",
-        "TokenIds": ".tokens",
-        "TokenIdsLike": ".tokens",
-        "Topology": ".protocols.topology",
-        "TopologyMetrics": ".protocols.topology",
-        "TopologyProtocol": ".protocols.topology",
-        "TraceValue": ".tracing",
-        "TraceWriter": ".tracing",
-        "UnknownKindError": ".errors",
-        "UnknownNameError": ".errors",
-        "UnknownProviderError": ".errors",
-        "UnknownRequestError": ".errors",
-        "UnsupportedModelError": ".errors",
-        "VirtualClock": ".runtime",
-        "attention_flops": ".metrics.flops",
-        "bandwidth_use": ".metrics.roofline",
-        "batching_efficiency": ".metrics.fairness",
-        "block_sharing_fraction": ".metrics.cache",
-        "check_observation": ".protocols.lifetime",
-        "check_weight_shape": ".protocols.quantizer",
-        "decode_flops": ".metrics.flops",
-        "external_fragmentation": ".metrics.cache",
-        "gap_closed": ".metrics.cache",
-        "get_logger": ".logging",
-        "goodput": ".metrics.latency",
-        "hookimpl": ".plugins.hookspecs",
-        "internal_fragmentation": ".metrics.cache",
-        "itl_s": ".metrics.latency",
-        "jains_index": ".metrics.fairness",
-        "layer_flops": ".metrics.flops",
-        "lifetime_mae": ".metrics.lifetime",
-        "logits_flops": ".metrics.flops",
-        "mean_block_sharing_fraction": ".metrics.cache",
-        "median_mae": ".metrics.lifetime",
-        "memory_use_gain": ".metrics.cache",
-        "mlp_flops": ".metrics.flops",
-        "nearest": ".errors",
-        "pack": ".tokens",
-        "percentile": ".metrics.latency",
-        "prefill_flops": ".metrics.flops",
-        "projection_flops": ".metrics.flops",
-        "re_prefill_rate": ".metrics.cache",
-        "roofline_ratio": ".metrics.roofline",
-        "sharing_fraction_source": ".metrics.cache",
-        "summarise": ".metrics.latency",
-        "throughput": ".metrics.latency",
-        "token_hit_rate": ".metrics.cache",
-        "token_saving": ".metrics.cache",
-        "token_utilisation": ".metrics.cache",
-        "total_throughput": ".metrics.latency",
-        "tpot_s": ".metrics.latency",
-        "ttft_s": ".metrics.latency",
-        "utilisation": ".metrics.cache",
-        "within_10_percent": ".metrics.lifetime",
-        "within_10_percent_or_5_tokens": ".metrics.lifetime",
-    },
-)
+__all__ = sorted(["__version__", "lazy", *_MODULE_OF])
+
+__getattr__ = lazy(__name__, _MODULE_OF)
