@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sagellm.accel import Int8Quantizer, QuantizationConfig, QuantizationGranularity
 from sagellm.accel.int8_product import fits_kernel, packed_product, sliced_product

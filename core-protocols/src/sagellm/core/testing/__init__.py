@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PrefixCacheMachine as PrefixCacheMachine,
         PrefixCacheModel as PrefixCacheModel,
     )
+    from sagellm.core.testing.quantizer import QuantizerContract as QuantizerContract
     from sagellm.core.testing.schedule_simulation import ScheduleSimulation as ScheduleSimulation
     from sagellm.core.testing.scheduler import (
         SchedulerContract as SchedulerContract,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from sagellm.core.testing.scheduler_pass import SchedulerPassContract as SchedulerPassContract
     from sagellm.core.testing.threads import run_in_threads as run_in_threads
+    from sagellm.core.testing.topology import TopologyContract as TopologyContract
 
 _TABLE = {
     "AuditingEvictionPolicy": ".eviction",
@@ -50,11 +52,13 @@ _TABLE = {
     "PrefixCacheContract": ".prefix_cache",
     "PrefixCacheMachine": ".prefix_cache_model",
     "PrefixCacheModel": ".prefix_cache_model",
+    "QuantizerContract": ".quantizer",
     "RankingEvictionPolicyContract": ".eviction",
     "ScheduleSimulation": ".schedule_simulation",
     "SchedulerContract": ".scheduler",
     "SchedulerPassContract": ".scheduler_pass",
     "SchedulerPlanContract": ".scheduler",
+    "TopologyContract": ".topology",
     "run_in_threads": ".threads",
 }
 
@@ -68,11 +72,13 @@ __all__ = [
     "PrefixCacheContract",
     "PrefixCacheMachine",
     "PrefixCacheModel",
+    "QuantizerContract",
     "RankingEvictionPolicyContract",
     "ScheduleSimulation",
     "SchedulerContract",
     "SchedulerPassContract",
     "SchedulerPlanContract",
+    "TopologyContract",
     "run_in_threads",
 ]
 
