@@ -215,3 +215,64 @@ def test_a_long_prompt_is_shortened_in_its_heading(capfd):
     printer.update(0, output)
     heading = capfd.readouterr().out.splitlines()[0]
     assert (len(heading), heading[-1]) == (len("[1/2] ") + 60, "…")
+
+
+def test_a_terminal_is_told_that_a_model_is_being_loaded(sage, engine, monkeypatch, tmp_path):
+    assert "loading" not in sage("llm", "generate", "x", "--model", tmp_path).err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    result = sage("llm", "generate", "x", "--model", tmp_path)
+    assert (result.code, "loading" in result.err) == (0, True)
+
+
+REAL = (
+    "--num-blocks",
+    "64",
+    "--max-tokens",
+    "8",
+    "--temperature",
+    "0",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+)
+
+
+def test_a_real_engine_streams_what_it_returns_whole(sage, checkpoint):
+    prompts = ("the quick brown fox", "jumps over the lazy dog")
+    streamed = sage("llm", "generate", *prompts, "--model", checkpoint, *REAL)
+    whole = sage("llm", "generate", *prompts, "--model", checkpoint, *REAL, "--no-stream")
+    assert (streamed.code, whole.code) == (0, 0), streamed.err + whole.err
+    assert streamed.out == whole.out
+    shown = sage("llm", "generate", *prompts, "--model", checkpoint, *REAL, "--json").json["outputs"]
+    assert [entry["prompt"] for entry in shown] == list(prompts)
+    for entry in shown:
+        assert 1 <= len(entry["outputs"][0]["token_ids"]) <= 8
+        assert entry["outputs"][0]["text"] in streamed.out
+        assert entry["metrics"]["ttft_s"] > 0
+
+
+def test_a_repeated_prompt_is_cached_between_requests_of_one_run(sage, checkpoint):
+    prompt = "the quick brown fox jumps over the lazy dog " * 4
+    limits = ("--block-size", "8", "--max-num-seqs", "1")
+    shown = sage("llm", "generate", prompt, prompt, "--model", checkpoint, *REAL, *limits, "--json").json
+    first, second = shown["outputs"]
+    assert first["num_cached_tokens"] == 0
+    assert second["num_cached_tokens"] >= 8
+
+
+@pytest.mark.parametrize("model", ["absent/directory/of/a/model", "./absent"])
+def test_a_model_that_is_not_there_is_told(sage, model):
+    result = sage("llm", "generate", "x", "--model", model)
+    assert (result.code, model in result.err, "Traceback" in result.err) == (1, True, False)
+
+
+def test_a_plugin_that_is_broken_stops_the_engine_and_is_named(sage, checkpoint, install):
+    install("broken-plugin", "raise RuntimeError('no moon tonight')")
+    result = sage("llm", "generate", "x", "--model", checkpoint, *REAL)
+    assert (result.code, "broken-plugin" in result.err) == (1, True)
+
+
+def test_an_unknown_policy_is_told_with_the_nearest(sage, checkpoint):
+    result = sage("llm", "generate", "x", "--model", checkpoint, *REAL, "--eviction-policy", "lruu")
+    assert (result.code, "Did you mean 'lru'?" in result.err) == (1, True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,13 +55,24 @@ def generate(
         )
     texts = _read_prompts(prompts)
 
-    from sagellm.engines import LLMEngine
+    with _loading(loaded.config.model.name):
+        from sagellm.engines import LLMEngine
 
-    engine = LLMEngine(loaded.config)
+        engine = LLMEngine(loaded.config)
     outputs = _run(engine, texts, params, stream=stream and not as_json, as_json=as_json)
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:
         raise EngineError(f"{len(failed)} of {len(texts)} prompts failed: {failed[0]}")
+
+
+def _loading(model: str) -> AbstractContextManager[object]:
+    """Show on a terminal that a model is being loaded; a hub id has the hub's own bars."""
+    if not sys.stderr.isatty() or not Path(model).is_dir():
+        return nullcontext()
+    from rich.console import Console
+    from rich.text import Text
+
+    return Console(stderr=True).status(Text(f"loading {model}"))
 
 
 def _read_prompts(prompts: list[str]) -> list[str]:
