@@ -1,0 +1,90 @@
+"""The forward pass in torch operators, one layer after another."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from sagellm.core import (
+    AttentionBackendProtocol,
+    CausalLM,
+    EngineError,
+    ForwardBackendProtocol,
+    ForwardMetrics,
+    InputBatch,
+    KVLayout,
+    OutOfMemoryError,
+)
+from sagellm.engines.forward.memory import available_memory_bytes
+
+
+class TorchForwardBackend(ForwardBackendProtocol):
+    """Keeps the KV of all blocks in one buffer and runs the model over it."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackendProtocol,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._device = device
+        self._dtype = dtype
+        self._kv: torch.Tensor | None = None
+        self._metrics = ForwardMetrics()
+
+    def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
+        """Allocate one zeroed buffer for all blocks and view it as the layout says.
+
+        Raises OutOfMemoryError, before touching memory, if it cannot fit.
+        """
+        self._kv = None  # a second call replaces the first buffer instead of adding to it
+        needed = num_blocks * layout.block_bytes
+        available = available_memory_bytes(self._device)
+        if available is not None and needed > available:
+            raise OutOfMemoryError(
+                f"KV of {num_blocks} blocks of {layout.block_bytes} bytes needs {needed} bytes; {available} "
+                f"are available on {self._device}; lower kv.num_blocks (at most "
+                f"{layout.num_blocks_in(available)} fit)"
+            )
+        group = layout.group
+        dtype = getattr(torch, group.dtype)
+        try:
+            # Zeros, because KV that was never written must not hold infinities. They cost nothing until touched.
+            flat = torch.zeros(needed // layout.item_bytes, dtype=dtype, device=self._device)
+        except (RuntimeError, MemoryError) as error:
+            raise OutOfMemoryError(
+                f"KV of {num_blocks} blocks needs {needed} bytes, and {self._device} refused them: {error}"
+            ) from error
+        shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, layout.block_size, group.head_dim)
+        strides = (
+            layout.block_stride,
+            layout.layer_stride,
+            layout.kv_stride,
+            layout.head_stride,
+            layout.token_stride,
+            1,
+        )
+        self._kv = flat.as_strided(shape, strides)
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others."""
+        if self._kv is None:
+            raise EngineError("forward was called before initialize_kv_caches; there is no KV to write to")
+        started_ns = time.perf_counter_ns()
+        plan = self._attention.plan(batch)
+        hidden = self._model.forward(batch, self._kv, self._attention, plan)
+        logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices)).float()
+        self._metrics.num_steps += 1
+        self._metrics.num_tokens += len(batch.input_ids)
+        self._metrics.total_ns += time.perf_counter_ns() - started_ns
+        return logits
+
+    def metrics(self) -> ForwardMetrics:
+        """Return the counts so far. On a GPU `total_ns` is the time to launch, not to finish."""
+        return self._metrics

@@ -1,0 +1,66 @@
+"""What a checkpoint says about generating with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sagellm.core import CheckpointError, HFConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """The checkpoint's own sampling settings; None where it has none. Greedy is a temperature of 0."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def read(cls, generation_config: Mapping[str, Any], config: HFConfig) -> GenerationDefaults:
+        """Read generation_config.json; the end-of-text tokens stand in config.json where it has none."""
+        eos = generation_config.get("eos_token_id")
+        sampled = generation_config.get("do_sample")
+        return cls(
+            eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos),
+            temperature=0.0 if sampled is False else _number(generation_config, "temperature"),
+            top_k=_integer(generation_config, "top_k"),
+            top_p=_number(generation_config, "top_p"),
+            min_p=_number(generation_config, "min_p"),
+            repetition_penalty=_number(generation_config, "repetition_penalty"),
+            max_new_tokens=_integer(generation_config, "max_new_tokens"),
+        )
+
+
+def _token_ids(value: Any) -> frozenset[int]:
+    ids = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    ids = [token for token in ids if token is not None]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise CheckpointError(f"eos_token_id is {value!r}; it must be a token id or a list of them")
+    return frozenset(ids)
+
+
+def _number(values: Mapping[str, Any], name: str) -> float | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    return float(_checked(value, name, "number"))
+
+
+def _integer(values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    return int(_checked(value, name, "integer"))
+
+
+def _checked(value: Any, name: str, kind: Literal["number", "integer"]) -> float:
+    wanted = int if kind == "integer" else int | float
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        raise CheckpointError(f"generation_config.json: {name} is {value!r}; it must be a {kind}")
+    return value

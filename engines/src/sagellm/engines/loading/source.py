@@ -1,0 +1,167 @@
+"""Where a model's files are: a directory, the local Hugging Face cache, or the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagellm.core import CheckpointError, get_logger
+from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE
+from sagellm.engines.loading.json_file import read_json
+
+logger = get_logger(__name__)
+
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]
+_UNWANTED = ["*/*", "consolidated*"]  # other formats and copies of the same weights
+_REQUEST_TIMEOUT_S = 5.0
+_REACH_TIMEOUT_S = 8.0  # looking up a host's address can outlast every timeout of a request
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HubModel:
+    repo_id: str
+    revision: str | None
+    cache_dir: Path | None
+    endpoint: str | None
+
+    def __str__(self) -> str:
+        return self.repo_id if self.revision is None else f"{self.repo_id} at {self.revision}"
+
+
+def resolve_source(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+    cache_dir: Path | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """Return the directory that holds a model's files.
+
+    `name` is a directory or a hub id. A hub id is looked for in the local cache first, and only
+    then downloaded (safetensors, configs and tokenizer, nothing else). Raises CheckpointError: at
+    once for a path that does not exist, within 10 s if the hub cannot be reached. `offline` is
+    taken from HF_HUB_OFFLINE, `cache_dir` from HF_HOME, `endpoint` from HF_ENDPOINT if not given.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{text} is a file; give the directory that holds config.json and the weights")
+    if not _looks_like_hub_id(text):
+        raise CheckpointError(f"there is no directory {text!r}, and it is no hub id (organisation/name)")
+    model = _HubModel(repo_id=text, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
+    cached = _find_cached(model)
+    if cached is not None:
+        return cached
+    if _is_offline() if offline is None else offline:
+        raise CheckpointError(
+            f"{model} is not in the local Hugging Face cache, no directory has that name, and offline mode "
+            f"is on; unset HF_HUB_OFFLINE, or give a directory"
+        )
+    _check_reachable(model)
+    return _download(model)
+
+
+def _looks_like_hub_id(text: str) -> bool:
+    return bool(_HUB_ID.fullmatch(text)) and ".." not in text and "--" not in text
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _find_cached(model: _HubModel) -> Path | None:
+    """Return the cached snapshot if all of it is there; an interrupted download is not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(
+                model.repo_id,
+                revision=model.revision,
+                cache_dir=model.cache_dir,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+                local_files_only=True,
+            )
+        )
+    except LocalEntryNotFoundError:
+        return None
+    if not (folder / CONFIG).exists():
+        return None
+    if (folder / INDEX).exists():
+        shards = read_json(folder / INDEX).get("weight_map", {}).values()
+        return folder if all((folder / str(shard)).exists() for shard in shards) else None
+    return folder if (folder / SINGLE).exists() else None
+
+
+def _check_reachable(model: _HubModel) -> None:
+    """Ask the hub about the model, and stop waiting in time."""
+    failures: list[Exception] = []
+    asking = threading.Thread(target=_ask_hub, args=(model, failures), daemon=True)
+    asking.start()
+    asking.join(_REACH_TIMEOUT_S)
+    if asking.is_alive():
+        failures.append(TimeoutError(f"no answer within {_REACH_TIMEOUT_S:.0f} s"))
+    if failures:
+        raise _explain(model, failures[0]) from failures[0]
+
+
+def _ask_hub(model: _HubModel, failures: list[Exception]) -> None:
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi(endpoint=model.endpoint).model_info(
+            model.repo_id, revision=model.revision, timeout=_REQUEST_TIMEOUT_S
+        )
+    except Exception as error:  # carried to the thread that waits
+        failures.append(error)
+
+
+def _download(model: _HubModel) -> Path:
+    from huggingface_hub import snapshot_download
+
+    logger.info("downloading %s", model)
+    try:
+        folder = snapshot_download(
+            model.repo_id,
+            revision=model.revision,
+            cache_dir=model.cache_dir,
+            endpoint=model.endpoint,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED,
+        )
+    except Exception as error:  # connection, disk and permission errors of several libraries
+        raise _explain(model, error) from error
+    return Path(folder)
+
+
+def _explain(model: _HubModel, error: Exception) -> CheckpointError:
+    from huggingface_hub import errors
+
+    advice: list[tuple[Any, str]] = [
+        (errors.GatedRepoError, "access to it must be granted on its page; then log in with `hf auth login`"),
+        (
+            errors.RepositoryNotFoundError,
+            "no directory has that name, and the hub knows no such model, or it is private: check the "
+            "spelling, or log in with `hf auth login`",
+        ),
+        (errors.RevisionNotFoundError, "the model has no such revision"),
+    ]
+    for kind, text in advice:
+        if isinstance(error, kind):
+            return CheckpointError(f"{model}: {text}")
+    return CheckpointError(
+        f"{model} is not in the local Hugging Face cache and the hub could not be used "
+        f"({type(error).__name__}: {error}); check the network, or give a directory"
+    )
