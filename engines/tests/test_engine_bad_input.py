@@ -27,7 +27,7 @@ BAD_PROMPTS = {
     "negative": ([5, -1], "negative"),
     "not ints": ([5, 1.5], "ints"),
     "bytes": (b"abc", "bytes"),
-    "none": (None, ""),
+    "none": (None, "ints"),
 }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 from sagellm.core import EngineMetrics, SequenceId
 from sagellm.engines.core.engine_core import EngineCore, TokenOutput

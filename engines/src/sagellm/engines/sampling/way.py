@@ -1,0 +1,40 @@
+"""Which way a row is sampled."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from sagellm.engines.sampling.params import SamplingParams
+
+_WIDTHS = (32, 64, 128, 256, 512)
+_USUAL_WIDTH = 64
+_SPARE = 8
+"""Candidates beyond k, so that logits equal to the k-th rarely reach beyond them."""
+
+
+class Way(NamedTuple):
+    """Rows of one way are sampled together.
+
+    greedy    the largest logit
+    whole     a draw from all tokens
+    bounded   a draw from candidates, as min-p or top-k keeps few tokens
+    nucleus   a draw from candidates, where top-p has to know the mass of all tokens
+    filtered  the filters one after another on all tokens, where the candidates do not decide
+    """
+
+    name: Literal["greedy", "whole", "bounded", "nucleus", "filtered"]
+    num_candidates: int = 0
+
+
+def choose_way(params: SamplingParams, vocab_size: int, *, exhaustive: bool) -> Way:
+    """Choose by the parameters alone: what else is in the batch must not decide."""
+    if params.is_greedy:
+        return Way("greedy")
+    has_top_k = 0 < params.top_k < vocab_size
+    if not has_top_k and not params.min_p and params.top_p >= 1.0:
+        return Way("whole")
+    needed = params.top_k + _SPARE if has_top_k else _USUAL_WIDTH
+    if exhaustive or needed > _WIDTHS[-1]:
+        return Way("filtered")
+    width = next(width for width in _WIDTHS if width >= needed)
+    return Way("bounded" if has_top_k or params.min_p else "nucleus", width)

@@ -1,0 +1,142 @@
+"""Text from tokens as they come, piece by piece and never half a character."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_LONG = 32
+"""Pending tokens above which the window is made shorter; a character has at most four."""
+
+
+class _Decoder(Protocol):
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def is_byte(self, token_id: int) -> bool: ...
+
+    def is_silent(self, token_id: int) -> bool: ...
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence. The pieces joined are `tokenizer.decode` of all its ids, to the character.
+
+    `tokenizer` is a `tokenizers.Tokenizer` or one of transformers'; text is never cleaned up
+    (`clean_up_tokenization_spaces`), as that changes what was said before. A piece ends where no later
+    token can change it: incomplete UTF-8 waits, and so does a run of byte tokens (`<0xE2>`), of which
+    tokenizers makes replacement characters as a whole if any of it turns out to be malformed.
+
+    Each step decodes a window that begins with text already returned, so that what a decoder does to the
+    first token of all — stripping a space — happens to that. O(1) amortised a token.
+    """
+
+    # ids:  [0, read)     context, its text is returned
+    #       [read, …)     pending, of which `returned` characters, counted from the window's start, are returned
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._decoder = _decoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._ids: list[int] = []
+        self._read = 0
+        self._num_returned = 0
+        self._num_final = 0  # ids whose text no later token can change but for an incomplete character
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that became certain, often but not always theirs."""
+        start = len(self._ids)
+        self._ids += map(int, token_ids)
+        num_final = self._num_final
+        for index in range(start, len(self._ids)):
+            token_id = self._ids[index]
+            if not self._decoder.is_silent(token_id) and not self._decoder.is_byte(token_id):
+                num_final = index + 1
+        if num_final == self._num_final:
+            return ""
+        self._num_final = num_final
+        text = self._decoder.decode(self._ids[:num_final])
+        certain = text.removesuffix(REPLACEMENT)
+        piece = certain[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(certain))
+        if certain == text and piece:
+            self._move(self._read)
+        elif num_final - self._read > _LONG:
+            self._shorten(text)
+        return piece
+
+    def finish(self) -> str:
+        """Return the rest, as no more tokens come."""
+        piece = self._decoder.decode(self._ids)[self._num_returned :]
+        self._num_returned += len(piece)
+        return piece
+
+    def _move(self, start: int) -> None:
+        """Let the window begin at `start`, with all final ids as its context."""
+        context = self._ids[start : self._num_final]
+        self._ids = self._ids[start:]
+        self._read = self._num_final = len(context)
+        self._num_returned = len(self._decoder.decode(context))
+
+    def _shorten(self, text: str) -> None:
+        """Find a boundary between characters in a long run of malformed ones, and forget what is before.
+
+        If two halves decode to the same text as the whole, no character crosses their border, whatever follows.
+        """
+        window = self._decoder.decode(self._ids[self._read : self._num_final])
+        for border in range(self._num_final - 8, self._num_final - 4):
+            context = self._decoder.decode(self._ids[self._read : border])
+            begun = self._decoder.decode(self._ids[:border])
+            if context and begun + window[len(context) :] == text and window.startswith(context):
+                self._num_returned += len(context) - len(begun)
+                self._ids = self._ids[self._read :]
+                self._num_final -= self._read
+                self._read = border - self._read
+                return
+
+
+class _BackendDecoder:
+    """A `tokenizers.Tokenizer`, which most tokenizers of transformers have inside."""
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._special: set[int] = set()
+        if skip_special_tokens:
+            added = tokenizer.get_added_tokens_decoder()
+            self._special = {token_id for token_id, token in added.items() if token.special}
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
+
+    def is_byte(self, token_id: int) -> bool:
+        token = self._tokenizer.id_to_token(token_id)
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+
+class _PythonDecoder:
+    """A tokenizer of transformers that is written in Python."""
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        self._special = set(tokenizer.all_special_ids) if skip_special_tokens else set()
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, **self._options))
+
+    def is_byte(self, token_id: int) -> bool:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id in self._special
+
+
+def _decoder(tokenizer: Any, *, skip_special_tokens: bool) -> _Decoder:
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(backend, "id_to_token"):
+        return _BackendDecoder(backend, skip_special_tokens=skip_special_tokens)
+    return _PythonDecoder(tokenizer, skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,222 @@
+import time
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, doesn't it?",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "いろはにほへと ちりぬるを 我が世誰ぞ 常ならむ",
+    "emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 e\u0301 — end",
+    "  two  spaces   and\n\nlines\tand tabs  ",
+] * 4
+SAMPLES = [
+    *CORPUS[:5],
+    " leading and trailing ",
+    "naïve café ☕️ ελληνικά नमस्ते 한국어",
+    "👨‍👩‍👧‍👦" * 3,
+    "\ufffd real replacement \ufffd\ufffd",
+    "",
+]
+
+
+@cache
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return tokenizer
+
+
+@cache
+def metaspace():
+    """Unigram with bytes for what it does not know."""
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    words = ["▁", "▁the", "▁quick", "▁fox", "qu", "ick", "e", "o", "x", "t", "h", "é", "あ", "▁▁", "."]
+    vocab = [("<unk>", 0.0), ("</s>", 0.0), *((token, -12.0) for token in byte_tokens), *((word, -3.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+@cache
+def llama_style():
+    """BPE with bytes for what it does not know, decoded as Llama 2's: one space stripped from the front."""
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    vocab = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *byte_tokens, *"▁abcdefghijklmnopé"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+@cache
+def word_piece():
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"]))
+    return tokenizer
+
+
+TOKENIZERS = {
+    "byte_level": byte_level,
+    "metaspace": metaspace,
+    "llama_style": llama_style,
+    "word_piece": word_piece,
+    "transformers": lambda: PreTrainedTokenizerFast(tokenizer_object=byte_level()),
+}
+
+
+def backend(name):
+    tokenizer = TOKENIZERS[name]()
+    return getattr(tokenizer, "backend_tokenizer", tokenizer)
+
+
+def stream(tokenizer, ids, *, step=1, skip=True):
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+    pieces = [detokenizer.append(ids[start : start + step]) for start in range(0, len(ids), step)]
+    return [*pieces, detokenizer.finish()]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", SAMPLES)
+def test_streamed_text_equals_the_whole(name, text):
+    tokenizer = TOKENIZERS[name]()
+    ids = backend(name).encode(text).ids
+    for step in (1, 2, 7):
+        assert "".join(stream(tokenizer, ids, step=step)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=120, deadline=None)
+@given(text=st.text(max_size=40), step=st.integers(1, 4))
+def test_streamed_text_equals_the_whole_for_any_text(name, text, step):
+    tokenizer = backend(name)
+    ids = tokenizer.encode(text).ids
+    assert "".join(stream(tokenizer, ids, step=step)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=250, deadline=None)
+@given(seeds=st.lists(st.integers(0, 10**6), max_size=80), step=st.integers(1, 5), skip=st.booleans())
+def test_streamed_text_equals_the_whole_for_any_ids(name, seeds, step, skip):
+    tokenizer = backend(name)
+    # Some ids beyond the vocabulary, as models have more rows than their tokenizer has tokens.
+    ids = [seed % (tokenizer.get_vocab_size() + 5) for seed in seeds]
+    pieces = stream(tokenizer, ids, step=step, skip=skip)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+BYTES = st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0x41, 0xC3]), max_size=120)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace", "llama_style"])
+@settings(max_examples=150, deadline=None)
+@given(values=BYTES, special=st.sets(st.integers(0, 119)))
+def test_streamed_text_equals_the_whole_for_malformed_bytes(name, values, special):
+    tokenizer = TOKENIZERS[name]()
+    if name == "byte_level":
+        (end,) = (tokenizer.token_to_id("<|end|>"),)
+        characters = {byte: tokenizer.token_to_id(token) for byte, token in enumerate(_byte_characters())}
+    else:
+        end = tokenizer.token_to_id("</s>")
+        characters = {byte: tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    ids = [end if place in special else characters[value] for place, value in enumerate(values)]
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _byte_characters():
+    """The character that byte-level BPE writes for each byte (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace", "llama_style"])
+def test_no_piece_has_half_a_character(name):
+    tokenizer = TOKENIZERS[name]()
+    ids = tokenizer.encode("the 👩‍👩‍👧‍👦 and あ🏳️‍🌈 fox é").ids
+    assert len(ids) > 20
+    assert not any("\ufffd" in piece for piece in stream(tokenizer, ids))
+
+
+def test_text_is_returned_as_soon_as_it_is_certain():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("The quick fox").ids
+    assert stream(tokenizer, ids) == [*(tokenizer.decode([token_id]) for token_id in ids), ""]
+    tokenizer = word_piece()
+    ids = tokenizer.encode("the quick fox").ids
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert all(detokenizer.append([token_id]) for token_id in ids)
+
+
+def test_spaces_survive_special_tokens_between_words():
+    tokenizer = llama_style()
+    space, a, end = (tokenizer.token_to_id(token) for token in ("▁", "a", "</s>"))
+    ids = [space, a, end, space, end, end, a]
+    assert stream(tokenizer, ids) == ["", "a", "", " ", "", "", "a", ""]
+    assert "".join(stream(tokenizer, ids, skip=False)) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_nothing_comes_of_no_tokens():
+    detokenizer = IncrementalDetokenizer(byte_level())
+    assert detokenizer.append([]) == ""
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "malformed", "special"])
+def test_the_cost_of_a_token_does_not_grow_with_the_text(kind):
+    tokenizer = byte_level()
+    characters = _byte_characters()
+    ids = {
+        "text": tokenizer.encode(CORPUS[0]).ids,
+        "malformed": [tokenizer.token_to_id(characters[0xFF]), tokenizer.token_to_id(characters[0xE2])],
+        "special": [tokenizer.token_to_id("<|end|>")],
+    }[kind]
+
+    def cost_s(num_tokens):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        started = time.perf_counter()
+        for index in range(num_tokens):
+            detokenizer.append([ids[index % len(ids)]])
+        return time.perf_counter() - started
+
+    short = min(cost_s(500) for _ in range(3))
+    assert min(cost_s(5000) for _ in range(3)) < 40 * short  # ten times the tokens; a hundred if it grew
+    assert short < 0.5
+
+
+class PythonTokenizer:
+    """What remains of transformers' tokenizers that have no Rust inside."""
+
+    all_special_ids = (0,)
+    pieces = ("", "He", "llo", " wor", "ld")
+
+    def decode(self, ids, *, skip_special_tokens, clean_up_tokenization_spaces):
+        assert not clean_up_tokenization_spaces
+        return "".join("<s>" if index == 0 and not skip_special_tokens else self.pieces[index] for index in ids)
+
+    def convert_ids_to_tokens(self, index):
+        return self.pieces[index]
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, "Hello world"), (False, "<s>Hello world<s>")])
+def test_tokenizers_without_a_backend_are_decoded_too(skip, expected):
+    assert "".join(stream(PythonTokenizer(), [0, 1, 2, 3, 4, 0], skip=skip)) == expected
