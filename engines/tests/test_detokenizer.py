@@ -2,11 +2,11 @@ import time
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from sagellm.engines.text.detokenizer import IncrementalDetokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, doesn't it?",
@@ -43,7 +43,12 @@ def metaspace():
     """Unigram with bytes for what it does not know."""
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
     words = ["▁", "▁the", "▁quick", "▁fox", "qu", "ick", "e", "o", "x", "t", "h", "é", "あ", "▁▁", "."]
-    vocab = [("<unk>", 0.0), ("</s>", 0.0), *((token, -12.0) for token in byte_tokens), *((word, -3.0) for word in words)]
+    vocab = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        *((token, -12.0) for token in byte_tokens),
+        *((word, -3.0) for word in words),
+    ]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -55,8 +60,13 @@ def metaspace():
 def llama_style():
     """BPE with bytes for what it does not know, decoded as Llama 2's: one space stripped from the front."""
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
-    vocab = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *byte_tokens, *"▁abcdefghijklmnopé"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    vocab = {
+        token: index
+        for index, token in enumerate(["<unk>", "<s>", "</s>", *byte_tokens, *"▁abcdefghijklmnopé"])
+    }
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     strip = decoders.Strip(content=" ", left=1, right=0)
     tokenizer.decoder = decoders.Sequence(
@@ -71,7 +81,9 @@ def word_piece():
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"]))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"])
+    )
     return tokenizer
 
 
@@ -211,7 +223,9 @@ class PythonTokenizer:
 
     def decode(self, ids, *, skip_special_tokens, clean_up_tokenization_spaces):
         assert not clean_up_tokenization_spaces
-        return "".join("<s>" if index == 0 and not skip_special_tokens else self.pieces[index] for index in ids)
+        return "".join(
+            "<s>" if index == 0 and not skip_special_tokens else self.pieces[index] for index in ids
+        )
 
     def convert_ids_to_tokens(self, index):
         return self.pieces[index]

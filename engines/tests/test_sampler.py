@@ -117,7 +117,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["hot", "top_p", "all", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "top_k", "min_p"))]
+    "name",
+    [
+        "hot",
+        "top_p",
+        "all",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "top_k", "min_p")),
+    ],
 )
 def test_a_hundred_thousand_draws_follow_the_exact_distribution(name):
     params, batch, sampler = SETTINGS[name], 2000, Sampler()
@@ -131,7 +137,10 @@ def test_a_hundred_thousand_draws_follow_the_exact_distribution(name):
     assert counts[expected == 0].sum() == 0
     # Chi-square wants at least five a cell: the rarest share one.
     rare = expected < 5
-    seen, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    seen, wanted = (
+        np.append(counts[~rare], counts[rare].sum()),
+        np.append(expected[~rare], expected[rare].sum()),
+    )
     seen, wanted = seen[wanted > 0], wanted[wanted > 0]
     assert stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue > 1e-3
 
@@ -252,4 +261,6 @@ def test_a_cuda_device_draws_what_the_cpu_draws():
     rng = random.Random(4)
     rows = [row(random_params(rng), seed=index) for index in range(33)]
     on_cpu = Sampler().sample(logits, rows)
-    assert [each.token_id for each in Sampler().sample(logits.cuda(), rows)] == [each.token_id for each in on_cpu]
+    assert [each.token_id for each in Sampler().sample(logits.cuda(), rows)] == [
+        each.token_id for each in on_cpu
+    ]

@@ -150,7 +150,11 @@ def test_the_first_of_equal_maxima_is_found(vocab_size):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.sampled_from([-np.inf, -7.5, -1e-30, -0.0, 0.0, 1e-30, 0.5, 0.75, 3.0, 88.0]), min_size=1, max_size=60),
+    st.lists(
+        st.sampled_from([-np.inf, -7.5, -1e-30, -0.0, 0.0, 1e-30, 0.5, 0.75, 3.0, 88.0]),
+        min_size=1,
+        max_size=60,
+    ),
     st.floats(0.0, 1.0),
 )
 def test_the_radix_cut_agrees_with_a_sort(values, share):

@@ -39,7 +39,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
 def test_a_wrong_value_is_an_error_that_names_the_key(key, value):
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{key: value})
@@ -48,23 +50,33 @@ def test_a_wrong_value_is_an_error_that_names_the_key(key, value):
 
 
 def test_an_error_says_the_value_and_what_is_possible():
-    with pytest.raises(InvalidRequestError, match=r"top_p is 1.5; it must be a finite number above 0 and at most 1"):
+    with pytest.raises(
+        InvalidRequestError, match=r"top_p is 1.5; it must be a finite number above 0 and at most 1"
+    ):
         SamplingParams(top_p=1.5)
     with pytest.raises(InvalidRequestError, match=r"n is 0; it must be an integer from 1 to 128"):
         SamplingParams(n=0)
-    with pytest.raises(InvalidRequestError, match=r"min_tokens is 9; it must not be above max_tokens, which is 4"):
+    with pytest.raises(
+        InvalidRequestError, match=r"min_tokens is 9; it must not be above max_tokens, which is 4"
+    ):
         SamplingParams(min_tokens=9, max_tokens=4)
 
 
 def test_edges_of_every_range_are_accepted():
-    SamplingParams(n=MAX_N, temperature=0, top_p=1, min_p=1, seed=-(2**63), logprobs=MAX_LOGPROBS, max_tokens=None)
-    SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-9, seed=2**63 - 1, logprobs=0)
+    SamplingParams(
+        n=MAX_N, temperature=0, top_p=1, min_p=1, seed=-(2**63), logprobs=MAX_LOGPROBS, max_tokens=None
+    )
+    SamplingParams(
+        presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-9, seed=2**63 - 1, logprobs=0
+    )
     SamplingParams(min_tokens=16, max_tokens=16, top_p=1e-9, stop=["x"] * 64, temperature=1e30)
     SamplingParams(min_tokens=10**6, max_tokens=None)
 
 
 def test_values_are_kept_in_one_form():
-    params = SamplingParams(top_k=-1, stop="end", stop_token_ids=[np.int64(3)], temperature=1, top_p=Fraction(1, 2))
+    params = SamplingParams(
+        top_k=-1, stop="end", stop_token_ids=[np.int64(3)], temperature=1, top_p=Fraction(1, 2)
+    )
     assert params.top_k == 0
     assert params.stop == ("end",)
     assert params.stop_token_ids == (3,)

@@ -37,7 +37,9 @@ def test_penalties_equal_a_plain_reference(rows, seed):
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     expected = [reference(row, *entry) for row, entry in zip(logits.tolist(), rows, strict=True)]
     params, prompts, outputs = zip(*rows, strict=True)
-    apply_penalties(logits, params, [pack(prompt) for prompt in prompts], [array("i", out) for out in outputs])
+    apply_penalties(
+        logits, params, [pack(prompt) for prompt in prompts], [array("i", out) for out in outputs]
+    )
     torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
@@ -45,7 +47,9 @@ def test_repetition_equals_transformers():
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[3, 3, 7, 39, 0]])
     expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits)
-    ours = apply_penalties(logits.clone(), [SamplingParams(repetition_penalty=1.7)], [pack([3, 3, 7])], [[39, 0]])
+    ours = apply_penalties(
+        logits.clone(), [SamplingParams(repetition_penalty=1.7)], [pack([3, 3, 7])], [[39, 0]]
+    )
     assert torch.equal(ours, expected)
 
 

@@ -1,8 +1,8 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
+
 from sagellm.core import InvalidInputError
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler

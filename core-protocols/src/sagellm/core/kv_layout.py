@@ -99,8 +99,9 @@ class KVLayout:
     def signature(self) -> str:
         """A text that is equal for two layouts exactly when their blocks are interchangeable."""
         group = self.group
+        layers = ",".join(map(str, group.layer_ids))
         return (
-            f"v1:g{group.index}:l{','.join(map(str, group.layer_ids))}:h{group.num_kv_heads}:d{group.head_dim}"
+            f"v1:g{group.index}:l{layers}:h{group.num_kv_heads}:d{group.head_dim}"
             f":b{self.block_size}:{group.dtype}:s{group.scale_bytes_per_head}"
         )
 

@@ -87,7 +87,7 @@ class SamplingParams:
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}; it must not be above max_tokens, which is {self.max_tokens}"
+                f"min_tokens is {self.min_tokens}; it must not be above max_tokens ({self.max_tokens})"
             )
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need text; set detokenize=True or leave stop empty")
@@ -107,7 +107,8 @@ class SamplingParams:
         unknown = [token for token in self.stop_token_ids or () if token >= vocab_size]
         if unknown:
             raise InvalidRequestError(
-                f"stop_token_ids has {unknown[0]}, which the model does not know; its tokens are 0 to {vocab_size - 1}"
+                f"stop_token_ids has {unknown[0]}, which the model does not know; "
+                f"its tokens are 0 to {vocab_size - 1}"
             )
 
     def _set(self, name: str, value: object) -> None:
@@ -118,7 +119,7 @@ def _integer(name: str, value: Any) -> int | None:
     low, high = _INT_RANGES[name]
     if value is None and name in _OPTIONAL:
         return None
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         either = "None or " if name in _OPTIONAL else ""
         raise InvalidRequestError(
             f"{name} is {_shown(value)}; it must be {either}an integer from {low} to {high}"
@@ -153,7 +154,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 def _stop_token_ids(token_ids: Any) -> tuple[int, ...]:
     ids = _items("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS)
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token <= _MAX_COUNT:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= _MAX_COUNT:
             raise InvalidRequestError(
                 f"stop_token_ids has {_shown(token)}; each must be a token id, 0 or more"
             )

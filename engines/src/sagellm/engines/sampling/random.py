@@ -50,4 +50,5 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.f
     counters = np.stack((position & _LOW_WORD, position >> _HALF, nothing, nothing))
     words = philox(counters, np.stack((seed & _LOW_WORD, seed >> _HALF)))
     bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
-    return bits.astype(np.float64) * 2.0**-53
+    uniform: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return uniform

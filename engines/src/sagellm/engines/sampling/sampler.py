@@ -54,8 +54,8 @@ class BadLogitsError(EngineError):
         self.rows = tuple(rows)
         shown = ", ".join(map(str, self.rows[:8])) + (", …" if len(self.rows) > 8 else "")
         super().__init__(
-            f"no token can be chosen from row {shown} of the logits: a logit is NaN or infinite, or all of them "
-            "are masked"
+            f"no token can be chosen from row {shown} of the logits: a logit is NaN or infinite, or all "
+            "of them are masked"
         )
 
 
@@ -122,7 +122,7 @@ class Sampler:
             raise BadLogitsError(bad.tolist())
         undecided = np.flatnonzero(results[:, 2] == 0.0)
         if undecided.size:
-            again = [rows[row] for row in undecided]
+            again = [rows[row] for row in undecided.tolist()]
             results[undecided] = self._run(
                 _select(logits, undecided.tolist()), again, num_top, exhaustive=True
             )

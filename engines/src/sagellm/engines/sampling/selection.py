@@ -35,7 +35,7 @@ def block_maxima(scores: torch.Tensor) -> torch.Tensor:
 
 def first_argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's maximum and its lowest id, as torch.max does but in an eighth of the time."""
-    rows, vocab_size = scores.shape
+    vocab_size = scores.shape[1]
     if vocab_size <= BLOCK:
         values, ids = scores.max(-1)
         return values, ids
@@ -86,4 +86,4 @@ def kth_largest(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 def _whole_blocks(scores: torch.Tensor) -> torch.Tensor:
     num_blocks = scores.shape[1] // BLOCK
-    return scores[:, : num_blocks * BLOCK].unflatten(1, (num_blocks, BLOCK))
+    return scores[:, : num_blocks * BLOCK].view(-1, num_blocks, BLOCK)

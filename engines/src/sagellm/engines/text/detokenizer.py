@@ -33,7 +33,7 @@ class IncrementalDetokenizer:
     """
 
     # ids:  [0, read)     context, its text is returned
-    #       [read, …)     pending, of which `returned` characters, counted from the window's start, are returned
+    #       [read, …)     pending, `returned` characters of the window are returned
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._decoder = _decoder(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -80,7 +80,7 @@ class IncrementalDetokenizer:
     def _shorten(self, text: str) -> None:
         """Find a boundary between characters in a long run of malformed ones, and forget what is before.
 
-        If two halves decode to the same text as the whole, no character crosses their border, whatever follows.
+        If two halves decode to the same text as the whole, no character crosses their border.
         """
         window = self._decoder.decode(self._ids[self._read : self._num_final])
         for border in range(self._num_final - 8, self._num_final - 4):
