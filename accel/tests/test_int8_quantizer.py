@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from sagellm.accel import Int8Quantizer, QuantizationConfig, QuantizationGranularity
 from sagellm.accel.int8_product import fits_kernel, packed_product, sliced_product
-from sagellm.core import InvalidInputError, QuantizationOutput, QuantizerProtocol
+from sagellm.core import ConfigError, InvalidInputError, QuantizationOutput, QuantizerProtocol
 from sagellm.core.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
 
 HALF_A_STEP = QuantizerContract.max_error_steps
@@ -163,6 +163,11 @@ def test_the_packed_kernel_agrees_with_expanded_weights(shape, num_tokens):
 def test_the_packed_kernel_is_left_alone_where_it_is_slow_or_reads_too_far(dtype, num_tokens, num_columns):
     output = Int8Quantizer().quantize(torch.randn(8, num_columns))
     assert not fits_kernel(torch.ones(num_tokens, num_columns, dtype=getattr(torch, dtype)), output)
+
+
+def test_a_granularity_is_one_of_three():
+    with pytest.raises(ConfigError, match="PER_GROUP"):
+        QuantizationConfig(granularity="per_group")
 
 
 def test_float16_sums_do_not_overflow():
