@@ -35,7 +35,6 @@ DETERMINISTIC = [
 SOFT_MEDIAN_LINES = 100
 HARD_LINES = 400
 SOURCE_SUFFIXES = {".py", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp"}
-GENERATED = {"core-protocols/src/sagellm/core/__init__.py"}  # a table of names and nothing else
 
 
 def sources(*folders: str) -> list[Path]:
@@ -58,6 +57,14 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             yield "." * node.level + (node.module or "")
 
 
+def bound_names(node: ast.ImportFrom) -> list[str]:
+    """Names that an import binds; with a star, those that the package makes public too."""
+    if node.names[0].name == "*":
+        public = importlib.import_module("sagellm.core").__all__
+        return [name for name in vars(importlib.import_module(node.module or "")) if name in public]
+    return [alias.asname or alias.name for alias in node.names]
+
+
 def called(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
@@ -77,7 +84,7 @@ def tracked_files() -> list[Path]:
 
 def test_no_source_file_has_more_than_400_lines():
     sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
-    too_long = {name: size for name, size in sizes.items() if size > HARD_LINES and name not in GENERATED}
+    too_long = {name: size for name, size in sizes.items() if size > HARD_LINES}
     assert not too_long
 
 
@@ -106,7 +113,7 @@ def test_what_type_checkers_see_is_what_is_public(module_name):
     tree = ast.parse(Path(module.__file__).read_text())
     guarded = (node for node in tree.body if isinstance(node, ast.If))
     imports = (node for block in guarded for node in ast.walk(block) if isinstance(node, ast.ImportFrom))
-    typed = {alias.asname or alias.name for node in imports for alias in node.names}
+    typed = {name for node in imports for name in bound_names(node)}
     assert typed | {"__version__", "lazy"} == set(module.__all__) | {"__version__", "lazy"}
 
 
@@ -192,7 +199,7 @@ def test_bookkeeping_takes_clock_randomness_and_files_from_outside():
 
 
 def test_nothing_is_left_to_be_done():
-    marker = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
+    marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
     for path in sources():
         if "testing" in path.parts:  # contract tests have a `make` that their users fill in
             continue
