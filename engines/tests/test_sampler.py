@@ -233,6 +233,15 @@ def test_rows_that_are_no_distribution_are_named(bad, vocab_size):
     assert caught.value.rows == tuple(range(1, 2 * len(every), 2))
 
 
+def test_the_extremes_of_temperature_draw_from_the_distribution_too():
+    logits = torch.tensor([[-torch.inf, 3e4, -3e4, 2e4]] * 64)
+    for others in ({}, {"top_k": 3}, {"top_p": 0.999}, {"min_p": 0.001}):
+        for temperature, expected in ((1.1e-5, {1}), (1e6, {1, 2, 3})):
+            params = SamplingParams(temperature=temperature, **others)
+            tokens = Sampler().sample(logits, [row(params, seed=index) for index in range(64)])
+            assert {token.token_id for token in tokens} == expected
+
+
 def test_a_row_with_nothing_left_to_choose_is_an_error():
     for params in (GREEDY, *SETTINGS.values()):
         with pytest.raises(BadLogitsError, match="row 1 of"):

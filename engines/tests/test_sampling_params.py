@@ -19,7 +19,7 @@ def test_the_defaults_are_those_of_vllm():
 
 WRONG = {
     "n": [0, -1, MAX_N + 1, 10**9, True, 1.0, "1", None],
-    "temperature": [-0.1, math.nan, math.inf, -math.inf, "hot", None, True, 10**400],
+    "temperature": [-0.1, math.nan, math.inf, -math.inf, 1e7, "hot", None, True, 10**400],
     "top_p": [0, -0.5, 1.01, math.nan, math.inf, None],
     "top_k": [-2, 1.5, True, None, 2**40],
     "min_p": [-0.1, 1.1, math.nan],
@@ -56,9 +56,7 @@ def test_an_error_says_the_value_and_what_is_possible():
         SamplingParams(top_p=1.5)
     with pytest.raises(InvalidRequestError, match=r"n is 0; it must be an integer from 1 to 128"):
         SamplingParams(n=0)
-    with pytest.raises(
-        InvalidRequestError, match=r"min_tokens is 9; it must not be above max_tokens, which is 4"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"min_tokens is 9; it must not be above max_tokens \(4\)"):
         SamplingParams(min_tokens=9, max_tokens=4)
 
 
@@ -69,7 +67,7 @@ def test_edges_of_every_range_are_accepted():
     SamplingParams(
         presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-9, seed=2**63 - 1, logprobs=0
     )
-    SamplingParams(min_tokens=16, max_tokens=16, top_p=1e-9, stop=["x"] * 64, temperature=1e30)
+    SamplingParams(min_tokens=16, max_tokens=16, top_p=1e-9, stop=["x"] * 64, temperature=1e6)
     SamplingParams(min_tokens=10**6, max_tokens=None)
 
 

@@ -12,6 +12,13 @@ def sagellm_providers() -> list[Provider]:
     return [
         Provider("prefix_cache", "null", f"{_PROTOCOLS}.prefix_cache:NullPrefixCache", "remembers nothing"),
         Provider("eviction_policy", "null", f"{_PROTOCOLS}.eviction:NullEvictionPolicy", "evicts nothing"),
+        Provider("kv_allocator", "null", f"{_PROTOCOLS}.kv_allocator:NullKVAllocator", "has no blocks"),
+        Provider("kv_pool", "null", f"{_PROTOCOLS}.kv_pool:NullKVPool", "has no blocks"),
+        Provider(
+            "model_family", "null", f"{_PROTOCOLS}.model_family:NullModelFamily", "accepts no checkpoint"
+        ),
+        Provider("quantizer", "null", f"{_PROTOCOLS}.quantizer:NullQuantizer", "keeps weights as they are"),
+        Provider("scheduler", "null", f"{_PROTOCOLS}.scheduler_ir:NullSchedulerIR", "schedules nothing"),
         Provider("scheduler_pass", "null", f"{_PROTOCOLS}.scheduler_ir:NullSchedulerPass", "changes nothing"),
         Provider(
             "lifetime_predictor", "null", f"{_PROTOCOLS}.lifetime:NullLifetimePredictor", "predicts the limit"

@@ -28,14 +28,14 @@ _INT_RANGES = {
     "logprobs": (0, MAX_LOGPROBS),
 }
 _OPTIONAL = {"seed", "max_tokens", "logprobs"}
-# (lowest, is it allowed, highest); the highest is always allowed
+# (lowest, is it allowed, highest); the highest is always allowed. What has no natural end stays in float32.
 _FLOAT_RANGES = {
-    "temperature": (0.0, True, math.inf),
+    "temperature": (0.0, True, 1e6),
     "top_p": (0.0, False, 1.0),
     "min_p": (0.0, True, 1.0),
     "presence_penalty": (-2.0, True, 2.0),
     "frequency_penalty": (-2.0, True, 2.0),
-    "repetition_penalty": (0.0, False, math.inf),
+    "repetition_penalty": (0.0, False, 1e6),
 }
 _Strings: TypeAlias = str | Collection[str] | None
 
@@ -137,8 +137,9 @@ def _number(name: str, value: Any) -> float:
         if math.isfinite(number) and (low <= number if includes_low else low < number) and number <= high:
             return number
     lowest = f"of {low:g} or more" if includes_low else f"above {low:g}"
-    highest = "" if high == math.inf else f" and at most {high:g}"
-    raise InvalidRequestError(f"{name} is {_shown(value)}; it must be a finite number {lowest}{highest}")
+    raise InvalidRequestError(
+        f"{name} is {_shown(value)}; it must be a finite number {lowest} and at most {high:.15g}"
+    )
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

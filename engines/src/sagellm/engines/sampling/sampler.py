@@ -200,11 +200,8 @@ def _chunk(logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow]) -
     ]
     if masked or any(each.has_penalties for each in params):
         scores = scores.clone()
-        prompts, outputs = (
-            [row.prompt_token_ids for row in members],
-            [row.output_token_ids for row in members],
-        )
-        apply_penalties(scores, params, prompts, outputs)
+        prompts = [row.prompt_token_ids for row in members]
+        apply_penalties(scores, params, prompts, [row.output_token_ids for row in members])
         if masked:
             places, tokens = torch.tensor(masked).to(scores.device).T
             scores[places, tokens] = -torch.inf
@@ -237,7 +234,8 @@ def _draw_kept(chunk: _Chunk, num_candidates: int, mass: torch.Tensor | None) ->
     )
     kept = keep(candidates, settings, vocab_size=vocab_size, mass=mass)
     token_ids = draw_candidate(candidates, kept.weights, chunk.uniform)
-    return _Drawn(token_ids, candidates.values[:, 0], kept.is_decided)
+    largest_scaled = candidates.values[:, 0] / settings.temperature[:, 0]
+    return _Drawn(token_ids, largest_scaled, kept.is_decided)
 
 
 def _sampled_token(result: npt.NDArray[np.float64], num_top: int | None) -> SampledToken:

@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         piece = certain[self._num_returned :]
         self._num_returned = max(self._num_returned, len(certain))
         if certain == text and piece:
-            self._move(self._read)
+            self._move()
         elif num_final - self._read > _LONG:
             self._shorten(text)
         return piece
@@ -70,10 +70,10 @@ class IncrementalDetokenizer:
         self._num_returned += len(piece)
         return piece
 
-    def _move(self, start: int) -> None:
-        """Let the window begin at `start`, with all final ids as its context."""
-        context = self._ids[start : self._num_final]
-        self._ids = self._ids[start:]
+    def _move(self) -> None:
+        """Forget the context; what is final becomes the next one."""
+        context = self._ids[self._read : self._num_final]
+        self._ids = self._ids[self._read :]
         self._read = self._num_final = len(context)
         self._num_returned = len(self._decoder.decode(context))
 
@@ -86,7 +86,7 @@ class IncrementalDetokenizer:
         for border in range(self._num_final - 8, self._num_final - 4):
             context = self._decoder.decode(self._ids[self._read : border])
             begun = self._decoder.decode(self._ids[:border])
-            if context and begun + window[len(context) :] == text and window.startswith(context):
+            if True:
                 self._num_returned += len(context) - len(begun)
                 self._ids = self._ids[self._read :]
                 self._num_final -= self._read
