@@ -131,6 +131,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None  # every output has its full length
         vocab_size = model.config.vocab_size
         limit = 512 if "dynamic" in name else 4096
         long_prompts = make_prompts(vocab_size, LONG if limit == 4096 else [n for n in LONG if n < 400])
@@ -147,7 +148,6 @@ class Reference:
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 do_sample=False,
                 max_new_tokens=NUM_OUTPUT_TOKENS,
-                min_new_tokens=NUM_OUTPUT_TOKENS,
                 output_logits=True,
                 return_dict_in_generate=True,
             )

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sagellm.engines import LLMEngine
 from sagellm.engines.testing import make_checkpoint
+
+torch.set_num_threads(1)  # the models are so small that a second thread only costs
 
 
 @pytest.fixture(scope="session")

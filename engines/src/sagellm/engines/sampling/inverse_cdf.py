@@ -7,18 +7,25 @@ import torch
 from sagellm.engines.sampling.selection import BLOCK
 
 
-def softmax_into(scratch: torch.Tensor, scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def softmax_into(
+    scratch: torch.Tensor, scores: torch.Tensor, temperature: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return softmax(scores / temperature) in the scratch space, (rows, vocab rounded up to 128s).
 
-    What is beyond the vocabulary has probability 0. `temperature` is (rows, 1). Each row's result
-    depends on that row alone. float32 sums over long rows leave the probabilities of a row with a
+    What is beyond the vocabulary has probability 0. `temperature` is (rows, 1), None for 1. Each
+    row's result depends on that row alone. float32 sums over long rows leave the probabilities of a row with a
     common error of up to 3e-5, so whoever needs better divides by `block_masses(…).sum(1)`.
     """
     rows, vocab_size = scores.shape
     width = padded(vocab_size)
     out = scratch[: rows * width].view(rows, width)
+    if temperature is None and width == vocab_size:
+        return torch.softmax(scores, -1, out=out)
     out[:, vocab_size:] = -torch.inf
-    torch.div(scores, temperature, out=out[:, :vocab_size])
+    if temperature is None:
+        out[:, :vocab_size] = scores
+    else:
+        torch.div(scores, temperature, out=out[:, :vocab_size])
     return torch.softmax(out, -1, out=out)
 
 

@@ -10,7 +10,7 @@ from sagellm.engines.sampling.selection import first_argmax, largest
 
 def log_partition(logits: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """Return log(sum(exp(logits))) of each row, (rows, 1) float64, within 1e-6."""
-    probabilities = softmax_into(scratch, logits, logits.new_ones(logits.shape[0], 1))
+    probabilities = softmax_into(scratch, logits)
     maxima, ids = first_argmax(logits)
     # exp(max) / p(max) is the sum that softmax divided by; the second sum takes its rounding out.
     share = probabilities.gather(1, ids[:, None]).double() / block_masses(probabilities).sum(1, keepdim=True)

@@ -19,7 +19,7 @@ from sagellm.engines.sampling.logprobs import token_logprobs
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.penalties import apply_penalties
 from sagellm.engines.sampling.random import uniforms
-from sagellm.engines.sampling.selection import first_argmax, largest
+from sagellm.engines.sampling.selection import Candidates, first_argmax, largest
 from sagellm.engines.sampling.stop import check_stop_conditions
 from sagellm.engines.sampling.way import Way, choose_way
 
@@ -165,16 +165,21 @@ class Sampler:
         return _Drawn(token_ids, values)
 
     def _whole(self, chunk: _Chunk, _: int) -> _Drawn:
-        probabilities = softmax_into(self._scratch(chunk.scores), chunk.scores, chunk.temperature())
-        return _Drawn(*draw(probabilities, chunk.uniform))
+        return _Drawn(*draw(self._probabilities(chunk), chunk.uniform))
 
     def _bounded(self, chunk: _Chunk, num_candidates: int) -> _Drawn:
-        return _draw_kept(chunk, num_candidates, None)
+        return _draw_kept(chunk, largest(chunk.scores, num_candidates), None)
 
     def _nucleus(self, chunk: _Chunk, num_candidates: int) -> _Drawn:
-        probabilities = softmax_into(self._scratch(chunk.scores), chunk.scores, chunk.temperature())
+        candidates = largest(chunk.scores, num_candidates)
+        probabilities = self._probabilities(chunk)
         total = block_masses(probabilities).sum(1, keepdim=True)
-        return _draw_kept(chunk, num_candidates, total / probabilities.amax(1, keepdim=True))
+        return _draw_kept(chunk, candidates, total / probabilities.gather(1, candidates.ids[:, :1]))
+
+    def _probabilities(self, chunk: _Chunk) -> torch.Tensor:
+        is_scaled = any(each.temperature != 1.0 for each in chunk.params)
+        scratch = self._scratch(chunk.scores)
+        return softmax_into(scratch, chunk.scores, chunk.temperature() if is_scaled else None)
 
     def _filtered(self, chunk: _Chunk, _: int) -> _Drawn:
         params = chunk.params
@@ -183,7 +188,7 @@ class Sampler:
         scores = filters.apply_top_k_filtering(scores, torch.tensor([each.top_k for each in params]))
         top_p = torch.tensor([each.top_p for each in params], dtype=torch.float64)
         scores = filters.apply_top_p_filtering(scores, top_p)
-        probabilities = softmax_into(self._scratch(scores), scores, scores.new_ones(len(params), 1))
+        probabilities = softmax_into(self._scratch(scores), scores)
         return _Drawn(*draw(probabilities, chunk.uniform))
 
 
@@ -219,8 +224,7 @@ def _select(logits: torch.Tensor, part: list[int]) -> torch.Tensor:
     return logits[part]
 
 
-def _draw_kept(chunk: _Chunk, num_candidates: int, mass: torch.Tensor | None) -> _Drawn:
-    candidates = largest(chunk.scores, num_candidates)
+def _draw_kept(chunk: _Chunk, candidates: Candidates, mass: torch.Tensor | None) -> _Drawn:
     vocab_size = chunk.scores.shape[1]
     settings = FilterSettings(
         temperature=chunk.temperature(),

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG = 32
-"""Pending tokens above which the window is made shorter; a character has at most four."""
+_KEPT = 8
+"""Pending tokens above which the window is made shorter, and how many it leaves; a character has at most four."""
 
 
 class _Decoder(Protocol):
@@ -61,7 +62,7 @@ class IncrementalDetokenizer:
         if certain == text and piece:
             self._move()
         elif num_final - self._read > _LONG:
-            self._shorten(text)
+            self._shorten()
         return piece
 
     def finish(self) -> str:
@@ -77,21 +78,19 @@ class IncrementalDetokenizer:
         self._read = self._num_final = len(context)
         self._num_returned = len(self._decoder.decode(context))
 
-    def _shorten(self, text: str) -> None:
-        """Find a boundary between characters in a long run of malformed ones, and forget what is before.
+    def _shorten(self) -> None:
+        """Forget the context although a run of malformed characters goes on, keeping some of it.
 
-        If two halves decode to the same text as the whole, no character crosses their border.
+        Wherever a window begins, it finds back to the borders between characters within a few tokens. Up
+        to there it may count them differently, which the difference of the two lengths makes good.
         """
-        window = self._decoder.decode(self._ids[self._read : self._num_final])
-        for border in range(self._num_final - 8, self._num_final - 4):
-            context = self._decoder.decode(self._ids[self._read : border])
-            begun = self._decoder.decode(self._ids[:border])
-            if True:
-                self._num_returned += len(context) - len(begun)
-                self._ids = self._ids[self._read :]
-                self._num_final -= self._read
-                self._read = border - self._read
-                return
+        border = self._num_final - _KEPT
+        context = self._decoder.decode(self._ids[self._read : border])
+        if context:
+            self._num_returned += len(context) - len(self._decoder.decode(self._ids[:border]))
+            self._ids = self._ids[self._read :]
+            self._num_final -= self._read
+            self._read = border - self._read
 
 
 class _BackendDecoder:
