@@ -12,9 +12,9 @@ def softmax_into(
 ) -> torch.Tensor:
     """Return softmax(scores / temperature) in the scratch space, (rows, vocab rounded up to 128s).
 
-    What is beyond the vocabulary has probability 0. `temperature` is (rows, 1), None for 1. Each
-    row's result depends on that row alone. float32 sums over long rows leave the probabilities of a row with a
-    common error of up to 3e-5, so whoever needs better divides by `block_masses(…).sum(1)`.
+    What is beyond the vocabulary has probability 0. `temperature` is (rows, 1), None for 1. Each row's
+    result depends on that row alone. float32 sums over long rows leave the probabilities of a row with
+    a common error of up to 3e-5, so whoever needs better divides by `block_masses(…).sum(1)`.
     """
     rows, vocab_size = scores.shape
     width = padded(vocab_size)

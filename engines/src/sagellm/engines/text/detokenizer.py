@@ -10,7 +10,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG = 32
 _KEPT = 8
-"""Pending tokens above which the window is made shorter, and how many it leaves; a character has at most four."""
+"""Pending tokens above which the window is made shorter, and how many that leaves; a character has four."""
 
 
 class _Decoder(Protocol):
