@@ -89,6 +89,7 @@ _NAMES = {
     """,
     "protocols.model_family": """
         BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily
+        TensorLoader
     """,
     "protocols.prefix_cache": """
         InsertResult KVBlockDescriptor NullPrefixCache PrefixCacheMetrics PrefixCacheProtocol PrefixMatch

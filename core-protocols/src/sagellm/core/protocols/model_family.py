@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sagellm.core.errors import UnsupportedModelError
 
@@ -35,19 +35,29 @@ class ModelGeometry:
     tie_word_embeddings: bool = False
 
 
+class TensorLoader(Protocol):
+    """Reads tensors of a checkpoint, floating-point ones in the context's dtype."""
+
+    def __call__(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a new tensor on the host; or fill `out`, on any device, and return that.
+
+        Reading into the place where a tensor is to stay saves a copy, and the holes that freed
+        copies leave behind.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
     """Everything a family needs to build a model: where weights come from and in what form.
 
-    `load(name)` returns a new tensor on the host with the content of one tensor of the
-    checkpoint, floating-point ones in `dtype`; each is asked for once. Linear weights go through
-    `quantizer` where there is one: the projections of the layers and an untied head.
+    Each tensor is asked for once. Linear weights go through `quantizer` where there is one: the
+    projections of the layers and an untied head.
     """
 
     dtype: torch.dtype
     device: torch.device
     tensor_names: frozenset[str]
-    load: Callable[[str], torch.Tensor]
+    load: TensorLoader
     quantizer: QuantizerProtocol | None = None
 
 

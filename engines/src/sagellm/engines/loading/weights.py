@@ -32,16 +32,19 @@ _STAGING_BYTES = 16 << 20
 class WeightReader:
     """Reads one tensor at a time; floating-point ones come in the wanted dtype.
 
-    Peak memory is the tensor itself, plus 16 MiB where its type is converted. Calls may come from
-    several threads.
+    Peak memory is the tensor itself, plus 16 MiB where its type or device changes. Calls may come
+    from several threads.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
         self._tensors = tensors
         self._dtype = dtype
 
-    def load(self, name: str) -> torch.Tensor:
-        """Read a tensor. Raises CheckpointError if its type cannot be used or the file has changed."""
+    def load(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a tensor, into `out` if that is given, on whatever device it is.
+
+        Raises CheckpointError if its type cannot be used or the file has changed.
+        """
         stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
@@ -50,18 +53,20 @@ class WeightReader:
             )
         source = _DTYPES[stored.dtype]
         target = self._dtype if stored.dtype in _FLOATS else source
-        tensor = torch.empty(stored.shape, dtype=target)
+        if out is None:
+            out = torch.empty(stored.shape, dtype=target)
+        assert out.shape == stored.shape and out.is_contiguous(), "out has the tensor's shape, in one piece"
         if not stored.num_bytes:
-            return tensor
+            return out
         try:
             with open(stored.path, "rb", buffering=0) as file:
-                if source == target:
-                    _fill(file.fileno(), tensor.reshape(-1).view(torch.uint8), stored.offset)
+                if source == out.dtype and out.device.type == "cpu":
+                    _fill(file.fileno(), out.view(-1).view(torch.uint8), stored.offset)
                 else:
-                    _fill_converted(file.fileno(), tensor, stored, source)
+                    _fill_staged(file.fileno(), out, stored, source)
         except EOFError:
             raise CheckpointError(f"{stored.path} became shorter while it was read") from None
-        return tensor
+        return out
 
 
 def _fill(descriptor: int, target: torch.Tensor, offset: int) -> None:
@@ -73,8 +78,8 @@ def _fill(descriptor: int, target: torch.Tensor, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _fill_converted(descriptor: int, tensor: torch.Tensor, stored: StoredTensor, source: torch.dtype) -> None:
-    flat, item_bytes = tensor.reshape(-1), ITEM_BYTES[stored.dtype]
+def _fill_staged(descriptor: int, tensor: torch.Tensor, stored: StoredTensor, source: torch.dtype) -> None:
+    flat, item_bytes = tensor.view(-1), ITEM_BYTES[stored.dtype]
     staging = torch.empty(min(flat.numel(), _STAGING_BYTES // item_bytes), dtype=source)
     for begin in range(0, flat.numel(), staging.numel()):
         part = flat[begin : begin + staging.numel()]

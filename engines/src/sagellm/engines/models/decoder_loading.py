@@ -104,7 +104,7 @@ class DecoderBuilder:
         )
 
     def _tensor(self, name: str) -> torch.Tensor:
-        tensor = self._context.load(name).to(self._context.device)
+        tensor = self._joined([name])
         self._others.append(tensor)
         return tensor
 
@@ -130,15 +130,13 @@ class DecoderBuilder:
         return layer
 
     def _joined(self, names: Sequence[str]) -> torch.Tensor:
-        """Read tensors one below the other into a single one, holding one of them twice at most."""
+        """Read tensors one below the other into a single one."""
         context = self._context
-        if len(names) == 1:
-            return context.load(names[0]).to(context.device)
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
         joined = torch.empty(rows, *shapes[0][1:], dtype=context.dtype, device=context.device)
         for name, part in zip(names, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
-            part.copy_(context.load(name))
+            context.load(name, part)
         return joined
 
     def _weigh(self) -> ModelFamilyMetrics:
