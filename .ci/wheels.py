@@ -13,6 +13,7 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from venvs import MEMBERS, ROOT, Environment, Stopwatch
 
@@ -74,7 +75,9 @@ def check(folder: str, scratch: Path, constraints: Path, core: Path, watch: Stop
 
     # pip cannot join an extra with a constraint that is a file, so here the wheel is named itself.
     kit = f"sagellm-core-protocols[testing] @ {core.as_uri()}"
-    environment.pip("install", "-q", "-c", str(ROOT / "constraints.txt"), kit, "pytest-timeout")
+    tools = [tool for tool in test_requirements(alone) if not tool.startswith("sagellm-")]
+    pins = str(ROOT / "constraints.txt")
+    environment.pip("install", "-q", "-c", pins, kit, "pytest-timeout", *tools)
     environment.pytest("tests", cwd=alone)
     watch.lap(f"{folder}: its tests from its folder alone")
     shutil.rmtree(environment.folder)

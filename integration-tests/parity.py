@@ -212,10 +212,9 @@ def make_engine(case: Case, reference: Reference, **settings: Any) -> LLMEngine:
     """Build the engine that a case asks for."""
     prompts = prompts_of(case, reference)
     longest = max(map(len, prompts)) + NUM_OUTPUT_TOKENS
-    total = sum(len(prompt) + NUM_OUTPUT_TOKENS for prompt in prompts)
-    blocks = (longest if case.pool == "tight" else total) // case.block_size + len(prompts)
-    if case.pool == "tight":
-        blocks = -(-longest // case.block_size) + 2
+    longest_blocks = -(-longest // case.block_size)
+    total_blocks = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // case.block_size) for prompt in prompts)
+    blocks = longest_blocks if case.pool == "tight" else total_blocks
     return LLMEngine(
         model=str(reference.path),
         dtype="float32",

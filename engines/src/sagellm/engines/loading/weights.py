@@ -55,7 +55,8 @@ class WeightReader:
         target = self._dtype if stored.dtype in _FLOATS else source
         if out is None:
             out = torch.empty(stored.shape, dtype=target)
-        assert out.shape == stored.shape and out.is_contiguous(), "out has the tensor's shape, in one piece"
+        assert out.shape == stored.shape, "out has the tensor's shape"
+        assert out.is_contiguous(), "out is one piece"
         if not stored.num_bytes:
             return out
         try:
