@@ -85,11 +85,18 @@ def check(folder: str, scratch: Path, constraints: Path, core: Path, watch: Stop
 
 def module_of(folder: Path) -> str:
     """Return the import name that the folder's only entry point gives."""
-    entry_points = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"][
-        "sagellm"
-    ]
-    (target,) = entry_points.values()
+    (target,) = project_of(folder)["entry-points"]["sagellm"].values()
     return str(target).removesuffix(".plugin")
+
+
+def test_requirements(folder: Path) -> list[str]:
+    """Return what the folder's extra `testing` asks for."""
+    return list(project_of(folder).get("optional-dependencies", {}).get("testing", []))
+
+
+def project_of(folder: Path) -> dict[str, Any]:
+    """Return the project table of the folder's metadata."""
+    return dict(tomllib.loads((folder / "pyproject.toml").read_text())["project"])
 
 
 def examples(readme: Path) -> list[str]:
