@@ -41,7 +41,7 @@ def churn(engine, num_requests: int, rng: random.Random) -> None:
 
 @pytest.mark.full
 def test_random_aborts_lose_no_block_and_memory_is_flat(make_engine, all_blocks_are_back):
-    engine = make_engine(num_blocks=96, max_num_batched_tokens=64)
+    engine = make_engine(num_blocks=32, max_num_batched_tokens=64)
     rng = random.Random(5)
     churn(engine, 1000, rng)
     assert all_blocks_are_back(engine)

@@ -54,7 +54,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
         group = layout.group
         dtype = getattr(torch, group.dtype)
         try:
-            # Zeros, because KV that was never written must not hold infinities; free until touched.
+            # Zeros: KV never written must not hold infinities, and memory once touched cannot run out.
             flat = torch.zeros(needed // layout.item_bytes, dtype=dtype, device=self._device)
         except (RuntimeError, MemoryError) as error:
             raise OutOfMemoryError(
