@@ -55,7 +55,8 @@ class PackedLinear:
             return False
         ops = torch.ops.mkldnn
         names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-        if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, name) for name in names):
+        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if not available or not all(hasattr(ops, name) for name in names):
             return False
         return bool(ops._is_mkldnn_bf16_supported())
 
