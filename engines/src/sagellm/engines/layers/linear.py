@@ -37,7 +37,8 @@ class Linear:
 class PackedLinear:
     """The same in bfloat16 on a CPU, with the weight in the order in which oneDNN reads it.
 
-    A product with few rows takes 0.5 to 0.7 of the time (AVX-512 and AMX); memory is the same.
+    A product with few rows takes 0.5 to 0.7 of the time (AVX-512 and AMX); memory is the same. The
+    weight is copied: the caller may use its memory again.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -49,9 +50,9 @@ class PackedLinear:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     @staticmethod
-    def takes(weight: torch.Tensor) -> bool:
-        """Say whether a weight can be packed on this machine, with this version of torch."""
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+    def takes(dtype: torch.dtype, device: torch.device) -> bool:
+        """Say whether such weights can be packed on this machine, with this version of torch."""
+        if device.type != "cpu" or dtype != torch.bfloat16:
             return False
         ops = torch.ops.mkldnn
         names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
@@ -90,5 +91,6 @@ def make_linear(
 ) -> LinearLayer:
     """Make the layer that a weight (out, in) becomes with this quantizer, or with none."""
     if quantizer is None:
-        return PackedLinear(weight, bias) if PackedLinear.takes(weight) else Linear(weight, bias)
+        packs = PackedLinear.takes(weight.dtype, weight.device)
+        return PackedLinear(weight, bias) if packs else Linear(weight, bias)
     return QuantizedLinear(quantizer, quantizer.quantize(weight), bias)

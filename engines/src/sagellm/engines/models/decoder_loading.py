@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from sagellm.core import BuildContext, ModelFamilyMetrics
-from sagellm.engines.layers.linear import Linear, LinearLayer, make_linear
+from sagellm.engines.layers.linear import Linear, LinearLayer, PackedLinear, make_linear
 from sagellm.engines.layers.rms_norm import HeadNorm, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding
 from sagellm.engines.models.decoder import (
@@ -69,6 +70,8 @@ class DecoderBuilder:
         self._shapes = decoder_shapes(config)
         self._linears: list[LinearLayer] = []
         self._others: list[torch.Tensor] = []
+        self._staging = torch.empty(0, dtype=context.dtype, device=context.device)
+        self._packs = context.quantizer is None and PackedLinear.takes(context.dtype, context.device)
 
     def build(self) -> Decoder:
         """Read every tensor and put the layers together."""
@@ -122,22 +125,32 @@ class DecoderBuilder:
         )
 
     def _linear(self, modules: Sequence[str]) -> LinearLayer:
-        weight = self._joined([f"{module}.weight" for module in modules])
+        # Read into one buffer where it is copied anyway: freed among what stays, it would leave holes.
+        weight = self._joined([f"{module}.weight" for module in modules], staged=self._packs)
         biases = [f"{module}.bias" for module in modules]
         bias = self._joined(biases) if biases[0] in self._shapes else None
         layer = make_linear(weight, bias, self._context.quantizer)
         self._linears.append(layer)
         return layer
 
-    def _joined(self, names: Sequence[str]) -> torch.Tensor:
-        """Read tensors one below the other into a single one."""
+    def _joined(self, names: Sequence[str], *, staged: bool = False) -> torch.Tensor:
+        """Read tensors one below the other into a single one, which the next staged one overwrites."""
         context = self._context
         shapes = [self._shapes[name] for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        joined = torch.empty(rows, *shapes[0][1:], dtype=context.dtype, device=context.device)
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if staged:
+            joined = self._stage(shape)
+        else:
+            joined = torch.empty(shape, dtype=context.dtype, device=context.device)
         for name, part in zip(names, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
             context.load(name, part)
         return joined
+
+    def _stage(self, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape)
+        if self._staging.numel() < size:
+            self._staging = self._staging.new_empty(size)
+        return self._staging[:size].view(shape)
 
     def _weigh(self) -> ModelFamilyMetrics:
         return ModelFamilyMetrics(
