@@ -56,6 +56,7 @@ class HeadNorm:
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """Normalise (tokens, heads + kv_heads, dim)."""
         normalised = torch.empty_like(heads)
-        for part, out in zip(heads.split(_TILE_TOKENS), normalised.split(_TILE_TOKENS), strict=True):
+        tiles = torch.split(heads, _TILE_TOKENS), torch.split(normalised, _TILE_TOKENS)
+        for part, out in zip(*tiles, strict=True):
             torch.mul(functional.rms_norm(part, self._shape, None, self.eps), self.weight, out=out)
         return normalised
