@@ -7,6 +7,10 @@ Each sequence is attended to on its own, so that its result does not depend on i
   batch is slower on a CPU, most of all where lengths differ, and would read stale slots.
 - the first tokens of a prompt: keys and values are at hand, nothing is gathered.
 - later tokens of a prompt: gathered, with an explicit mask, a tile of queries at a time.
+
+On a CPU all of it is computed in float32. torch's kernel for 16-bit inputs rounds the softmax to 16
+bits, so that a token's output differs between these three ways, and with it what a preempted or
+cached prompt generates; in float32 they round to the same (docs/decisions/0006).
 """
 
 from __future__ import annotations
@@ -150,8 +154,10 @@ class SDPABackend(AttentionBackendProtocol):
         spec: AttentionSpec,
     ) -> None:
         key, value = self._read(layer_kv, plan, span, spec.sliding_window)
-        grouped = query[span.start].view(1, key.shape[0], self._group, key.shape[2])
-        result = functional.scaled_dot_product_attention(grouped, key[None], value[None], scale=spec.scale)
+        grouped = _widened(query[span.start]).view(1, key.shape[0], self._group, key.shape[2])
+        result = functional.scaled_dot_product_attention(
+            grouped, _widened(key)[None], _widened(value)[None], scale=spec.scale
+        )
         out[span.start] = result.view(-1, key.shape[2])
 
     def _prefill(
@@ -163,12 +169,12 @@ class SDPABackend(AttentionBackendProtocol):
         spec: AttentionSpec,
     ) -> None:
         # Heads as (kv_heads, group): KV is seen once for each of a group's heads, with stride 0.
-        key, value = (part[:, None].expand(-1, self._group, -1, -1) for part in keys)
+        key, value = (_widened(part)[:, None].expand(-1, self._group, -1, -1) for part in keys)
         num_queries, num_keys, window = len(query), key.shape[2], spec.sliding_window
-        shape = (num_queries, key.shape[0], self._group, key.shape[3])
-        grouped = query.view(shape).permute(1, 2, 0, 3)  # (kv_heads, group, queries, dim)
-        target = out.view(shape).permute(1, 2, 0, 3)
         attend = functional.scaled_dot_product_attention
+        shape = (num_queries, key.shape[0], self._group, key.shape[3])
+        grouped = _widened(query).view(shape).permute(1, 2, 0, 3)  # (kv_heads, group, queries, dim)
+        target = out.view(shape).permute(1, 2, 0, 3)
         if num_queries == num_keys and (window is None or num_keys <= window):
             target.copy_(attend(grouped, key, value, is_causal=True, scale=spec.scale))
             return
@@ -185,3 +191,8 @@ class SDPABackend(AttentionBackendProtocol):
                 scale=spec.scale,
             )
             target[:, :, begin:end].copy_(result)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type that attention is computed in."""
+    return tensor.float() if tensor.device.type == "cpu" else tensor
