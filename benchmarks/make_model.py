@@ -8,10 +8,12 @@ from pathlib import Path
 from sagellm.engines.testing import make_checkpoint, qwen3_0_6b_config
 
 
-def ensure(path: Path) -> Path:
+def ensure(path: Path, *, sharpness: float = 1.0) -> Path:
     """Make the checkpoint unless it is there already."""
     if not (path / "config.json").exists():
-        make_checkpoint(path, family="qwen3", seed=0, dtype="bfloat16", **qwen3_0_6b_config())
+        make_checkpoint(
+            path, family="qwen3", seed=0, dtype="bfloat16", sharpness=sharpness, **qwen3_0_6b_config()
+        )
     return path
 
 

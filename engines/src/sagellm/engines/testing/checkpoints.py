@@ -51,14 +51,22 @@ def qwen3_0_6b_config() -> dict[str, Any]:
 
 
 def make_checkpoint(
-    path: str | Path, *, family: str = "qwen3", seed: int = 0, dtype: str = "float32", **config_overrides: Any
+    path: str | Path,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    dtype: str = "float32",
+    sharpness: float = 1.0,
+    **config_overrides: Any,
 ) -> Path:
     """Write a checkpoint with random weights and a working tokenizer, and return its directory.
 
     `family` is a model type of transformers; `config_overrides` are fields of its config. Equal
     arguments give equal weights. They are scaled so that greedy outputs do not soon repeat
-    themselves, and no norm is one and no bias zero, so that a part left out shows. Raises
-    ConfigError for an unknown family, dtype or size.
+    themselves, and no norm is one and no bias zero, so that a part left out shows. Many such layers
+    magnify a rounding error as no trained model does; a `sharpness` below 1 scales down the norms of
+    queries and keys, where a family has them, and with them that effect. Raises ConfigError for an unknown family,
+    dtype or size.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -74,7 +82,7 @@ def make_checkpoint(
     with torch.inference_mode(), quiet_transformers(), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
         model.tie_weights()  # part of the initialization that was left out
-        _randomize(model, torch.Generator().manual_seed(seed))
+        _randomize(model, torch.Generator().manual_seed(seed), sharpness)
     model.generation_config.update(do_sample=False, pad_token_id=end_of_text, eos_token_id=end_turn)
     with quiet_transformers():
         model.save_pretrained(path)
@@ -95,7 +103,7 @@ def _make_config(family: str, values: dict[str, Any]) -> Any:
         raise ConfigError(f"transformers refuses this {family} config: {error}") from error
 
 
-def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
+def _randomize(model: PreTrainedModel, generator: torch.Generator, sharpness: float) -> None:
     import torch
 
     embedding = model.get_input_embeddings().weight
@@ -111,6 +119,6 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
             values = torch.randn(parameter.shape, generator=generator).mul_(0.3)
         else:
             # Norms of query and key are larger: they make attention choose, so that context counts.
-            scale = 3.0 if "q_norm" in name or "k_norm" in name else 1.0
+            scale = 3.0 * sharpness if "q_norm" in name or "k_norm" in name else 1.0
             values = torch.rand(parameter.shape, generator=generator).add_(0.5).mul_(scale)
         parameter.copy_(values)
