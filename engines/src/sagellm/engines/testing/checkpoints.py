@@ -65,8 +65,8 @@ def make_checkpoint(
     arguments give equal weights. They are scaled so that greedy outputs do not soon repeat
     themselves, and no norm is one and no bias zero, so that a part left out shows. Many such layers
     magnify a rounding error as no trained model does; a `sharpness` below 1 scales down the norms of
-    queries and keys, where a family has them, and with them that effect. Raises ConfigError for an unknown family,
-    dtype or size.
+    queries and keys, where a family has them, and with them that effect. Raises ConfigError for an
+    unknown family, dtype or size.
     """
     import torch
     from transformers import AutoModelForCausalLM
