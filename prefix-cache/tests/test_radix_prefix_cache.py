@@ -178,16 +178,6 @@ def test_a_tree_deeper_than_the_recursion_limit_is_cleared_and_checked():
     cache.check_integrity()
 
 
-def test_coming_and_going_leaves_no_garbage(cache):
-    insert(cache, range(8), 0)
-    insert(cache, range(50, 58), 10)
-    for _ in range(1_000):
-        for first in (0, 50, 0):
-            cache.unlock(cache.lock(cache.match_prefix(range(first, first + 8))))
-    order = cache._tree.order
-    assert len(order._queue) + len(order._heap) < 100
-
-
 def test_try_reuse_returns_blocks_or_none(cache):
     insert(cache, range(8), 0)
     reuse = CrossRequestKVCache(cache)

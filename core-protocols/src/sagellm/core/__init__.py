@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sagellm.core.metrics.lifetime import *
     from sagellm.core.metrics.roofline import *
     from sagellm.core.namespace import *
+    from sagellm.core.node_ranking import *
     from sagellm.core.plugins.hookspecs import *
     from sagellm.core.plugins.provider import *
     from sagellm.core.plugins.registry import *
@@ -68,6 +69,7 @@ _NAMES = {
     "metrics.lifetime": "lifetime_mae median_mae within_10_percent within_10_percent_or_5_tokens",
     "metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
     "namespace": "DEFAULT Namespace",
+    "node_ranking": "NodeRanking",
     "plugins.hookspecs": "hookimpl",
     "plugins.provider": "KINDS Provider",
     "plugins.registry": "InstalledPlugin InstalledProvider PluginRegistry",

@@ -8,13 +8,13 @@ from dataclasses import replace
 from heapq import heapify, heappop
 
 from sagellm.core.ids import BlockId, NodeId, SequenceId
+from sagellm.core.node_ranking import NodeRanking
 from sagellm.core.protocols.eviction import (
     CachedNode,
     EvictionCandidate,
     EvictionMetrics,
     EvictionPolicyProtocol,
 )
-from sagellm.kvmgr.eviction.ranking import Ranking
 
 
 class RankedEvictionPolicy(EvictionPolicyProtocol):
@@ -24,7 +24,7 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
     """
 
     def __init__(self) -> None:
-        self._ranking = Ranking(self.node_key)
+        self._ranking = NodeRanking(self.node_key)
         self._metrics = EvictionMetrics()
         self._named: NodeId | None = None  # the last victim, until it has left
 

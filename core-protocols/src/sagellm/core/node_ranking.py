@@ -1,4 +1,4 @@
-"""The order that simple policies share: by any key, with removal from anywhere."""
+"""Nodes of a prefix cache in the order of a key, with removal from anywhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import TypeAlias
 from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
 
-RankKey = Callable[[CachedNode], float]
-"""Gives a node its rank, the smallest to go first."""
-
 _Entry: TypeAlias = tuple[float, NodeId, CachedNode]
 
 _MAX_STALE = 64
 
 
-class Ranking:
+class NodeRanking:
     """Nodes by key, of equal keys the older node first. The key is read when a node is added.
 
     Nodes that come in ascending order wait in a queue, O(1); the others wait in a heap. Removal
@@ -26,7 +23,7 @@ class Ranking:
     kind when there are many: O(log n) a call, amortised.
     """
 
-    def __init__(self, key: RankKey) -> None:
+    def __init__(self, key: Callable[[CachedNode], float]) -> None:
         self._key = key
         self._queue: deque[_Entry] = deque()  # strictly ascending
         self._heap: list[_Entry] = []
@@ -65,6 +62,10 @@ class Ranking:
         if not heap:
             return queue[0][2] if queue else None
         return min(queue[0], heap[0])[2] if queue else heap[0][2]
+
+    def keys(self) -> dict[NodeId, float]:
+        """Return the key of each node as it was when the node was added."""
+        return dict(self._live)
 
     def _drop_stale(self) -> None:
         # A node that went and came back unchanged may stand in both, so up to twice the live ones stay.

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from sagellm.core import Randomness
+from sagellm.core import NodeRanking, Randomness
 from sagellm.core.testing.eviction import make_node
-from sagellm.kvmgr.eviction.ranking import Ranking
 
 
 def test_nodes_come_out_by_key_and_equal_ones_by_age():
-    ranking = Ranking(lambda node: node.last_access_ns)
+    ranking = NodeRanking(lambda node: node.last_access_ns)
     for node_id, key in ((3, 5), (1, 5), (2, 4), (5, 9), (4, 9)):
         ranking.add(make_node(node_id, last_access_ns=key))
     order = []
@@ -18,7 +17,7 @@ def test_nodes_come_out_by_key_and_equal_ones_by_age():
 
 
 def test_adding_again_moves_a_node():
-    ranking = Ranking(lambda node: node.last_access_ns)
+    ranking = NodeRanking(lambda node: node.last_access_ns)
     first, second = make_node(1, last_access_ns=1), make_node(2, last_access_ns=2)
     ranking.add(first)
     ranking.add(second)
@@ -30,17 +29,29 @@ def test_adding_again_moves_a_node():
     assert ranking.first() is first
     assert len(ranking) == 2
     assert first in ranking
+    assert ranking.keys() == {1: 3, 2: 9}
 
 
 def test_discarding_what_is_not_there_does_nothing():
-    ranking = Ranking(lambda node: 0)
+    ranking = NodeRanking(lambda node: 0)
     ranking.discard(make_node(1))
     assert ranking.first() is None
 
 
+def test_coming_and_going_leaves_no_garbage():
+    ranking = NodeRanking(lambda node: node.last_access_ns)
+    nodes = [make_node(1), make_node(2)]
+    for time in range(1_000):
+        for node, key in zip(nodes, (time, 0), strict=True):
+            node.last_access_ns = key
+            ranking.add(node)
+            ranking.discard(node)
+    assert len(ranking._queue) + len(ranking._heap) < 100
+
+
 def test_ten_thousand_random_changes_agree_with_sorting():
     random = Randomness(0).stream("ranking")
-    ranking = Ranking(lambda node: node.last_access_ns)
+    ranking = NodeRanking(lambda node: node.last_access_ns)
     nodes = [make_node(node_id) for node_id in range(30)]
     live: dict[int, tuple[int, int]] = {}
     for _ in range(10_000):
