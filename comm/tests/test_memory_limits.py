@@ -2,7 +2,7 @@
 
 import pytest
 
-from sagellm.comm import LocalTopology
+from sagellm.comm import LocalTopology, read_memory
 
 MIB = 1 << 20
 KIB_TOTAL, KIB_AVAILABLE = 16 << 20, 12 << 20  # 16 GiB, of which 12 are available
@@ -124,3 +124,8 @@ def test_no_group_at_all_is_a_warning(build):
     limit, _, warnings = read(machine)
     assert limit == TOTAL
     assert any("/proc/self/cgroup" in warning for warning in warnings)
+
+
+def test_this_machines_memory_can_be_read_by_itself():
+    memory = read_memory()
+    assert 0 < memory.available_bytes <= memory.limit_bytes <= memory.total_bytes

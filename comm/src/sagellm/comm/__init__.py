@@ -6,6 +6,7 @@ from sagellm.core._lazy import lazy
 
 if TYPE_CHECKING:
     from sagellm.comm.local import LocalTopology as LocalTopology
+    from sagellm.comm.memory import Memory as Memory, read_memory as read_memory
     from sagellm.core.protocols.topology import (
         CPU as CPU,
         GPU as GPU,
@@ -26,12 +27,14 @@ __all__ = [
     "Cache",
     "Link",
     "LocalTopology",
+    "Memory",
     "NetworkInterface",
     "NumaNode",
     "Topology",
     "TopologyMetrics",
     "TopologyProtocol",
     "__version__",
+    "read_memory",
 ]
 
 __getattr__ = lazy(
@@ -42,10 +45,12 @@ __getattr__ = lazy(
         "GPU": "sagellm.core.protocols.topology",
         "Link": "sagellm.core.protocols.topology",
         "LocalTopology": ".local",
+        "Memory": ".memory",
         "NetworkInterface": "sagellm.core.protocols.topology",
         "NumaNode": "sagellm.core.protocols.topology",
         "Topology": "sagellm.core.protocols.topology",
         "TopologyMetrics": "sagellm.core.protocols.topology",
         "TopologyProtocol": "sagellm.core.protocols.topology",
+        "read_memory": ".memory",
     },
 )

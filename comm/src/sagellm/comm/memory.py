@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from sagellm.comm.tree import Tree
 
@@ -45,8 +45,12 @@ _VERSION_2 = _Version(
 )
 
 
-def read_memory(tree: Tree) -> Memory:
-    """Read the machine's memory and the tightest limit among this process's control groups."""
+def read_memory(tree: Tree | None = None) -> Memory:
+    """Read this machine's memory and the tightest limit among this process's control groups.
+
+    All zeros where nothing tells. A `tree` gathers warnings, and may be another machine's files.
+    """
+    tree = Tree(Path("/")) if tree is None else tree
     meminfo = _meminfo(tree)
     total = meminfo.get("MemTotal", 0)
     available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
