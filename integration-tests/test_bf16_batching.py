@@ -31,7 +31,7 @@ def make_engine(path: Path, **settings: Any) -> LLMEngine:
 
 def run_alone(path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Alone]:
     engine = make_engine(path, num_blocks=64, enable_prefix_caching=False)
-    runner: Any = engine.client.core._parts.runner  # type: ignore[attr-defined]
+    runner: Any = engine.client.core.runner  # type: ignore[attr-defined]
     execute, margins = runner.execute_model, []
 
     def record(batch: Any) -> Any:

@@ -23,7 +23,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def change_inputs(engine: LLMEngine, change: Callable[[InputBatch], None]) -> None:
-    runner: Any = engine.client.core._parts.runner  # type: ignore[attr-defined]
+    runner: Any = engine.client.core.runner  # type: ignore[attr-defined]
     prepare = runner.prepare_inputs
 
     def prepare_inputs(scheduled: Any) -> InputBatch:
@@ -54,7 +54,7 @@ def swap_two_blocks(engine: LLMEngine) -> None:
 
 
 def shorten_the_window(engine: LLMEngine) -> None:
-    backend: AttentionBackendProtocol = engine.client.core._parts.runner.backend._attention  # type: ignore[attr-defined]
+    backend: AttentionBackendProtocol = engine.client.core.runner.backend._attention  # type: ignore[attr-defined]
     forward = backend.forward
 
     def forward_with_less(query: Any, key: Any, value: Any, layer_kv: Any, plan: object, spec: Any) -> Any:

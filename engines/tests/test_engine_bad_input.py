@@ -70,7 +70,7 @@ def test_a_request_that_no_pool_could_hold_names_blocks_and_setting(engine):
 def test_the_error_of_one_request_leaves_the_others_alone(make_engine, all_blocks_are_back, monkeypatch):
     engine = make_engine()
     expected = engine.generate([[5, 6, 7], [8, 9]], GREEDY)
-    runner = engine.client.core._parts.runner
+    runner = engine.client.core.runner
     forward = runner.execute_model
 
     def fail_for_13(batch):

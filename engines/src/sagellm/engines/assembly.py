@@ -115,8 +115,6 @@ def assemble(
     """Load the model of a configuration and build everything around it."""
     runtime = runtime or Runtime.system(seed=config.model.seed)
     registry = registry or PluginRegistry.load()
-    if config.model.name is None:
-        raise ConfigError("model.name is not set; name a model: a directory or a hub id")
     device = resolve_device(config.model.device)
     config = config.with_values({"model.device": str(device)})
     modules = Modules(registry, config)
@@ -125,8 +123,6 @@ def assemble(
         quantizer = modules.make("quantizer", config.model.quantization)
     loaded = load_model(config.model, registry, device=device, quantizer=quantizer)
     geometry = loaded.geometry
-    config = config.with_values({"model.dtype": loaded.dtype_name})
-    modules = Modules(registry, config)
     layout = KVLayout(
         group=KVGroup(
             layer_ids=tuple(range(geometry.num_layers)),
@@ -148,7 +144,7 @@ def assemble(
         device=device,
         fraction=config.kv.memory_fraction,
     )
-    config = config.with_values({"kv.num_blocks": num_blocks})
+    config = config.with_values({"model.dtype": loaded.dtype_name, "kv.num_blocks": num_blocks})
     attention = modules.make(
         "attention_backend",
         config.forward.attention,
@@ -162,6 +158,9 @@ def assemble(
     )
     core = build_core(modules, backend, layout, num_blocks=num_blocks, runtime=runtime)
     core.add_metrics("model_family", loaded.model.metrics)
+    core.add_metrics("attention_backend", attention.metrics)
+    if quantizer is not None:
+        core.add_metrics("quantizer", quantizer.metrics)
     limits = RequestLimits(
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,

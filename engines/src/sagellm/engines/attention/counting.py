@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 from sagellm.core import AttentionMetrics, InputBatch, UnsupportedModelError
@@ -24,7 +25,7 @@ class StepCounter:
 
     def metrics(self) -> AttentionMetrics:
         """Return the counts so far."""
-        return self._metrics
+        return replace(self._metrics, details=dict(self._metrics.details))
 
 
 def query_starts(batch: InputBatch) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field as dataclass_field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagellm.core import (
@@ -59,7 +59,7 @@ class CoreParts:
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
-    metrics_of: dict[str, Callable[[], Any]] = dataclass_field(default_factory=dict)
+    metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 class EngineCore:
@@ -71,8 +71,8 @@ class EngineCore:
     """
 
     def __init__(self, parts: CoreParts) -> None:
+        self.scheduler, self.kv, self.runner = parts.scheduler, parts.kv, parts.runner
         self._parts = parts
-        self._scheduler = parts.scheduler
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._first_token_ns: dict[SequenceId, int] = {}
@@ -86,7 +86,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Compute one step and return what it did to each sequence that it sampled or ended."""
         started_ns = self._clock.now_ns()
-        scheduled = self._scheduler.schedule()
+        scheduled = self.scheduler.schedule()
         sampled = self._run(scheduled)
         outputs = [self._advance(entry, sampled.get(entry.sequence.sequence_id)) for entry in scheduled]
         self._observe(started_ns, scheduled)
@@ -102,40 +102,31 @@ class EngineCore:
         )
         sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
-        self._scheduler.add(sequence)
+        self.scheduler.add(sequence)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End sequences before their time; those that have ended already are passed over."""
         for sequence_id in sequence_ids:
-            if sequence_id in self._scheduler:
+            if sequence_id in self.scheduler:
                 self._finish(sequence_id, finish_reason)
 
     def has_unfinished(self) -> bool:
         """Say whether a sequence waits or runs."""
-        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+        return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot with the metrics of every module."""
-        current = self._metrics
-        current.num_running = self._scheduler.num_running
-        current.num_waiting = self._scheduler.num_waiting
-        current.num_preemptions = self._scheduler.num_preemptions
-        current.modules = {kind: read() for kind, read in self._parts.metrics_of.items()}
-        return current
+        return replace(
+            self._metrics,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_preemptions=self.scheduler.num_preemptions,
+            modules={kind: read() for kind, read in self._parts.metrics_of.items()},
+        )
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""
         self._parts.metrics_of[kind] = read
-
-    @property
-    def kv(self) -> KVCacheManager:
-        """The manager of blocks."""
-        return self._parts.kv
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The queues."""
-        return self._parts.scheduler
 
     def _run(self, scheduled: list[ScheduledSequence]) -> dict[SequenceId, SampledToken | Exception]:
         if not scheduled:
@@ -153,8 +144,8 @@ class EngineCore:
     def _forward_and_sample(
         self, scheduled: list[ScheduledSequence]
     ) -> dict[SequenceId, SampledToken | Exception]:
-        batch = self._parts.runner.prepare_inputs(scheduled)
-        logits = self._parts.runner.execute_model(batch)
+        batch = self.runner.prepare_inputs(scheduled)
+        logits = self.runner.execute_model(batch)
         sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
         tokens = self._parts.sampler.sample(logits, [_sampling_row(sequence) for sequence in sampled])
         return {sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)}
@@ -172,7 +163,7 @@ class EngineCore:
             return None
         if not sequence.output_token_ids:
             self._first_token_ns[sequence.sequence_id] = self._clock.now_ns()
-            self._parts.kv.share_computed(sequence)
+            self.kv.share_computed(sequence)
         sequence.output_token_ids.append(result.token_id)
         sequence.schedule.num_tokens += 1
         reason, stop_reason = check_stop_conditions(
@@ -189,7 +180,7 @@ class EngineCore:
         )
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
-        sequence = self._scheduler.finish(sequence_id, _STATUS[reason])
+        sequence = self.scheduler.finish(sequence_id, _STATUS[reason])
         finished_ns = self._clock.now_ns()
         num_output_tokens = len(sequence.output_token_ids)
         self._metrics.num_finished += 1
@@ -218,21 +209,21 @@ class EngineCore:
 
     def _observe(self, started_ns: int, scheduled: list[ScheduledSequence]) -> None:
         self._num_steps += 1
-        events = self._parts.kv.take_events()
+        events = self.kv.take_events()
         if self._observes_kv and events:
             self._parts.registry.hook.sagellm_kv_events(events=events)
-        num_preempted = self._scheduler.num_preemptions - self._num_preemptions_seen
+        num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
         if self._observes_steps:
             record = StepRecord(
                 step=self._num_steps,
                 started_ns=started_ns,
                 finished_ns=self._clock.now_ns(),
-                num_running=self._scheduler.num_running,
-                num_waiting=self._scheduler.num_waiting,
+                num_running=self.scheduler.num_running,
+                num_waiting=self.scheduler.num_waiting,
                 num_scheduled_tokens=sum(entry.num_tokens for entry in scheduled),
                 num_preempted=num_preempted,
-                num_free_blocks=self._parts.kv.available_blocks,
+                num_free_blocks=self.kv.available_blocks,
             )
             self._parts.registry.hook.sagellm_step_finished(record=record)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -87,4 +88,4 @@ class TorchForwardBackend(ForwardBackendProtocol):
 
     def metrics(self) -> ForwardMetrics:
         """Return the counts so far. On a GPU `total_ns` is the time to launch, not to finish."""
-        return self._metrics
+        return replace(self._metrics)

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from sagellm.engines import SamplingParams
+
+
+def test_engine_metrics_are_a_snapshot_with_every_module(make_engine):
+    engine = make_engine(quantization="int8")
+    before = engine.metrics()
+    engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3))
+    after = engine.metrics()
+    assert (before.num_finished, after.num_finished) == (0, 1)
+    assert set(after.modules) == {
+        *("attention_backend", "eviction_policy", "forward_backend", "kv_pool", "lifetime_predictor"),
+        *("model_family", "prefix_cache", "quantizer", "scheduler"),
+    }
+    for kind in ("attention_backend", "forward_backend", "scheduler"):
+        assert before.modules[kind].num_steps == 0 < after.modules[kind].num_steps
