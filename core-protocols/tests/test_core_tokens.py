@@ -69,8 +69,8 @@ def test_single_ids_are_plain_ints() -> None:
         tokens[3]
 
 
-@pytest.mark.parametrize("source", ["12", b"12", bytearray(4)])
-def test_text_and_bytes_are_refused(source: Any) -> None:
+@pytest.mark.parametrize("source", ["12", b"12", bytearray(4), {1: 2}])
+def test_text_bytes_and_mappings_are_refused(source: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"not {type(source).__name__}"):
         pack(source)
 

@@ -108,6 +108,17 @@ def test_a_closed_engine_says_so(make_engine):
     run(main())
 
 
+def test_closing_ends_what_still_runs(make_engine, all_blocks_are_back):
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+            streams = [await engine.add_request([5, 6], LONG) for _ in range(3)]
+        assert [[output async for output in stream][-1].finished for stream in streams] == [True] * 3
+        assert all_blocks_are_back(engine.engine)
+        await engine.close()
+
+    run(main())
+
+
 def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch):
     async def main():
         engine = AsyncLLMEngine(make_engine())

@@ -72,12 +72,12 @@ EMPTY = TokenIds(b"")
 def pack(ids: TokenIdsLike) -> TokenIds:
     """Pack token ids; TokenIds pass through untouched.
 
-    Raises InvalidInputError for bytes and text, for what is no integer, and for ids
+    Raises InvalidInputError for bytes, text and mappings, for what is no integer, and for ids
     outside 0 … 2³¹ - 1.
     """
     if isinstance(ids, TokenIds):
         return ids
-    if isinstance(ids, (str, bytes, bytearray)):
+    if isinstance(ids, (str, bytes, bytearray, dict)):
         raise InvalidInputError(f"token ids must be a sequence of ints, not {type(ids).__name__}")
     if hasattr(ids, "tolist"):  # array.array, numpy and torch arrays
         ids = ids.tolist()

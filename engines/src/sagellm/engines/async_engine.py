@@ -94,6 +94,7 @@ class AsyncLLMEngine:
         priority: int = 0,
     ) -> OutputStream:
         """Queue a request and return its stream. Raises InvalidRequestError, DuplicateRequestError."""
+        self._require_open()
         made_id = await self._call(
             lambda: self.engine.add_request(
                 prompt, params, request_id=request_id, namespace=namespace, priority=priority
@@ -118,16 +119,15 @@ class AsyncLLMEngine:
 
     async def abort_request(self, request_id: str) -> None:
         """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
-        live_id = RequestId(request_id)
-        output = await self._call(lambda: self.engine.abort_with_output(live_id).snapshot())
-        if (put := self._queues.pop(live_id, None)) is not None:
-            put(output)
+        self._require_open()
+        await self._abort(RequestId(request_id))
 
     async def close(self) -> None:
         """Abort everything and end the thread."""
         self._closed = True
         for request_id in list(self._queues):
-            await self.abort_request(request_id)
+            with suppress(UnknownRequestError):  # it has just ended; its last output is on its way
+                await self._abort(request_id)
         if self._stepping is not None:
             await self._stepping
         self._thread.shutdown(wait=True)
@@ -141,9 +141,16 @@ class AsyncLLMEngine:
         with suppress(UnknownRequestError):  # it ended in the step before
             self.engine.abort_request(request_id)
 
-    async def _call(self, function: Callable[[], T]) -> T:
+    def _require_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
+
+    async def _abort(self, request_id: RequestId) -> None:
+        output = await self._call(lambda: self.engine.abort_with_output(request_id).snapshot())
+        if (put := self._queues.pop(request_id, None)) is not None:
+            put(output)
+
+    async def _call(self, function: Callable[[], T]) -> T:
         future: Future[T] = self._thread.submit(function)
         return await asyncio.wrap_future(future)
 
