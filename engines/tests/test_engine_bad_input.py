@@ -28,6 +28,8 @@ BAD_PROMPTS = {
     "not ints": ([5, 1.5], "ints"),
     "bytes": (b"abc", "bytes"),
     "none": (None, "ints"),
+    "a mapping": ({"prompt": "abc"}, "not dict"),
+    "half a surrogate pair": ("abc\udcff", "Unicode"),
 }
 
 
@@ -59,6 +61,31 @@ def test_bad_parameters_are_refused(engine, all_blocks_are_back, options):
         engine.add_request([5, 6], SamplingParams(**options))
     assert all_blocks_are_back(engine)
     assert len(engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", {"prompt": "abc"}])
+def test_what_is_no_list_of_prompts_is_refused(engine, prompts):
+    with pytest.raises(InvalidRequestError, match=f"type {type(prompts).__name__}"):
+        engine.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("params", {"params": {"max_tokens": 3}}),
+        ("namespace", {"namespace": "tenant"}),
+        ("request_id", {"request_id": 5}),
+        ("priority", {"priority": "high"}),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(engine, name, options):
+    with pytest.raises(InvalidRequestError, match=f"{name} is "):
+        engine.add_request([5, 6], **options)
+
+
+def test_no_params_for_a_prompt_are_refused(engine):
+    with pytest.raises(InvalidRequestError, match="0 params for 1 prompts"):
+        engine.generate([[5, 6]], [])
 
 
 def test_a_request_that_no_pool_could_hold_names_blocks_and_setting(engine):
@@ -107,6 +134,11 @@ def test_unknown_settings_name_the_nearest(checkpoint):
 def test_unknown_modules_list_what_is_installed(make_engine, setting):
     with pytest.raises(SageLLMError, match="installed: "):
         make_engine(**{setting: "nonesuch"})
+
+
+def test_a_model_in_the_place_of_a_configuration_is_told_where_it_goes():
+    with pytest.raises(ConfigError, match=r"'some-model'.*LLMEngine\(model="):
+        LLMEngine("some-model")
 
 
 def test_no_model_says_how_to_name_one():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 
-from sagellm.core import DuplicateRequestError, InvalidRequestError, Namespace, UnknownRequestError
+from sagellm.core import DuplicateRequestError, InvalidRequestError, Namespace, UnknownRequestError, pack
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -25,6 +27,15 @@ def test_outputs_come_back_in_the_order_of_the_prompts(make_engine):
 
 def test_one_list_of_ids_is_one_prompt(make_engine):
     assert len(make_engine().generate([5, 6, 7], GREEDY)) == 1
+
+
+@pytest.mark.parametrize("make", [tuple, pack, np.array, torch.tensor, lambda ids: list(np.array(ids))])
+def test_ids_come_in_any_container(make_engine, make):
+    engine = make_engine()
+    [expected] = engine.generate([5, 6, 7], GREEDY)
+    [output] = engine.generate(make([5, 6, 7]), GREEDY)
+    assert output.prompt_token_ids == [5, 6, 7]
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_request_alone_and_in_a_batch_gives_the_same_tokens(make_engine):

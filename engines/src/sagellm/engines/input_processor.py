@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from sagellm.core import (
@@ -72,15 +72,10 @@ class InputProcessor:
         priority: int,
     ) -> ProcessedRequest:
         """Check one request and make its sequences. Raises InvalidRequestError."""
+        _check_types(params, request_id, namespace, priority)
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
         params.validate_for(self._limits.vocab_size)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(
-                f"priority is {priority!r}; it must be an integer, larger is more urgent"
-            )
-        if request_id is not None and not (isinstance(request_id, str) and request_id):
-            raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
         request = Request(
             request_id=RequestId(request_id or uuid4().hex),
             token_ids=token_ids,
@@ -103,9 +98,7 @@ class InputProcessor:
     def _tokenize(self, prompt: Prompt) -> TokenIds:
         limits = self._limits
         if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise InvalidRequestError("the prompt is text and the model has no tokenizer; give token ids")
-            token_ids = pack(self._tokenizer(prompt)["input_ids"])
+            token_ids = pack(self._encode(prompt))
         else:
             try:
                 token_ids = pack(prompt)
@@ -123,6 +116,15 @@ class InputProcessor:
                 f"and one to generate ({limits.max_model_len} by {limits.max_model_len_reason}); shorten it"
             )
         return token_ids
+
+    def _encode(self, text: str) -> Seq[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError("the prompt is text and the model has no tokenizer; give token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a pair, such as bytes that were no UTF-8 leave
+            raise InvalidRequestError(f"the prompt is no valid Unicode text: {error}") from error
+        return cast("Seq[int]", self._tokenizer(text, verbose=False)["input_ids"])
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         limits = self._limits
@@ -142,7 +144,7 @@ class InputProcessor:
         return max_tokens
 
     def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
-        sequence_id = request.request_id if params.n == 1 else f"{request.request_id}#{index}"
+        sequence_id = f"{request.request_id}#{index}"  # always: else "a#0" may be a request or a part of one
         eos: frozenset[int] = frozenset() if params.ignore_eos else self._limits.eos_token_ids
         return Sequence(
             sequence_id=SequenceId(sequence_id),
@@ -159,3 +161,14 @@ class InputProcessor:
                 arrived_time=request.arrival_ns / 1e9,
             ),
         )
+
+
+def _check_types(params: object, request_id: object, namespace: object, priority: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params is {params!r}; it must be SamplingParams")
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
+    if not isinstance(namespace, Namespace):
+        raise InvalidRequestError(f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…)")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority is {priority!r}; it must be an integer, larger is more urgent")

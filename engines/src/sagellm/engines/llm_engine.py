@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import (
     DEFAULT,
+    ConfigError,
     DuplicateRequestError,
     EngineMetrics,
     EngineProtocol,
@@ -43,6 +45,10 @@ class LLMEngine(EngineProtocol):
         runtime: Runtime | None = None,
         **settings: Any,
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config is {config!r}; it must be an EngineConfig; a model is named as LLMEngine(model=…)"
+            )
         config = (config or EngineConfig()).with_values(flat_to_dotted(settings))
         assembled = assemble(config, registry=registry, runtime=runtime)
         self.config = assembled.config
@@ -64,11 +70,11 @@ class LLMEngine(EngineProtocol):
     ) -> list[RequestOutput]:
         """Run prompts to their end and return their outputs in the same order.
 
-        A prompt is a text or a list of token ids; `params` is one for all or one for each. If one of
-        them is wrong, nothing is run. Raises InvalidRequestError.
+        A prompt is a text or a list of token ids; `params` is one for all or one for each, None what
+        the checkpoint asks for. If one of them is wrong, nothing is run. Raises InvalidRequestError.
         """
         batch = _as_batch(prompts)
-        each = _params_for(batch, params or self._default_params)
+        each = _params_for(batch, self._default_params if params is None else params)
         ids: list[RequestId] = []
         try:
             for prompt, one in zip(batch, each, strict=True):
@@ -94,7 +100,7 @@ class LLMEngine(EngineProtocol):
             raise DuplicateRequestError(f"request id {request_id!r} is in use; give another one or none")
         processed = self._input.process_request(
             prompt,
-            params or self._default_params,
+            self._default_params if params is None else params,
             request_id=request_id,
             namespace=namespace,
             priority=priority,
@@ -120,9 +126,10 @@ class LLMEngine(EngineProtocol):
 
         The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
         """
-        changed, stopped = self._output.process(self.client.step())
-        self.client.abort(stopped, stopped=True)
-        return changed
+        processed = self._output.process(self.client.step())
+        self.client.abort(processed.stopped, stopped=True)
+        self.client.abort(processed.failed)
+        return processed.changed
 
     def has_unfinished_requests(self) -> bool:
         """Say whether a request is waiting or running."""
@@ -154,17 +161,20 @@ class LLMEngine(EngineProtocol):
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts is of type {type(prompts).__name__}; "
+            f"give a text, a list of token ids, or a list of these"
+        )
+    items: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if not items:
         raise InvalidRequestError("prompts is empty; give a text, a list of token ids, or a list of these")
-    if all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+    return [items] if all(isinstance(item, Integral) for item in items) else items
 
 
 def _params_for(batch: list[Prompt], params: SamplingParams | Seq[SamplingParams]) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * len(batch)
+    if not isinstance(params, list | tuple):
+        return [params] * len(batch)  # type: ignore[list-item]
     if len(params) != len(batch):
         raise InvalidRequestError(
             f"{len(params)} params for {len(batch)} prompts; give one for all or one for each"
