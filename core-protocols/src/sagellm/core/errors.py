@@ -1,4 +1,4 @@
-"""Every error that sageLLM raises on purpose.
+"""The errors that sageLLM raises on purpose; a package may derive one with fields of its own.
 
 SageLLMError
 ├── ConfigError (ValueError)              a setting has a value that cannot be used

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sagellm.core._lazy import lazy
+from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine, OutputStream as OutputStream
@@ -17,12 +17,18 @@ if TYPE_CHECKING:
         RequestOutput as RequestOutput,
     )
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
-    from sagellm.engines.sampling.sampler import Sampler as Sampler
+    from sagellm.engines.sampling.sampler import (
+        BadLogitsError as BadLogitsError,
+        SampledToken as SampledToken,
+        Sampler as Sampler,
+        SamplingRow as SamplingRow,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncLLMEngine",
+    "BadLogitsError",
     "CompletionOutput",
     "EngineClient",
     "EngineConfig",
@@ -33,8 +39,10 @@ __all__ = [
     "OutputStream",
     "RequestMetrics",
     "RequestOutput",
+    "SampledToken",
     "Sampler",
     "SamplingParams",
+    "SamplingRow",
     "__version__",
 ]
 
@@ -42,6 +50,7 @@ __getattr__ = lazy(
     __name__,
     {
         "AsyncLLMEngine": ".async_engine",
+        "BadLogitsError": ".sampling.sampler",
         "CompletionOutput": ".outputs",
         "EngineClient": ".client",
         "EngineConfig": ".config.schema",
@@ -52,7 +61,9 @@ __getattr__ = lazy(
         "OutputStream": ".async_engine",
         "RequestMetrics": ".outputs",
         "RequestOutput": ".outputs",
+        "SampledToken": ".sampling.sampler",
         "Sampler": ".sampling.sampler",
         "SamplingParams": ".sampling.params",
+        "SamplingRow": ".sampling.sampler",
     },
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sagellm.core._lazy import lazy
+from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.core.testing.eviction import (

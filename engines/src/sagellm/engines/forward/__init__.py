@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sagellm.core._lazy import lazy
+from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.forward.memory import available_memory_bytes as available_memory_bytes

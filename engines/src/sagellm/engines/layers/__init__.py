@@ -2,22 +2,28 @@
 
 from typing import TYPE_CHECKING
 
-from sagellm.core._lazy import lazy
+from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.layers.activation import SiLUAndMul as SiLUAndMul
     from sagellm.engines.layers.attention import Attention as Attention
     from sagellm.engines.layers.linear import (
         Linear as Linear,
+        PackedLinear as PackedLinear,
         QuantizedLinear as QuantizedLinear,
         make_linear as make_linear,
     )
-    from sagellm.engines.layers.rms_norm import Normalised as Normalised, RMSNorm as RMSNorm
+    from sagellm.engines.layers.rms_norm import (
+        HeadNorm as HeadNorm,
+        Normalised as Normalised,
+        RMSNorm as RMSNorm,
+    )
     from sagellm.engines.layers.rope_scaling import RopeParameters as RopeParameters
     from sagellm.engines.layers.rotary import RotaryEmbedding as RotaryEmbedding, RotaryTables as RotaryTables
 
 __all__ = [
     "Attention",
+    "HeadNorm",
     "Linear",
     "Normalised",
     "PackedLinear",
@@ -34,6 +40,7 @@ __getattr__ = lazy(
     __name__,
     {
         "Attention": ".attention",
+        "HeadNorm": ".rms_norm",
         "Linear": ".linear",
         "Normalised": ".rms_norm",
         "PackedLinear": ".linear",

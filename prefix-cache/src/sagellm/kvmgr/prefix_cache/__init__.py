@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sagellm.core._lazy import lazy
+from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.prefix_cache import (
