@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from sagellm.core import FinishReason, RequestId
+from sagellm.core import FinishReason, RequestId, tpot_s, ttft_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class RequestMetrics:
     @property
     def ttft(self) -> float | None:
         """Time to first token: arrival → first output token, in seconds."""
-        return None if self.first_token_ns is None else (self.first_token_ns - self.arrival_ns) / 1e9
+        return None if self.first_token_ns is None else ttft_s(self.arrival_ns, self.first_token_ns)
 
     @property
     def tpot(self) -> float | None:
         """Time per output token: (last - first token) ÷ (output tokens - 1), in seconds."""
-        if self.first_token_ns is None or self.last_token_ns is None or self.num_output_tokens < 2:
+        if self.first_token_ns is None or self.last_token_ns is None:
             return None
-        return (self.last_token_ns - self.first_token_ns) / 1e9 / (self.num_output_tokens - 1)
+        return tpot_s(self.first_token_ns, self.last_token_ns, self.num_output_tokens)
 
     @property
     def total_time(self) -> float | None:

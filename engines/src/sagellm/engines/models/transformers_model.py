@@ -13,9 +13,9 @@ from sagellm.core import (
     CausalLM,
     InputBatch,
     ModelFamilyMetrics,
-    QuantizationOutput,
     QuantizerProtocol,
 )
+from sagellm.engines.layers.linear import QuantizedLinear
 from sagellm.engines.models.transformers_attention import STEP, PagedStep
 
 _HIDDEN = "sagellm_hidden"
@@ -50,26 +50,13 @@ class _GivenHidden(torch.nn.Module):
 class QuantizedModule(torch.nn.Module):
     """Takes the place of a torch.nn.Linear."""
 
-    def __init__(
-        self, quantizer: QuantizerProtocol, output: QuantizationOutput, bias: torch.Tensor | None
-    ) -> None:
+    def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__()
-        self._quantizer, self._output, self._bias = quantizer, output, bias
+        self.linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply (…, in) to (…, out)."""
-        flat = self._quantizer.linear(x.reshape(-1, x.shape[-1]), self._output, self._bias)
-        return flat.view(*x.shape[:-1], -1)
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights that the quantized values stand for, and the bias."""
-        return self._output.values.numel() + (0 if self._bias is None else self._bias.numel())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the quantized weight and the bias."""
-        return self._output.num_bytes + (0 if self._bias is None else self._bias.nbytes)
+        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 def quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol) -> None:
@@ -80,7 +67,7 @@ def quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol) -> No
             if type(child) is torch.nn.Linear and id(child.weight) not in tied:
                 bias = None if child.bias is None else child.bias.detach()
                 output = quantizer.quantize(child.weight.detach())
-                setattr(parent, name, QuantizedModule(quantizer, output, bias))
+                setattr(parent, name, QuantizedModule(QuantizedLinear(quantizer, output, bias)))
 
 
 class TransformersCausalLM(CausalLM):
@@ -125,8 +112,8 @@ class TransformersCausalLM(CausalLM):
 
 def _weigh(model: torch.nn.Module) -> ModelFamilyMetrics:
     parameters = list(model.parameters())
-    quantized = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    quantized = [module.linear for module in model.modules() if isinstance(module, QuantizedModule)]
     return ModelFamilyMetrics(
-        num_parameters=sum(p.numel() for p in parameters) + sum(m.num_parameters for m in quantized),
-        weight_bytes=sum(p.nbytes for p in parameters) + sum(m.weight_bytes for m in quantized),
+        num_parameters=sum(p.numel() for p in parameters) + sum(q.num_parameters for q in quantized),
+        weight_bytes=sum(p.nbytes for p in parameters) + sum(q.weight_bytes for q in quantized),
     )
