@@ -120,6 +120,18 @@ def test_a_misspelt_variable_is_told_with_the_nearest(place, variable):
 
 
 @pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("SAGELLM_BLOCK_SIZE", "SAGELLM_KV__BLOCK_SIZE"),
+        ("SAGELLM_MODEL", "SAGELLM_MODEL__NAME"),
+        ("SAGELLM_GPU_MEMORY_UTILIZATION", "SAGELLM_KV__MEMORY_FRACTION"),
+    ],
+)
+def test_a_variable_named_as_the_flag_is_told_its_name(place, variable, meant):
+    assert place.message(env={variable: "8"}).endswith(f"Did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
     "variable",
     ["SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS", "SAGELLM_DEBUG", "SAGELLM_X"],
 )
@@ -155,6 +167,8 @@ def test_an_unknown_flag_is_told_with_the_nearest(place):
         ("kv: 3", "kv in "),
         ("kv: {blok_size: 8}", "unknown setting 'kv.blok_size'"),
         ("block_size: {}", "the setting is kv.block_size"),
+        ("block_size: 32", "such as `kv: {block_size: 32}`"),
+        ("model: qwen", "such as `model: {name: qwen}`"),
         ("kvs:\n", "unknown section 'kvs'"),
         ("kv: {block_size: !!python/name:os.system }", "is not YAML"),
     ],

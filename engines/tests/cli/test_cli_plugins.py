@@ -40,6 +40,12 @@ def test_list_can_be_limited_to_a_kind(sage):
     assert {entry["kind"] for entry in entries} == {"eviction_policy"}
 
 
+def test_an_unknown_kind_is_told_with_the_nearest(sage):
+    for arguments in (["list"], ["info", "lru"]):
+        result = sage("plugins", *arguments, "--kind", "evict")
+        assert (result.code, "Did you mean 'eviction_policy'?" in result.err) == (1, True)
+
+
 def test_a_broken_plugin_is_listed_with_its_error_and_the_rest_goes_on(sage, install):
     install("broken-plugin", BROKEN)
     result = sage("plugins", "list")

@@ -109,6 +109,14 @@ def test_wrong_use_ends_with_two(sage, arguments):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(["pluginz"], "plugins"), (["llm", "generat"], "generate"), (["plugins", "lst"], "list")],
+)
+def test_a_misspelt_command_is_told_with_the_nearest(sage, arguments, meant):
+    assert f"Did you mean {meant!r}?" in sage(*arguments).err
+
+
 def test_a_wrong_setting_ends_with_two_and_one_message(sage):
     result = sage("config", "show", "--block-size", "7000")
     expected = "Error: kv.block_size is 7000; it must be a whole number from 1 to 1024 (from --block-size)\n"

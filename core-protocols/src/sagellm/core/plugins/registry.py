@@ -110,7 +110,12 @@ class PluginRegistry:
         self._providers += found
 
     def providers(self, kind: str | None = None) -> list[InstalledProvider]:
-        """Return what is installed, of one kind or of all, sorted by kind and name."""
+        """Return what is installed, of one kind or of all, sorted by kind and name.
+
+        Raises UnknownKindError.
+        """
+        if kind is not None:
+            _check_kind(kind, "asked for")
         found = [entry for entry in self._providers if kind in (None, entry.provider.kind)]
         return sorted(found, key=lambda entry: (entry.provider.kind, entry.provider.name, entry.distribution))
 
@@ -125,7 +130,6 @@ class PluginRegistry:
 
         Raises UnknownKindError, UnknownProviderError or DuplicateProviderError.
         """
-        _check_kind(kind, "asked for")
         installed = self.providers(kind)
         distribution, colon, bare_name = name.rpartition(":")
         wanted = f"{_normalise(distribution)}:{bare_name}" if colon else name

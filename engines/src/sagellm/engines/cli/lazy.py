@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from sagellm.core import nearest
+
 
 class Entry(NamedTuple):
     """A command that can be imported: `target` is `module:attribute` of a `typer.Typer`."""
@@ -41,6 +43,13 @@ class LazyGroup(TyperGroup):
             self._share_debug(command)
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; suggest the nearest for an unknown name."""
+        if args[0] not in self.table and not args[0].startswith("-"):
+            visible = [name for name, entry in self.table.items() if not entry.is_hidden]
+            ctx.fail(f"No such command {args[0]!r}.{nearest(args[0], visible)}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write names and summaries into the help."""

@@ -46,7 +46,7 @@ class ProviderInfo:
 @app.command("list")
 def list_plugins(
     *,
-    kind: Annotated[str | None, typer.Option(help="Only providers of this kind.")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only providers of this kind.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List providers, and broken plugins."""
@@ -76,7 +76,7 @@ def list_plugins(
 def info(
     name: Annotated[str, typer.Argument(help="Provider (lru, DISTRIBUTION:lru) or distribution.")],
     *,
-    kind: Annotated[str | None, typer.Option(help="Only the provider of this kind.")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only the provider of this kind.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell about one provider or distribution."""

@@ -18,7 +18,7 @@ import yaml
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
-from sagellm.engines.config.settings import flag_of
+from sagellm.engines.config.settings import FLAT_NAMES, flag_of
 from sagellm.engines.config.text import parse_text
 
 PREFIX = "SAGELLM_"
@@ -111,18 +111,20 @@ def _file_layer(path: Path) -> _Layer:
         raise ConfigError(f"the configuration file {path} is not YAML: {error}") from error
     values: dict[str, Any] = {}
     for section, settings in _mapping(content, f"the configuration file {path}").items():
-        for name, value in _mapping(settings, f"{section} in {path}").items():
+        for name, value in _mapping(settings, f"{section} in {path}", section).items():
             values[f"{section}.{name}"] = value
         if not settings and section not in SECTIONS:
             values[f"{section}."] = None  # an empty section is misspelt like any other
     return _Layer(Origin("file", str(path)), values)
 
 
-def _mapping(value: Any, what: str) -> dict[str, Any]:
+def _mapping(value: Any, what: str, flat_name: str = "") -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{what} is {value!r}; it must be a mapping, such as `kv: {{block_size: 16}}`")
+        section, _, name = FLAT_NAMES.get(flat_name, "kv.block_size").partition(".")
+        example = f"{section}: {{{name}: {value if flat_name in FLAT_NAMES else 16}}}"
+        raise ConfigError(f"{what} is {value!r}; it must be a mapping, such as `{example}`")
     return {str(key): item for key, item in value.items()}
 
 
@@ -136,16 +138,24 @@ def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
         if separator and section in SECTIONS and name in SECTIONS[section].model_fields:
             yield _Layer(Origin("environment", variable), {key: parse_text(key, text)})
         elif separator or _looks_like_a_setting(section):
-            known = [_variable(key) for key in EngineConfig().values()]
             raise ConfigError(
                 f"the environment variable {variable} names no setting; settings are "
-                f"{PREFIX}SECTION__NAME, the sections {', '.join(SECTIONS)}.{nearest(variable, known)}"
+                f"{PREFIX}SECTION__NAME, the sections {', '.join(SECTIONS)}.{_nearest_variable(variable)}"
             )
 
 
 def _looks_like_a_setting(name: str) -> bool:
-    """Say whether someone meant a setting and wrote one underscore instead of two."""
-    return any(name == section or name.startswith(f"{section}_") for section in SECTIONS)
+    """Say whether someone meant a setting: by its flag, or with one underscore instead of two."""
+    return name in FLAT_NAMES or any(
+        name == section or name.startswith(f"{section}_") for section in SECTIONS
+    )
+
+
+def _nearest_variable(variable: str) -> str:
+    key = FLAT_NAMES.get(variable.removeprefix(PREFIX).lower())
+    if key is not None:
+        return f" Did you mean {_variable(key)!r}?"
+    return nearest(variable, [_variable(key) for key in EngineConfig().values()])
 
 
 def _variable(key: str) -> str:
