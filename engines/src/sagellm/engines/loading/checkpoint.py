@@ -93,11 +93,17 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
 
 
-def _read_shards(path: Path) -> dict[str, StoredTensor]:
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return the file that holds each tensor by the index. Raises CheckpointError if that is damaged."""
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map that names a file for each tensor")
-    files = sorted({str(name) for name in weight_map.values()})
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def _read_shards(path: Path) -> dict[str, StoredTensor]:
+    weight_map = read_weight_map(path)
+    files = sorted(set(weight_map.values()))
     outside = [name for name in files if PurePath(name).name != name]
     if outside:
         raise CheckpointError(f"{path / INDEX} names files outside of its directory: {_first(outside)}")
@@ -105,7 +111,7 @@ def _read_shards(path: Path) -> dict[str, StoredTensor]:
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of {len(files)} weight files: {_first(missing)}")
     headers = {name: read_header(path / name) for name in files}
-    absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
+    absent = [name for name, file in weight_map.items() if name not in headers[file]]
     if absent:
         raise CheckpointError(f"{path / INDEX} names tensors that their files do not hold: {_first(absent)}")
     # What files hold beyond the index is left over, too.

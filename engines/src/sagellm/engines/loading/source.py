@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import CheckpointError, get_logger
-from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE
-from sagellm.engines.loading.json_file import read_json
+from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE, read_weight_map
 
 logger = get_logger(__name__)
 
@@ -100,8 +99,8 @@ def _find_cached(model: _HubModel) -> Path | None:
     if not (folder / CONFIG).exists():
         return None
     if (folder / INDEX).exists():
-        shards = read_json(folder / INDEX).get("weight_map", {}).values()
-        return folder if all((folder / str(shard)).exists() for shard in shards) else None
+        files = set(read_weight_map(folder).values())
+        return folder if all((folder / file).exists() for file in files) else None
     return folder if (folder / SINGLE).exists() else None
 
 
