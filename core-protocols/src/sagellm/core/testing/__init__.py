@@ -17,16 +17,16 @@ from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.core.testing.eviction import (
-        AuditingEvictionPolicy as AuditingEvictionPolicy,
         EvictionPolicyContract as EvictionPolicyContract,
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
     )
+    from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy as AuditingEvictionPolicy
     from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
     from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
-    from sagellm.core.testing.prefix_cache import (
+    from sagellm.core.testing.prefix_cache import PrefixCacheContract as PrefixCacheContract
+    from sagellm.core.testing.prefix_cache_keeping import (
         KeepingPrefixCacheContract as KeepingPrefixCacheContract,
-        PrefixCacheContract as PrefixCacheContract,
     )
     from sagellm.core.testing.prefix_cache_model import (
         PrefixCacheMachine as PrefixCacheMachine,
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from sagellm.core.testing.topology import TopologyContract as TopologyContract
 
 _TABLE = {
-    "AuditingEvictionPolicy": ".eviction",
+    "AuditingEvictionPolicy": ".eviction_audit",
     "EvictionPolicyContract": ".eviction",
     "KVAllocatorContract": ".kv_allocator",
     "KVPoolContract": ".kv_pool",
-    "KeepingPrefixCacheContract": ".prefix_cache",
+    "KeepingPrefixCacheContract": ".prefix_cache_keeping",
     "LifetimePredictorContract": ".lifetime",
     "PrefixCacheContract": ".prefix_cache",
     "PrefixCacheMachine": ".prefix_cache_model",

@@ -1,0 +1,230 @@
+"""What every prefix cache must do that keeps what it is given."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sagellm.core.errors import BlockError, InvalidInputError, StaleMatchError
+from sagellm.core.ids import BlockId
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.protocols.eviction import NullEvictionPolicy
+from sagellm.core.runtime import VirtualClock
+from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy
+from sagellm.core.testing.prefix_cache import PrefixCacheContract, blocks
+
+OTHER = Namespace("other")
+
+
+class KeepingPrefixCacheContract(PrefixCacheContract):
+    """Holds for every prefix cache that keeps what it is given, up to its capacity."""
+
+    def test_what_was_inserted_is_matched_by_whole_blocks(self) -> None:
+        """A last block that is not full is neither kept nor matched."""
+        cache = self.make()
+        result = cache.insert_prefix(range(10), blocks(7, 3))
+        assert result == ([7, 8], 2, [])
+        match = cache.match_prefix([*range(7), 99, 99])
+        assert (match.match_length, match.block_ids) == (4, [7])
+        assert cache.match_prefix(range(100)).block_ids == [7, 8]
+        assert cache.match_prefix([1, *range(7)]).match_length == 0
+
+    def test_tokens_are_compared_exactly(self) -> None:
+        """One different token anywhere ends the match at its block."""
+        cache = self.make()
+        tokens = list(range(32))
+        cache.insert_prefix(tokens, blocks(0, 8))
+        for position in range(32):
+            changed = [*tokens[:position], 2**31 - 1, *tokens[position + 1 :]]
+            assert cache.match_prefix(changed).match_length == position // 4 * 4
+
+    def test_namespaces_never_share(self) -> None:
+        """Tenant, salt and adapter each keep prefixes apart, in both directions."""
+        cache = self.make()
+        namespaces = [DEFAULT, OTHER, Namespace(salt="s"), Namespace(adapter="a"), Namespace("", "default")]
+        for index, namespace in enumerate(namespaces):
+            assert cache.match_prefix(range(8), namespace).match_length == 0
+            assert cache.query_by_prefix(range(8), namespace=namespace) is None
+            assert cache.insert_prefix(range(8), blocks(2 * index, 2), namespace).num_new_blocks == 2
+        for index, namespace in enumerate(namespaces):
+            assert cache.match_prefix(range(8), namespace).block_ids == blocks(2 * index, 2)
+
+    def test_offering_the_cached_blocks_again_changes_nothing(self) -> None:
+        """A running request inserts its whole table again, and only the new end is new."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        assert cache.insert_prefix(range(8), blocks(0, 2)) == ([0, 1], 0, [])
+        assert cache.insert_prefix(range(16), blocks(0, 4)) == ([0, 1, 2, 3], 2, [])
+        assert cache.insert_prefix(range(4), blocks(0, 1)) == ([0], 0, [])
+
+    def test_other_blocks_for_cached_tokens_stay_with_the_caller(self) -> None:
+        """They are duplicates; the cached ones remain."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        result = cache.insert_prefix(range(12), [BlockId(0), BlockId(11), BlockId(12)])
+        assert result == ([0, 1, 12], 1, [11])
+
+    def test_a_full_cache_keeps_what_fits_and_evicts_nothing(self) -> None:
+        """The rest is neither new nor duplicate."""
+        cache = self.make(max_blocks=3)
+        assert cache.insert_prefix(range(8), blocks(0, 2)).num_new_blocks == 2
+        tokens = range(100, 116)
+        assert cache.insert_prefix(tokens, blocks(10, 4)) == ([10], 1, [])
+        assert cache.insert_prefix(tokens, blocks(20, 4)) == ([10], 0, [20])
+        assert cache.match_prefix(range(8)).block_ids == [0, 1]
+        cache.check_integrity()
+
+    @pytest.mark.parametrize("offered", [[0, 1, 2, 3], [0, 1, 0]])
+    def test_too_many_or_repeated_blocks_are_refused(self, offered: list[BlockId]) -> None:
+        """Nothing is changed then."""
+        cache = self.make()
+        with pytest.raises(BlockError):
+            cache.insert_prefix(range(10), offered)
+        assert cache.metrics().num_blocks == 0
+
+    def test_a_block_cannot_hold_two_contents(self) -> None:
+        """The id of a cached block is refused for other tokens."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        with pytest.raises(BlockError, match="1"):
+            cache.insert_prefix(range(50, 58), blocks(1, 2))
+        assert cache.match_prefix(range(50, 58)).match_length == 0
+
+    def test_bad_tokens_are_refused(self) -> None:
+        """Text and negative ids are no tokens."""
+        for tokens in ("text", [-1, 2]):
+            with pytest.raises(InvalidInputError):
+                self.make().match_prefix(tokens)  # type: ignore[arg-type]
+
+    def test_a_locked_path_survives_eviction(self) -> None:
+        """Everything else may go; after unlock, it too."""
+        cache = self.make()
+        cache.insert_prefix(range(16), blocks(0, 4))
+        cache.insert_prefix([*range(8), *range(50, 58)], [*blocks(0, 2), *blocks(8, 2)])
+        match = cache.lock(cache.match_prefix(range(12)))
+        assert (match.match_length, cache.num_evictable_blocks) == (12, 3)
+        assert sorted(cache.evict(100)) == [3, 8, 9]
+        assert cache.evict(1) == cache.clear() == []
+        assert cache.match_prefix(range(16)).block_ids == [0, 1, 2]
+        cache.unlock(match)
+        assert sorted(cache.evict(100)) == [0, 1, 2]
+        assert cache.metrics().num_nodes == 0
+
+    def test_locks_of_one_path_add_up(self) -> None:
+        """Each has to be undone, in any order, even after others split the path."""
+        cache = self.make()
+        cache.insert_prefix(range(16), blocks(0, 4))
+        matches = [cache.lock(cache.match_prefix(range(length))) for length in (16, 4, 8, 16)]
+        for match, num_evictable in zip(matches, (0, 0, 0, 4), strict=True):
+            assert cache.evict(4) == []
+            cache.unlock(match)
+            cache.check_integrity()
+            assert cache.num_evictable_blocks == num_evictable
+
+    def test_num_idle_blocks_is_what_a_lock_would_take(self) -> None:
+        """Blocks that another lock protects are not counted."""
+        cache = self.make()
+        cache.insert_prefix(range(16), blocks(0, 4))
+        cache.lock(cache.match_prefix(range(4)))
+        match = cache.match_prefix(range(12))
+        assert cache.num_idle_blocks(match) == 2
+        cache.lock(match)
+        assert cache.num_evictable_blocks == 1
+        assert cache.num_idle_blocks(cache.match_prefix(range(12))) == 0
+
+    def test_a_shortened_match_locks_only_what_is_left_of_it(self) -> None:
+        """A caller that must compute the last token gives its block up."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        match = cache.match_prefix(range(8))
+        cache.lock(match._replace(match_length=4, block_ids=match.block_ids[:1]))
+        assert cache.evict(2) == [1]
+
+    def test_a_lock_fails_after_blocks_entered_or_left(self) -> None:
+        """The match may not be the longest any more, or hold blocks that are gone."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        match = cache.match_prefix(range(8))
+        cache.insert_prefix(range(50, 58), blocks(2, 2))
+        with pytest.raises(StaleMatchError):
+            cache.lock(match)
+        match = cache.match_prefix(range(8))
+        cache.evict(1)
+        with pytest.raises(StaleMatchError):
+            cache.lock(match)
+        assert cache.metrics().num_lookups == 0
+
+    def test_unlocking_twice_is_refused(self) -> None:
+        """So is unlocking what was only matched."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        match = cache.match_prefix(range(8))
+        with pytest.raises(BlockError):
+            cache.unlock(match)
+        locked = cache.lock(match)
+        cache.unlock(locked)
+        with pytest.raises(BlockError):
+            cache.unlock(locked)
+        cache.check_integrity()
+
+    def test_leaves_go_least_recently_used_first(self) -> None:
+        """A lock is a use, also of what leads to it; a match alone is none."""
+        clock = VirtualClock()
+        cache = self.make(clock=clock)
+        for first in (0, 10, 20):
+            cache.insert_prefix(range(first, first + 4), blocks(first, 1))
+            clock.advance_ns(1)
+        cache.unlock(cache.lock(cache.match_prefix(range(4))))
+        cache.match_prefix(range(10, 14))
+        assert [cache.evict(1) for _ in range(4)] == [[10], [20], [0], []]
+
+    def test_a_long_leaf_gives_up_its_end_only(self) -> None:
+        """Exactly what was wanted goes, and the beginning still matches."""
+        cache = self.make()
+        cache.insert_prefix(range(20), blocks(0, 5))
+        assert sorted(cache.evict(2)) == [3, 4]
+        assert cache.match_prefix(range(20)).block_ids == [0, 1, 2]
+        assert cache.insert_prefix(range(20), blocks(0, 5)) == ([0, 1, 2, 3, 4], 2, [])
+
+    def test_the_policy_decides_and_none_ends_eviction(self) -> None:
+        """A policy that names no victim keeps everything; clear asks no policy."""
+        cache = self.make(eviction_policy=NullEvictionPolicy())
+        cache.insert_prefix(range(8), blocks(0, 2))
+        assert cache.evict(2) == []
+        assert sorted(cache.clear()) == [0, 1]
+
+    def test_a_hit_is_reported_for_every_node_of_the_path(self) -> None:
+        """What leads to a leaf is reused as well; an insertion is no hit."""
+        policy = AuditingEvictionPolicy()
+        cache = self.make(eviction_policy=policy)
+        cache.insert_prefix(range(8), blocks(0, 2))
+        cache.insert_prefix([*range(4), *range(50, 54)], [BlockId(0), BlockId(5)])
+        assert policy.num_hits == 0
+        cache.lock(cache.match_prefix(range(8)))
+        assert sorted(node.access_count for node in policy.nodes.values()) == [0, 1, 1]
+        assert policy.num_hits == 2
+
+    def test_lookups_are_counted_by_lock_and_query(self) -> None:
+        """Not by a match, and not by a lock that says nothing of a lookup."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        cache.lock(cache.match_prefix(range(8)))
+        cache.lock(cache.match_prefix(range(10)), num_lookup_tokens=10)
+        assert cache.query_by_prefix(range(8), min_match_length=9) is None
+        found = cache.query_by_prefix(range(9), min_match_length=8)
+        assert found is not None
+        assert [(block.block_id, block.start, block.num_tokens) for block in found] == [(0, 0, 4), (1, 4, 4)]
+        metrics = cache.metrics()
+        assert (metrics.num_lookups, metrics.num_hits) == (3, 2)
+        assert (metrics.num_lookup_tokens, metrics.num_hit_tokens) == (27, 16)
+        assert metrics.token_hit_rate == pytest.approx(16 / 27)
+
+    def test_eviction_does_not_grow_with_the_number_of_leaves(self) -> None:
+        """One victim does not look at all leaves."""
+        cache = self.make(2_000, 1)
+        for first in range(2_000):
+            cache.insert_prefix([first], blocks(first, 1))
+        start = time.perf_counter()
+        assert len(cache.evict(1_000)) == 1_000
+        assert time.perf_counter() - start < 1_000 * self.max_evict_s
