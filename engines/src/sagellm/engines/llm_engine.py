@@ -126,9 +126,10 @@ class LLMEngine(EngineProtocol):
 
         The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
         """
-        changed, stopped = self._output.process(self.client.step())
-        self.client.abort(stopped, stopped=True)
-        return changed
+        processed = self._output.process(self.client.step())
+        self.client.abort(processed.stopped, stopped=True)
+        self.client.abort(processed.failed)
+        return processed.changed
 
     def has_unfinished_requests(self) -> bool:
         """Say whether a request is waiting or running."""

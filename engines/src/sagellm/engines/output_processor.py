@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core import FinishReason, RequestId, Runtime, SequenceId
+from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, get_logger
 from sagellm.engines.core.engine_core import TokenOutput
 from sagellm.engines.input_processor import ProcessedRequest
 from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -15,6 +15,8 @@ from sagellm.engines.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +36,14 @@ class _Live:
     output: RequestOutput
     continuations: dict[SequenceId, _Continuation]
     num_open: int
+
+
+class Processed(NamedTuple):
+    """What a step changed, and what the core has to drop: ended by a stop string, or failed here."""
+
+    changed: list[RequestOutput]
+    stopped: list[SequenceId]
+    failed: list[SequenceId]
 
 
 class OutputProcessor:
@@ -69,24 +79,26 @@ class OutputProcessor:
         """Return the sequences of a live request."""
         return list(self._live[request_id].continuations)
 
-    def process(self, token_outputs: list[TokenOutput]) -> tuple[list[RequestOutput], list[SequenceId]]:
-        """Take in what a step did.
-
-        Returns the requests that changed, and the sequences that a stop string ended and that the
-        core therefore has to drop.
-        """
+    def process(self, token_outputs: list[TokenOutput]) -> Processed:
+        """Take in what a step did. Where a token cannot become text, its sequence alone ends."""
         now_ns = self._clock.now_ns()
         changed: dict[RequestId, RequestOutput] = {}
         stopped: list[SequenceId] = []
+        failed: list[SequenceId] = []
         for token_output in token_outputs:
             request_id = self._owner.get(token_output.sequence_id)
             if request_id is None:
                 continue
             live = self._live[request_id]
-            if self._take(live, token_output, now_ns):
-                stopped.append(token_output.sequence_id)
+            try:
+                if self._take(live, token_output, now_ns):
+                    stopped.append(token_output.sequence_id)
+            except Exception as error:  # of the tokenizer
+                logger.error("request %s ends with an error", request_id, exc_info=error)
+                self._fail(live, token_output.sequence_id, error)
+                failed.append(token_output.sequence_id)
             changed[request_id] = live.output
-        return list(changed.values()), stopped
+        return Processed(list(changed.values()), stopped, failed)
 
     def abort(self, request_id: RequestId) -> RequestOutput:
         """End a request as it is and return its last state."""
@@ -119,6 +131,12 @@ class OutputProcessor:
         if reason is not None:
             self._close(live, token_output.sequence_id, continuation, reason, stop_reason)
         return stopped_by_string
+
+    def _fail(self, live: _Live, sequence_id: SequenceId, error: Exception) -> None:
+        continuation = live.continuations[sequence_id]
+        continuation.detokenizer = None
+        continuation.output.error = f"{type(error).__name__}: {error}"
+        self._close(live, sequence_id, continuation, "error", None)
 
     def _extend_text(self, live: _Live, continuation: _Continuation, token_output: TokenOutput) -> str | None:
         """Add the token's text; return the stop string that it completed, if any."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +69,10 @@ class EngineCore:
     A fault in the forward pass or in sampling belongs to one sequence: the step is run again by
     halves until the culprit is alone, and only that one ends with the reason "error". This is
     sound because KV writes are idempotent and random numbers are keyed by seed and position.
+
+    A fault anywhere else in a step leaves open what happened to which sequence, so all of them end
+    with the reason "error", and the next request finds the engine empty. What an observer or the
+    predictor raises is logged, and nothing else happens.
     """
 
     def __init__(self, parts: CoreParts) -> None:
@@ -86,21 +91,30 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Compute one step and return what it did to each sequence that it sampled or ended."""
         started_ns = self._clock.now_ns()
-        scheduled = self.scheduler.schedule()
-        sampled = self._run(scheduled)
-        outputs = [self._advance(entry, sampled.get(entry.sequence.sequence_id)) for entry in scheduled]
+        scheduled: list[ScheduledSequence] = []
+        outputs: list[TokenOutput] = []
+        try:
+            scheduled = self.scheduler.schedule()
+            sampled = self._run(scheduled)
+            for entry in scheduled:
+                output = self._advance(entry, sampled.get(entry.sequence.sequence_id))
+                if output is not None:
+                    outputs.append(output)
+        except Exception as error:
+            logger.exception("a step failed; every request ends with an error")
+            outputs += [self._fail(sequence_id, error) for sequence_id in self.scheduler.sequence_ids]
         self._observe(started_ns, scheduled)
-        return [output for output in outputs if output is not None]
+        return outputs
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         request = sequence.request
-        prediction = self._parts.predictor.predict(
-            PredictionRequest(
-                sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=sequence.max_tokens
-            )
+        asked = PredictionRequest(
+            sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=sequence.max_tokens
         )
-        sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
+        with _logged("the lifetime predictor"):
+            prediction = self._parts.predictor.predict(asked)
+            sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
 
@@ -155,9 +169,7 @@ class EngineCore:
     ) -> TokenOutput | None:
         sequence = entry.sequence
         if isinstance(result, Exception):
-            self._finish(sequence.sequence_id, "error")
-            message = f"{type(result).__name__}: {result}"
-            return TokenOutput(sequence.sequence_id, None, finish_reason="error", error=message)
+            return self._fail(sequence.sequence_id, result)
         sequence.schedule.num_computed_tokens = entry.stop
         if result is None:
             return None
@@ -179,6 +191,15 @@ class EngineCore:
             num_cached_tokens=sequence.num_cached_tokens or 0,
         )
 
+    def _fail(self, sequence_id: SequenceId, error: Exception) -> TokenOutput:
+        try:
+            self._finish(sequence_id, "error")
+        except Exception:
+            logger.exception("request %s could not give back all its blocks", sequence_id)
+            self._finish(sequence_id, "error")  # it has none any more
+        message = f"{type(error).__name__}: {error}"
+        return TokenOutput(sequence_id, None, finish_reason="error", error=message)
+
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
         sequence = self.scheduler.finish(sequence_id, _STATUS[reason])
         finished_ns = self._clock.now_ns()
@@ -186,11 +207,12 @@ class EngineCore:
         self._metrics.num_finished += 1
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
-            self._parts.predictor.update(
-                sequence_id=sequence_id,
-                actual_length=num_output_tokens,
-                actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
-            )
+            with _logged("the lifetime predictor"):
+                self._parts.predictor.update(
+                    sequence_id=sequence_id,
+                    actual_length=num_output_tokens,
+                    actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
+                )
         first_token_ns = self._first_token_ns.pop(sequence_id, None)
         if self._observes_requests:
             record = RequestRecord(
@@ -205,13 +227,15 @@ class EngineCore:
                 first_token_ns=first_token_ns,
                 finished_ns=finished_ns,
             )
-            self._parts.registry.hook.sagellm_request_finished(record=record)
+            with _logged("an observer of finished requests"):
+                self._parts.registry.hook.sagellm_request_finished(record=record)
 
     def _observe(self, started_ns: int, scheduled: list[ScheduledSequence]) -> None:
         self._num_steps += 1
         events = self.kv.take_events()
         if self._observes_kv and events:
-            self._parts.registry.hook.sagellm_kv_events(events=events)
+            with _logged("an observer of KV events"):
+                self._parts.registry.hook.sagellm_kv_events(events=events)
         num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
         if self._observes_steps:
@@ -225,7 +249,17 @@ class EngineCore:
                 num_preempted=num_preempted,
                 num_free_blocks=self.kv.available_blocks,
             )
-            self._parts.registry.hook.sagellm_step_finished(record=record)
+            with _logged("an observer of steps"):
+                self._parts.registry.hook.sagellm_step_finished(record=record)
+
+
+@contextmanager
+def _logged(who: str) -> Iterator[None]:
+    """Log what somebody raises whose part in a step is to watch or to guess."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed; the engine goes on", who)
 
 
 def _sampling_row(sequence: Sequence) -> SamplingRow:

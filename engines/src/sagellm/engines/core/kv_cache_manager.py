@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 
 from sagellm.core import (
     BlockAllocationRequest,
@@ -12,7 +13,6 @@ from sagellm.core import (
     KVEvent,
     KVPoolProtocol,
     Namespace,
-    OutOfBlocksError,
     PrefixCacheProtocol,
     TokenIds,
 )
@@ -60,18 +60,18 @@ class KVCacheManager:
     def admit(self, sequence: Sequence) -> None:
         """Lock the cached prefix of a sequence and give it blocks for all its tokens.
 
-        Raises OutOfBlocksError, and then nothing is held.
+        Raises OutOfBlocksError, and whatever a module raises; then nothing is held.
         """
         tokens = sequence.token_ids()
         first_time = sequence.num_cached_tokens is None
         match = self._cache.match_prefix(self._reusable(tokens), sequence.request.namespace)
         match = self._cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._cache.unlock, match)
             new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
-        except OutOfBlocksError:
-            self._cache.unlock(match)
-            raise
-        self._pool.share(match.block_ids)
+            undo.callback(self._pool.free, new_blocks)
+            self._pool.share(match.block_ids)
+            undo.pop_all()
         sequence.match = match
         sequence.block_ids = [*match.block_ids, *new_blocks]
         if first_time:
@@ -108,17 +108,20 @@ class KVCacheManager:
         if previous is not None:
             self._cache.unlock(previous)
 
-    def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence that ended or is preempted; what it computed stays cached."""
+    def release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Take all blocks from a sequence that ended or is preempted; what it computed stays cached.
+
+        Nothing is cached of one that is not sound, whose KV may be what failed. The blocks go back,
+        and the sequence is left without any, even where a module raises.
+        """
         if sequence.match is None:
             return
-        self._insert(sequence)
-        self._cache.unlock(sequence.match)
-        self._pool.free(sequence.block_ids)
-        sequence.match = None
-        sequence.block_ids = []
-        sequence.schedule.num_computed_tokens = 0
-        sequence.schedule.num_blocks = 0
+        with ExitStack() as giving_back:
+            giving_back.callback(self._forget, sequence)
+            giving_back.callback(self._pool.free, sequence.block_ids)
+            giving_back.callback(self._cache.unlock, sequence.match)
+            if is_sound:
+                self._insert(sequence)
 
     def clear_cache(self) -> int:
         """Drop every cached block that no sequence uses and return how many that were."""
@@ -147,6 +150,13 @@ class KVCacheManager:
         """Raise AssertionError if pool or cache contradict themselves."""
         self._pool.check_integrity()
         self._cache.check_integrity()
+
+    @staticmethod
+    def _forget(sequence: Sequence) -> None:
+        sequence.match = None
+        sequence.block_ids = []
+        sequence.schedule.num_computed_tokens = 0
+        sequence.schedule.num_blocks = 0
 
     def _reusable(self, tokens: TokenIds) -> TokenIds:
         # The last token is always computed, since its logits are wanted.

@@ -44,6 +44,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def sequence_ids(self) -> list[SequenceId]:
+        """All sequences, waiting or running."""
+        return list(self._sequences)
+
+    @property
     def num_live_tokens(self) -> int:
         """Tokens of running sequences whose KV is stored."""
         return sum(request.num_computed_tokens for request in self._running)
@@ -72,14 +77,18 @@ class Scheduler:
         return self._grow_running(plan) + self._admit(plan)
 
     def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
-        """Take a sequence out and free its blocks. Raises UnknownRequestError if it is not live."""
-        sequence = self._sequences.pop(sequence_id, None)
+        """Free the blocks of a sequence and take it out. Raises UnknownRequestError if it is not live.
+
+        Where a module raises, the sequence has no blocks left but is still live; call again.
+        """
+        sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
+        del self._sequences[sequence_id]
         queue = self._waiting if sequence.status is RequestStatus.WAITING else self._running
         queue.remove(sequence.schedule)
         sequence.status = status
-        self._kv.release(sequence)
         return sequence
 
     def _grow_running(self, plan: SchedulePlan) -> list[ScheduledSequence]:
@@ -113,8 +122,8 @@ class Scheduler:
         return scheduled
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence.schedule)
         self._kv.release(sequence)
+        self._running.remove(sequence.schedule)
         sequence.status = RequestStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
