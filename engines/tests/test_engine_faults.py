@@ -132,7 +132,9 @@ def test_nothing_is_cached_of_a_request_that_failed(make_engine, all_blocks_are_
     prompt = list(range(20, 60))
     with monkeypatch.context() as broken:  # NaN shows in the logits alone, long after it is in the KV
         forward = engine.client.core.runner.execute_model
-        broken.setattr(engine.client.core.runner, "execute_model", lambda batch: forward(batch) * float("nan"))
+        broken.setattr(
+            engine.client.core.runner, "execute_model", lambda batch: forward(batch) * float("nan")
+        )
         assert engine.generate(prompt, GREEDY)[0].outputs[0].finish_reason == "error"
     assert engine.generate(prompt, GREEDY)[0].num_cached_tokens == 0
     assert all_blocks_are_back(engine)
