@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from sagellm.core import (
+    DEFAULT,
     InvalidInputError,
     InvalidRequestError,
     Namespace,
@@ -31,7 +32,7 @@ Prompt = str | Seq[int]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask for. `capacity_tokens` is what the whole KV pool holds."""
+    """What one request may ask for."""
 
     vocab_size: int
     max_model_len: int
@@ -50,6 +51,11 @@ class ProcessedRequest:
     params: SamplingParams
     sequences: list[Sequence]
 
+    @property
+    def request_id(self) -> RequestId:
+        """The id, given or made."""
+        return self.request.request_id
+
 
 class InputProcessor:
     """Makes sequences of prompts. Request ids are given or made; the caller looks after duplicates."""
@@ -67,9 +73,9 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        request_id: str | None,
-        namespace: Namespace,
-        priority: int,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        priority: int = 0,
     ) -> ProcessedRequest:
         """Check one request and make its sequences. Raises InvalidRequestError."""
         _check_types(params, request_id, namespace, priority)
@@ -88,6 +94,15 @@ class InputProcessor:
         sequences = [self._sequence(request, params, seed, index) for index in range(params.n)]
         text = prompt if isinstance(prompt, str) else None
         return ProcessedRequest(request=request, prompt=text, params=params, sequences=sequences)
+
+    def process_requests(
+        self, prompts: Seq[Prompt], params: Seq[SamplingParams], *, namespace: Namespace = DEFAULT
+    ) -> list[ProcessedRequest]:
+        """Check requests, each with its parameters. Raises InvalidRequestError for the first wrong one."""
+        return [
+            self.process_request(prompt, one, namespace=namespace)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
 
     def decode_tokens(self, token_ids: Seq[int]) -> str:
         """Turn token ids back into text, without special tokens."""
@@ -152,7 +167,6 @@ class InputProcessor:
             params=params,
             seed=(seed + index) % (1 << 63),
             stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
-            max_tokens=request.max_tokens,
             schedule=ScheduleRequest(
                 request_id=RequestId(sequence_id),
                 token_ids=request.token_ids,

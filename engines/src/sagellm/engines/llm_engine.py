@@ -20,7 +20,7 @@ from sagellm.core import (
 )
 from sagellm.engines.assembly import assemble
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
-from sagellm.engines.input_processor import Prompt
+from sagellm.engines.input_processor import ProcessedRequest, Prompt
 from sagellm.engines.output_processor import OutputProcessor
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
@@ -35,6 +35,7 @@ class LLMEngine(EngineProtocol):
     `LLMEngine(model="path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
     `sagellm.engines.config.settings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
+    `default_params` is what a request without parameters gets: the checkpoint's own settings.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class LLMEngine(EngineProtocol):
         self.client = assembled.client
         self._input = assembled.input_processor
         self._output = OutputProcessor(assembled.tokenizer, assembled.runtime)
-        self._default_params = assembled.default_params
+        self.default_params = assembled.default_params
 
     def generate(
         self,
@@ -74,17 +75,10 @@ class LLMEngine(EngineProtocol):
         the checkpoint asks for. If one of them is wrong, nothing is run. Raises InvalidRequestError.
         """
         batch = _as_batch(prompts)
-        each = _params_for(batch, self._default_params if params is None else params)
-        ids: list[RequestId] = []
-        try:
-            for prompt, one in zip(batch, each, strict=True):
-                ids.append(self.add_request(prompt, one, namespace=namespace))
-        except BaseException:
-            for request_id in ids:
-                self.abort_request(request_id)
-            raise
-        finished = self._run_to_end(set(ids), progress=progress)
-        return [finished[request_id] for request_id in ids]
+        each = _params_for(batch, self.default_params if params is None else params)
+        requests = self._input.process_requests(batch, each, namespace=namespace)
+        finished = self._run_to_end(requests, progress=progress)
+        return [finished[request.request_id] for request in requests]
 
     def add_request(
         self,
@@ -100,14 +94,13 @@ class LLMEngine(EngineProtocol):
             raise DuplicateRequestError(f"request id {request_id!r} is in use; give another one or none")
         processed = self._input.process_request(
             prompt,
-            self._default_params if params is None else params,
+            self.default_params if params is None else params,
             request_id=request_id,
             namespace=namespace,
             priority=priority,
         )
-        self._output.add(processed)
-        self.client.add(processed.sequences)
-        return processed.request.request_id
+        self._queue(processed)
+        return processed.request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks. Raises UnknownRequestError if it is not live."""
@@ -139,11 +132,20 @@ class LLMEngine(EngineProtocol):
         """Return a snapshot of the engine and its modules."""
         return self.client.metrics()
 
-    def _run_to_end(self, wanted: set[RequestId], *, progress: bool) -> dict[RequestId, RequestOutput]:
+    def _queue(self, processed: ProcessedRequest) -> None:
+        self._output.add(processed)
+        self.client.add(processed.sequences)
+
+    def _run_to_end(
+        self, requests: list[ProcessedRequest], *, progress: bool
+    ) -> dict[RequestId, RequestOutput]:
         from sagellm.engines.progress import progress_bar
 
+        wanted = {processed.request_id for processed in requests}
         finished: dict[RequestId, RequestOutput] = {}
         try:
+            for processed in requests:
+                self._queue(processed)
             with progress_bar("generating", total=len(wanted), enabled=progress) as advance:
                 while len(finished) < len(wanted):
                     for output in self.step():

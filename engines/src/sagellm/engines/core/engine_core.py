@@ -110,7 +110,7 @@ class EngineCore:
         """Queue a sequence."""
         request = sequence.request
         asked = PredictionRequest(
-            sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=sequence.max_tokens
+            sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
         )
         with _logged("the lifetime predictor"):
             prediction = self._parts.predictor.predict(asked)
@@ -179,7 +179,7 @@ class EngineCore:
         sequence.output_token_ids.append(result.token_id)
         sequence.schedule.num_tokens += 1
         reason, stop_reason = check_stop_conditions(
-            sequence.params, sequence.output_token_ids, sequence.stop_token_ids, sequence.max_tokens
+            sequence.params, sequence.output_token_ids, sequence.stop_token_ids, sequence.request.max_tokens
         )
         if reason is not None:
             self._finish(sequence.sequence_id, reason)

@@ -32,7 +32,6 @@ class Sequence:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
-    max_tokens: int
     schedule: ScheduleRequest
     output_token_ids: array[int] = field(default_factory=lambda: array("i"))
     block_ids: list[BlockId] = field(default_factory=list)

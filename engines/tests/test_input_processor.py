@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from sagellm.core import InvalidRequestError, Runtime
+from sagellm.engines import InputProcessor, SamplingParams
+from sagellm.engines.input_processor import RequestLimits
+from sagellm.engines.testing import make_tokenizer
+
+LIMITS = RequestLimits(
+    vocab_size=1024,
+    max_model_len=64,
+    max_model_len_reason="the test",
+    num_blocks=8,
+    block_size=4,
+    eos_token_ids=frozenset({2}),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def processor(tokenizer):
+    return InputProcessor(tokenizer, LIMITS, Runtime.virtual())
+
+
+def test_text_becomes_sequences_and_back(processor):
+    params = SamplingParams(n=2, stop_token_ids=[7])
+    processed = processor.process_request("The clock", params, request_id="a")
+    assert processed.request_id == "a"
+    assert processor.decode_tokens(processed.request.token_ids) == processed.prompt == "The clock"
+    assert [sequence.stop_token_ids for sequence in processed.sequences] == [{2, 7}] * 2
+    first, second = processed.sequences
+    assert first.sequence_id != second.sequence_id
+    assert first.seed != second.seed
+
+
+def test_requests_are_checked_together_and_each_gets_its_parameters(processor):
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5, ignore_eos=True)]
+    first, second = processor.process_requests([[5, 6], "The"], params)
+    assert [one.request.max_tokens for one in (first, second)] == [3, 5]
+    assert first.request_id != second.request_id
+    assert second.sequences[0].stop_token_ids == set()
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        processor.process_requests([[5, 6], []], params)
+
+
+# The pool holds 32 tokens; the last one generated needs no place in it.
+@pytest.mark.parametrize(
+    ("num_prompt", "asked", "given"), [(10, None, 23), (10, 23, 23), (10, 5, 5), (32, None, 1)]
+)
+def test_the_limit_is_what_model_and_pool_leave(processor, num_prompt, asked, given):
+    processed = processor.process_request([5] * num_prompt, SamplingParams(max_tokens=asked))
+    assert processed.request.max_tokens == given
+
+
+@pytest.mark.parametrize(("num_prompt", "asked"), [(33, None), (10, 24), (32, 2)])
+def test_what_the_pool_could_never_hold_is_refused(processor, num_prompt, asked):
+    with pytest.raises(InvalidRequestError, match="need 9 KV blocks of 4 tokens, there are 8"):
+        processor.process_request([5] * num_prompt, SamplingParams(max_tokens=asked))
+
+
+def test_a_request_without_parameters_gets_the_checkpoints(make_engine):
+    engine = make_engine()
+    assert engine.default_params == SamplingParams(temperature=0.0)  # generation_config.json: do_sample false
+    ours, theirs = engine.generate([[5, 6, 7]] * 2, None)
+    assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
