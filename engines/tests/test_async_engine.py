@@ -133,3 +133,59 @@ def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch):
                 pass
 
     run(main())
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_caller_cancelled_while_it_adds_leaves_nothing_behind(make_engine, all_blocks_are_back, num_turns):
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+            for _ in range(10):
+                task = asyncio.create_task(engine.add_request([5] * 20, LONG, request_id="one"))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                del task
+            await idle(engine)
+            assert all_blocks_are_back(engine.engine)
+            stream = await engine.add_request([5, 6], GREEDY, request_id="one")
+            assert [output async for output in stream][-1].finished
+
+    run(main())
+
+
+def test_closing_a_stream_ends_the_wait_for_its_next_output(make_engine):
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+            stream = await engine.add_request([5, 6], LONG)
+
+            async def consume():
+                return [output async for output in stream]
+
+            task = asyncio.create_task(consume())
+            await asyncio.sleep(0.01)
+            stream.close()
+            outputs = await asyncio.wait_for(task, 10)
+            assert not any(output.finished for output in outputs)
+            await idle(engine)
+
+    run(main())
+
+
+def test_after_a_fault_of_the_engine_nothing_is_left_of_the_old_requests(
+    make_engine, all_blocks_are_back, monkeypatch
+):
+    async def main():
+        async with AsyncLLMEngine(make_engine()) as engine:
+            with monkeypatch.context() as broken:
+                stream = await engine.add_request([5, 6], LONG)
+                await anext(stream)
+                broken.setattr(engine.engine, "step", lambda: 1 // 0)
+                with pytest.raises(EngineError, match="ZeroDivisionError"):
+                    async for _ in stream:
+                        pass
+            await idle(engine)
+            assert all_blocks_are_back(engine.engine)
+            assert [output async for output in engine.generate([5, 6], GREEDY)][-1].finished
+
+    run(main())

@@ -59,9 +59,10 @@ class OutputStream:
         self.close()
 
     def close(self) -> None:
-        """Abort the request unless it has ended."""
+        """Abort the request unless it has ended. Whoever still waits for an output gets no more."""
         if not self._done:
             self._done = True
+            self.queue.put_nowait(StopAsyncIteration())
             self._engine._drop(self.request_id)
 
 
@@ -95,11 +96,17 @@ class AsyncLLMEngine:
     ) -> OutputStream:
         """Queue a request and return its stream. Raises InvalidRequestError, DuplicateRequestError."""
         self._require_open()
-        made_id = await self._call(
+        adding = self._thread.submit(
             lambda: self.engine.add_request(
                 prompt, params, request_id=request_id, namespace=namespace, priority=priority
             )
         )
+        try:
+            made_id = await asyncio.wrap_future(adding)
+            self._require_open()
+        except (asyncio.CancelledError, EngineError):  # nobody will know of it
+            adding.add_done_callback(self._forsake)
+            raise
         stream = OutputStream(self, made_id)
         self._queues[made_id] = stream.queue.put_nowait  # not the stream itself: it must be able to go away
         if self._stepping is None or self._stepping.done():
@@ -120,7 +127,8 @@ class AsyncLLMEngine:
     async def abort_request(self, request_id: str) -> None:
         """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
         self._require_open()
-        await self._abort(RequestId(request_id))
+        # A caller that is cancelled has to leave the stream with its end all the same.
+        await asyncio.shield(self._abort(RequestId(request_id)))
 
     async def close(self) -> None:
         """Abort everything and end the thread."""
@@ -134,7 +142,16 @@ class AsyncLLMEngine:
 
     def _drop(self, request_id: RequestId) -> None:
         """Abort the request of a consumer that is gone; may be called from a destructor."""
-        if self._queues.pop(request_id, None) is not None and not self._closed:
+        if self._queues.pop(request_id, None) is not None:
+            self._abort_soon(request_id)
+
+    def _forsake(self, adding: Future[RequestId]) -> None:
+        """Abort a request whose caller left while it was added."""
+        if not adding.cancelled() and adding.exception() is None:
+            self._abort_soon(adding.result())
+
+    def _abort_soon(self, request_id: RequestId) -> None:
+        with suppress(RuntimeError):  # the thread has ended, and the engine with it
             self._thread.submit(self._abort_quietly, request_id)
 
     def _abort_quietly(self, request_id: RequestId) -> None:
@@ -179,5 +196,6 @@ class AsyncLLMEngine:
 
     def _fail_all(self, error: BaseException) -> None:
         queues, self._queues = self._queues, {}
-        for put in queues.values():
+        for request_id, put in queues.items():
             put(error)
+            self._abort_soon(request_id)
