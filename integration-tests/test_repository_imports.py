@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ TENSOR_FREE_MODULES = [
     "sagellm.kvmgr.eviction",
     "sagellm.kvmgr.scheduler_ir",
 ]
-SAGE = Path(sys.executable).with_name("sage")
-HELP_LIMIT_S = 0.3
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -55,30 +52,6 @@ def test_bookkeeping_needs_no_torch_even_when_it_is_used(module):
     assert not loaded_after(code, ["torch", "transformers"])
 
 
-def test_core_needs_no_numpy_even_when_it_is_used():
-    code = "import sagellm.core as m\nfor name in m.__all__: getattr(m, name)"
-    assert not loaded_after(code, ["numpy", "torch"])
-
-
-def test_listing_plugins_from_python_loads_nothing_heavy():
-    code = "from sagellm.core import PluginRegistry\nassert PluginRegistry.load().providers()"
-    assert not loaded_after(code, HEAVY)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["llm", "--help"], ["llm", "plugins", "list"], ["plugins", "list", "--json"]]
-)
-def test_the_command_line_loads_no_torch_where_none_is_needed(arguments):
-    imports = run(sys.executable, "-X", "importtime", str(SAGE), *arguments).stderr
-    assert "sagellm.core" in imports
-    loaded = {line.rpartition("|")[2].strip() for line in imports.splitlines()}
-    assert not loaded & {"torch", "transformers", "numpy"}
-
-
-def test_help_appears_within_a_third_of_a_second():
-    durations = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        run(str(SAGE), "--help")
-        durations.append(time.perf_counter() - begun)
-    assert min(durations) < HELP_LIMIT_S
+@pytest.mark.parametrize("program", ["sage", "sagellm"])
+def test_the_installed_programs_run(program):
+    assert run(str(Path(sys.executable).with_name(program)), "--version").stdout.startswith("sageLLM ")
