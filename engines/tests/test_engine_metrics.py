@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from sagellm.core import MemoryFiles, Randomness, Runtime, VirtualClock
 from sagellm.engines import SamplingParams
 
 
@@ -15,3 +16,16 @@ def test_engine_metrics_are_a_snapshot_with_every_module(make_engine):
     }
     for kind in ("attention_backend", "forward_backend", "scheduler"):
         assert before.modules[kind].num_steps == 0 < after.modules[kind].num_steps
+
+
+def test_times_are_the_clocks_from_its_first_nanosecond_on(make_engine):
+    clock = VirtualClock()
+    engine = make_engine(runtime=Runtime(clock=clock, randomness=Randomness(0), files=MemoryFiles()))
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        clock.advance_ns(10)
+    metrics = outputs[-1].metrics
+    assert (metrics.first_token_ns, metrics.last_token_ns, metrics.finished_ns) == (0, 20, 20)
+    assert (metrics.ttft, metrics.tpot) == (0.0, 10e-9)

@@ -118,7 +118,8 @@ class OutputProcessor:
         stop_reason: int | str | None = token_output.stop_reason
         stopped_by_string = False
         if token_output.token is not None:
-            metrics.first_token_ns = metrics.first_token_ns or now_ns
+            if metrics.first_token_ns is None:
+                metrics.first_token_ns = now_ns
             metrics.last_token_ns = now_ns
             metrics.num_output_tokens += 1
             live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
@@ -201,8 +202,7 @@ class OutputProcessor:
         if self._tokenizer is None or not params.detokenize:
             return _Continuation(output, None, None)
         detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
-        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
         matcher = None
-        if stops:
-            matcher = StopStringMatcher(stops, include_stop=params.include_stop_str_in_output)
+        if params.stop:
+            matcher = StopStringMatcher(tuple(params.stop), include_stop=params.include_stop_str_in_output)
         return _Continuation(output, detokenizer, matcher)

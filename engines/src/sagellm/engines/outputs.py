@@ -80,7 +80,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     finished: bool = False
-    num_cached_tokens: int = 0  # prompt tokens whose KV was reused, of the first continuation
+    num_cached_tokens: int = 0  # prompt tokens whose KV was reused, by the continuation that reused most
 
     def snapshot(self) -> RequestOutput:
         """Return a copy that later steps leave alone."""
