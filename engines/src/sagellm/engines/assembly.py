@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 from sagellm.core import (
@@ -59,10 +60,13 @@ class Modules:
         self.registry = registry
         self.config = config
 
+    def factory(self, kind: str, name: str) -> Callable[..., Any]:
+        """Return the provider of a kind and name."""
+        return cast(Callable[..., Any], self.registry.resolve(kind, name))
+
     def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
         """Call the provider of a kind and name as its protocol says."""
-        factory = cast(Callable[..., Any], self.registry.resolve(kind, name))
-        return factory(*args, **options)
+        return self.factory(kind, name)(*args, **options)
 
 
 def build_core(
@@ -191,7 +195,9 @@ def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runti
     kv, prefix = modules.config.kv, modules.config.prefix_cache
     allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
     pool = modules.make("kv_pool", kv.pool, num_blocks, block_size, allocator=allocator, clock=runtime.clock)
-    policy = modules.make("eviction_policy", prefix.eviction_policy, **prefix.eviction_options)
+    if pool.get_free_blocks() < 1:
+        raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
+    policy = _eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
     cache = modules.make(
         "prefix_cache",
         prefix.name if prefix.enabled else "null",
@@ -202,6 +208,16 @@ def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runti
     )
     metrics_of = {"kv_pool": pool.metrics, "prefix_cache": cache.metrics, "eviction_policy": policy.metrics}
     return _KV(manager=KVCacheManager(pool, cache), metrics_of=metrics_of)
+
+
+def _eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any:
+    factory = modules.factory("eviction_policy", name)
+    try:
+        signature(factory).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(signature(factory).parameters) or "no options"
+        raise ConfigError(f"prefix_cache.eviction_options is {options!r}; {name!r} takes {takes}") from error
+    return factory(**options)
 
 
 def _default_params(generation: GenerationDefaults) -> SamplingParams:
