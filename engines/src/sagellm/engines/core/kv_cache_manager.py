@@ -123,13 +123,6 @@ class KVCacheManager:
             if is_sound:
                 self._insert(sequence)
 
-    def clear_cache(self) -> int:
-        """Drop every cached block that no sequence uses and return how many that were."""
-        dropped = self._cache.clear()
-        self._pool.free(dropped)
-        self._num_evicted += len(dropped)
-        return len(dropped)
-
     def take_events(self) -> Seq[KVEvent]:
         """Return what entered and left the prefix cache since the last call."""
         size = self._block_size
