@@ -73,8 +73,6 @@ def build_core(
     modules: Modules, backend: ForwardBackendProtocol, layout: KVLayout, *, num_blocks: int, runtime: Runtime
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet."""
-    import torch
-
     config = modules.config
     kv = _build_kv(modules, layout.block_size, num_blocks, runtime)
     predictor = modules.make("lifetime_predictor", config.predictor.name)
@@ -91,8 +89,7 @@ def build_core(
     for name in config.scheduler.passes:
         ir.add_optimization_pass(modules.make("scheduler_pass", name))
     scheduler = Scheduler(ir, kv.manager)
-    device = torch.device(config.model.device if config.model.device != "auto" else "cpu")
-    runner = ModelRunner(backend, layout=layout, device=device)
+    runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)
     return EngineCore(
         CoreParts(
@@ -127,27 +124,9 @@ def assemble(
         quantizer = modules.make("quantizer", config.model.quantization)
     loaded = load_model(config.model, registry, device=device, quantizer=quantizer)
     geometry = loaded.geometry
-    layout = KVLayout(
-        group=KVGroup(
-            layer_ids=tuple(range(geometry.num_layers)),
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            dtype=loaded.dtype_name,
-        ),
-        block_size=config.kv.block_size,
-    )
+    layout = _layout(geometry, loaded.dtype_name, config.kv.block_size)
     max_model_len, reason = _max_model_len(config, geometry)
-    num_blocks = config.kv.num_blocks or find_num_blocks(
-        layout,
-        geometry,
-        KVDemand(
-            max_model_len=max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        ),
-        device=device,
-        fraction=config.kv.memory_fraction,
-    )
+    num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
     config = config.with_values({"model.dtype": loaded.dtype_name, "kv.num_blocks": num_blocks})
     attention = modules.make(
         "attention_backend",
@@ -183,6 +162,29 @@ def assemble(
         default_params=_default_params(loaded.generation),
         runtime=runtime,
     )
+
+
+def _layout(geometry: ModelGeometry, dtype_name: str, block_size: int) -> KVLayout:
+    """Put all layers into one group: their KV is alike."""
+    group = KVGroup(
+        layer_ids=tuple(range(geometry.num_layers)),
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=dtype_name,
+    )
+    return KVLayout(group=group, block_size=block_size)
+
+
+def _fitting_blocks(
+    config: EngineConfig, layout: KVLayout, geometry: ModelGeometry, max_model_len: int
+) -> int:
+    demand = KVDemand(
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    device = resolve_device(config.model.device)
+    return find_num_blocks(layout, geometry, demand, device=device, fraction=config.kv.memory_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
