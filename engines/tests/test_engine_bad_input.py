@@ -151,6 +151,11 @@ def test_a_model_in_the_place_of_a_configuration_is_told_where_it_goes():
         LLMEngine("some-model")
 
 
+def test_an_unknown_module_is_found_before_a_model_is_looked_for():
+    with pytest.raises(SageLLMError, match="Did you mean 'lru'"):
+        LLMEngine(model="no/such/folder/at all", eviction_policy="lruu")
+
+
 def test_no_model_says_how_to_name_one():
     with pytest.raises(ConfigError, match="model"):
         LLMEngine()

@@ -18,6 +18,7 @@ from sagellm.core import (
 )
 from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.config.settings import named_providers
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.memory import KVDemand, find_num_blocks
@@ -53,10 +54,15 @@ class AssembledEngine:
 
 
 class Modules:
-    """Makes modules of a configuration by kind and name; each is resolved once, here."""
+    """Makes modules of a configuration by kind and name; each is resolved once, here.
+
+    A name that nothing installed bears is an error at once, before a model is loaded.
+    """
 
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
         registry.require_healthy()
+        for _, kind, name in named_providers(config.values()):
+            registry.find(kind, name)
         self.registry = registry
         self.config = config
 

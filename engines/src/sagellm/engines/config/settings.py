@@ -6,6 +6,9 @@ limits and help text of a setting stand in `schema.py` and are not repeated here
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
 FLAT_NAMES: dict[str, str] = {
     "model": "model.name",
     "tokenizer": "model.tokenizer",
@@ -47,6 +50,23 @@ PROVIDER_KINDS: dict[str, str] = {
     "forward.attention": "attention_backend",
 }
 """Dotted keys whose values are names of installed providers → the kind that they name."""
+
+
+class NamedProvider(NamedTuple):
+    """What a setting names: its dotted key, the kind, and the provider's name."""
+
+    key: str
+    kind: str
+    name: str
+
+
+def named_providers(values: Mapping[str, Any]) -> Iterator[NamedProvider]:
+    """Yield every provider that settings by dotted key name."""
+    for key, kind in PROVIDER_KINDS.items():
+        named = values[key]
+        for name in named if isinstance(named, tuple) else (named,):
+            if name is not None:
+                yield NamedProvider(key, kind, name)
 
 
 def flag_of(flat_name: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from sagellm.core import PluginError, UnknownNameError
 from sagellm.engines.cli.doctor.report import Patient, Section
-from sagellm.engines.config.settings import PROVIDER_KINDS
+from sagellm.engines.config.settings import named_providers
 
 
 def examine_plugins(patient: Patient) -> Section:
@@ -23,17 +23,9 @@ def examine_plugins(patient: Patient) -> Section:
                 f"repair it or remove it (pip uninstall {plugin.distribution}), or start with "
                 f"SAGELLM_PLUGINS_DENY={plugin.distribution}",
             )
-    values = patient.config.values()
-    for key, kind in PROVIDER_KINDS.items():
-        named = values[key]
-        for name in named if isinstance(named, tuple) else (named,):
-            if name is not None:
-                _check_provider(section, patient, key, kind, name)
+    for key, kind, name in named_providers(patient.config.values()):
+        try:
+            registry.resolve(kind, name)
+        except (UnknownNameError, PluginError) as error:
+            section.error(f"{key} is {name!r}: {error}", f"set {key} to an installed one, or install it")
     return section
-
-
-def _check_provider(section: Section, patient: Patient, key: str, kind: str, name: str) -> None:
-    try:
-        patient.registry.resolve(kind, name)
-    except (UnknownNameError, PluginError) as error:
-        section.error(f"{key} is {name!r}: {error}", f"set {key} to an installed one, or install it")
