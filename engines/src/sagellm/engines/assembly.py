@@ -21,8 +21,8 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.settings import named_providers
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
-from sagellm.engines.core.memory import KVDemand, find_num_blocks
 from sagellm.engines.core.model_runner import ModelRunner
+from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
 from sagellm.engines.input_processor import InputProcessor, RequestLimits
 from sagellm.engines.loading.generation import GenerationDefaults
