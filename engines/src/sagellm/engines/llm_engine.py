@@ -72,7 +72,8 @@ class LLMEngine(EngineProtocol):
         """Run prompts to their end and return their outputs in the same order.
 
         A prompt is a text or a list of token ids; `params` is one for all or one for each, None what
-        the checkpoint asks for. If one of them is wrong, nothing is run. Raises InvalidRequestError.
+        the checkpoint asks for. If one of them is wrong, nothing is run. Requests that were added
+        before run along, and no later step returns what they end with. Raises InvalidRequestError.
         """
         batch = _as_batch(prompts)
         each = _params_for(batch, self.default_params if params is None else params)

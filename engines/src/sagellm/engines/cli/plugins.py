@@ -74,7 +74,9 @@ def list_plugins(
 
 @app.command()
 def info(
-    name: Annotated[str, typer.Argument(help="Provider (lru, DISTRIBUTION:lru) or distribution.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Provider (lru, DISTRIBUTION:lru) or distribution.")
+    ],
     *,
     kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only the provider of this kind.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
