@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
-from sagellm.core import DuplicateRequestError, EngineError, InvalidRequestError, UnknownRequestError
+from sagellm.core import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineError,
+    InvalidRequestError,
+    UnknownRequestError,
+)
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -96,6 +102,11 @@ def test_bad_requests_raise_where_they_are_made(make_engine):
             assert outputs[-1].outputs[0].finish_reason == "abort"
 
     run(main())
+
+
+def test_a_model_in_the_place_of_an_engine_is_told_where_it_goes():
+    with pytest.raises(ConfigError, match=r"'some-model'.*AsyncLLMEngine\(model="):
+        AsyncLLMEngine("some-model")
 
 
 def test_a_closed_engine_says_so(make_engine):

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 from sagellm.core import (
     DEFAULT,
+    ConfigError,
     EngineError,
     Namespace,
     RequestId,
@@ -73,6 +74,10 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, engine: LLMEngine | None = None, **settings: Any) -> None:
+        if engine is not None and not isinstance(engine, LLMEngine):
+            raise ConfigError(
+                f"engine is {engine!r}; it must be an LLMEngine; a model is named as AsyncLLMEngine(model=…)"
+            )
         self.engine = engine or LLMEngine(**settings)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sagellm-step")
         self._queues: dict[RequestId, Callable[[RequestOutput | BaseException], None]] = {}
