@@ -33,11 +33,6 @@ class RopeParameters:
             )
         return float(value)
 
-    @property
-    def original_max_position_embeddings(self) -> int:
-        """Positions the model was trained on before it was stretched."""
-        return int(self.number("original_max_position_embeddings", self.max_position_embeddings))
-
 
 class RopeFrequencies(NamedTuple):
     """Angle a position for each pair of dimensions, and a factor on cos and sin."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from sagellm.core import CheckpointError, ModelGeometry, UnsupportedModelError
 from sagellm.engines.layers.rope_scaling import RopeParameters, rope_frequencies
+from sagellm.engines.models.hf_config import context_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,7 @@ class DecoderConfig:
             raise UnsupportedModelError(f"hidden_act is {hf.hidden_act!r}; this decoder has silu alone")
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         rope = _read_rope(hf, head_dim)
-        config = cls(
-            geometry=_geometry(hf, rope, head_dim), traits=traits, rope=rope, rms_norm_eps=hf.rms_norm_eps
-        )
+        config = cls(geometry=_geometry(hf, head_dim), traits=traits, rope=rope, rms_norm_eps=hf.rms_norm_eps)
         _check(config)
         return config
 
@@ -79,14 +78,8 @@ def window_per_layer(hf: Any) -> tuple[int | None, ...]:
     return tuple(known[kind] for kind in hf.layer_types)
 
 
-def _geometry(hf: Any, rope: RopeParameters, head_dim: int) -> ModelGeometry:
-    max_model_len, reason = hf.max_position_embeddings, "max_position_embeddings"
-    if rope.rope_type == "dynamic" and rope.original_max_position_embeddings <= max_model_len:
-        max_model_len = rope.original_max_position_embeddings
-        reason = (
-            "original_max_position_embeddings: beyond it dynamic RoPE scaling would change the keys "
-            "that are already stored"
-        )
+def _geometry(hf: Any, head_dim: int) -> ModelGeometry:
+    limit = context_limit(hf.max_position_embeddings, [hf.rope_parameters or {}])
     return ModelGeometry(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -95,8 +88,8 @@ def _geometry(hf: Any, rope: RopeParameters, head_dim: int) -> ModelGeometry:
         num_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
         vocab_size=hf.vocab_size,
-        max_model_len=max_model_len,
-        max_model_len_reason=reason,
+        max_model_len=limit.max_model_len,
+        max_model_len_reason=limit.reason,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
     )
 

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class ContextLimit(NamedTuple):
+    """The longest sequence that can be run, in tokens, and what in the config limits it."""
+
+    max_model_len: int
+    reason: str
 
 
 def architecture_of(config: HFConfig) -> str | None:
     """Return the first of the config's `architectures`, or None."""
     architectures = config.get("architectures")
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
+
+
+def context_limit(max_position_embeddings: int, ropes: Iterable[Mapping[str, Any]]) -> ContextLimit:
+    """Read how long a sequence may be. Raises CheckpointError for an original length that is no number.
+
+    Beyond their original length some kinds of RoPE scaling turn all keys by other angles, so it limits.
+    """
+    limit = ContextLimit(int(max_position_embeddings), "max_position_embeddings")
+    for rope in ropes:
+        kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind not in _LENGTH_DEPENDENT_ROPE or not original:
+            continue
+        if isinstance(original, bool) or not isinstance(original, int | float):
+            raise CheckpointError(
+                f"rope_parameters.original_max_position_embeddings is {original!r}; it must be a number"
+            )
+        if original <= limit.max_model_len:
+            reason = (
+                f"original_max_position_embeddings: beyond it {kind} RoPE scaling would change the keys "
+                f"that are already stored"
+            )
+            limit = ContextLimit(int(original), reason)
+    return limit
 
 
 def read_hf_config(config: HFConfig) -> Any:

@@ -19,15 +19,12 @@ from sagellm.core import (
     ModelGeometry,
     UnsupportedModelError,
 )
-from sagellm.engines.models.hf_config import architecture_of, read_hf_config
+from sagellm.engines.models.hf_config import architecture_of, context_limit, read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.models.transformers_attention import ATTENTION, register
 from sagellm.engines.models.transformers_check import check_consistency
 from sagellm.engines.models.transformers_model import TransformersCausalLM, quantize_linears
 from sagellm.engines.models.transformers_probe import AttentionUse, probe_attention
-
-# Beyond their original length these kinds of scaling turn all keys by other angles, stored ones too.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -184,15 +181,7 @@ def _check_class(model_class: Any, hf: Any) -> None:
 
 
 def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
-    max_model_len, reason = int(text.max_position_embeddings), "max_position_embeddings"
-    for rope in _rope_parameters(text):
-        original = rope.get("original_max_position_embeddings") or max_model_len
-        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE and original <= max_model_len:
-            max_model_len = int(original)
-            reason = (
-                f"original_max_position_embeddings: beyond it {rope['rope_type']} RoPE scaling would change "
-                f"the keys that are already stored"
-            )
+    limit = context_limit(text.max_position_embeddings, _rope_parameters(text))
     return ModelGeometry(
         num_layers=len(use.specs),
         hidden_size=text.hidden_size,
@@ -201,8 +190,8 @@ def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
         num_kv_heads=use.num_kv_heads,
         head_dim=use.head_dim,
         vocab_size=text.vocab_size,
-        max_model_len=max_model_len,
-        max_model_len_reason=reason,
+        max_model_len=limit.max_model_len,
+        max_model_len_reason=limit.reason,
         tie_word_embeddings=tied,
     )
 
