@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sagellm.core import CheckpointError
-from sagellm.engines.loading import Checkpoint, WeightReader, resolve_source
+from sagellm.core import CheckpointError, UnsupportedModelError
+from sagellm.engines.loading import Checkpoint, WeightReader, load_checkpoint, load_tokenizer, resolve_source
+from sagellm.engines.models.qwen3 import Qwen3Family
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -133,3 +136,102 @@ def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(single, monkeypatch
     monkeypatch.chdir(single)
     with pytest.raises(CheckpointError, match=message):
         resolve_source(name, offline=True)
+
+
+def nested(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def write_header(path: Path, text: str) -> None:
+    data = path.read_bytes()
+    tensors = data[8 + int.from_bytes(data[:8], "little") :]
+    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + tensors)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ('{"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}', "damaged"),
+        ('{"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}', "damaged"),
+        (f'{{"dtype": "F32", "shape": [{"9" * 5000}], "data_offsets": [0, 4]}}', "damaged header"),
+        (f'{{"dtype": "F32", "shape": {[10**4000] * 2000}, "data_offsets": [0, 4]}}', "no tensor can have"),
+        (f'{{"dtype": "F32", "shape": {[2] * 500_000}, "data_offsets": [0, 4]}}', "no tensor can have"),
+        (f'{{"dtype": "{"x" * 10**6}", "shape": [1], "data_offsets": [0, 4]}}', "type x{64}, which"),
+    ],
+)
+def test_a_header_with_senseless_numbers_is_refused_at_once(single, entry, message):
+    write_header(single / SINGLE, f'{{"a": {entry}}}')
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(single)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, SINGLE])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
+)
+def test_what_is_no_plain_file_is_never_read(single, name, make):
+    (single / name).unlink(missing_ok=True)
+    make(single / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is no plain file"):
+        Checkpoint.open(single)
+
+
+def test_a_tokenizer_that_is_no_plain_file_is_never_read(single):
+    (single / "tokenizer_config.json").unlink()
+    os.mkfifo(single / "tokenizer_config.json")
+    with pytest.raises(CheckpointError, match="no plain file"):
+        load_tokenizer(single)
+
+
+def test_a_json_file_without_end_is_refused(single):
+    with open(single / "config.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match=r"config\.json is too long"):
+        Checkpoint.open(single)
+
+
+def test_a_file_name_that_no_file_can_have_is_missing(sharded):
+    edit_json(sharded / INDEX, weight_map={"a": "x" * 5000})
+    with pytest.raises(CheckpointError, match="lacks 1 of 1"):
+        Checkpoint.open(sharded)
+
+
+def test_a_tensor_in_two_files_is_named(sharded):
+    tensors = load_file(sharded / SHARDS[0])
+    twice = next(iter(load_file(sharded / SHARDS[1])))
+    save_file(tensors | {twice: load_file(sharded / SHARDS[1])[twice]}, sharded / SHARDS[0])
+    with pytest.raises(CheckpointError, match=f"more than one file: {twice}"):
+        Checkpoint.open(sharded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 10**9}, "head_dim is 1000000000"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000"),
+        ({"max_position_embeddings": 0}, "max_model_len is 0"),
+        ({"extra": nested(600)}, "not a valid qwen3 config"),
+        ({"quantization_config": "abc"}, "quantized"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "not finite"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 0}},
+            "rope_p",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "rope_parameters"),
+    ],
+)
+def test_a_config_with_senseless_numbers_is_refused_at_once(single, changes, message):
+    edit_json(single / "config.json", **changes)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        load_checkpoint(single, [Qwen3Family()])
+
+
+def test_a_generation_config_with_senseless_numbers_is_refused(single):
+    edit_json(single / "generation_config.json", do_sample=True, temperature=10**400)
+    with pytest.raises(CheckpointError, match="temperature"):
+        load_checkpoint(single, [Qwen3Family()])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -107,7 +109,8 @@ def _read_shards(path: Path) -> dict[str, StoredTensor]:
     outside = [name for name in files if PurePath(name).name != name]
     if outside:
         raise CheckpointError(f"{path / INDEX} names files outside of its directory: {_first(outside)}")
-    missing = [name for name in files if not (path / name).exists()]
+    present = {file.name for file in path.iterdir()}
+    missing = [name for name in files if name not in present]
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of {len(files)} weight files: {_first(missing)}")
     headers = {name: read_header(path / name) for name in files}
@@ -115,4 +118,8 @@ def _read_shards(path: Path) -> dict[str, StoredTensor]:
     if absent:
         raise CheckpointError(f"{path / INDEX} names tensors that their files do not hold: {_first(absent)}")
     # What files hold beyond the index is left over, too.
-    return {name: tensor for header in headers.values() for name, tensor in header.items()}
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    if len(tensors) < sum(map(len, headers.values())):
+        twice = [name for name, count in Counter(chain.from_iterable(headers.values())).items() if count > 1]
+        raise CheckpointError(f"{path} has tensors in more than one file: {_first(twice)}")
+    return tensors

@@ -49,7 +49,10 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
     value = values.get(name)
     if value is None:
         return None
-    return float(_checked(value, name, "number"))
+    try:
+        return float(_checked(value, name, "number"))
+    except OverflowError:
+        raise CheckpointError(f"generation_config.json: {name} is beyond any number of a computer") from None
 
 
 def _integer(values: Mapping[str, Any], name: str) -> int | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError
+from sagellm.engines.loading.json_file import check_is_plain
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -32,6 +33,8 @@ ITEM_BYTES = {
     "F64": 8,
 }
 _LENGTH_BYTES = 8
+_MAX_DIMENSIONS = 64  # torch's own limit
+_MAX_SHOWN = 64  # characters of a value in a message
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -51,6 +54,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises CheckpointError if the file is cut off, or if sizes, types and offsets do not agree.
     """
     try:
+        check_is_plain(path)
         with open(path, "rb") as file:
             file_bytes = file.seek(0, 2)
             file.seek(0)
@@ -64,7 +68,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(header_bytes))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # bad JSON, no text, or a number of thousands of digits
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a damaged header: it is no JSON object; fetch it again")
@@ -80,13 +86,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> StoredTensor:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
         first, last = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: the header's entry of {name!r} is damaged; fetch it again") from error
-    if dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{path}: tensor {name!r} has the type {dtype}, which is not known")
-    if any(size < 0 for size in shape) or last - first != prod(shape) * ITEM_BYTES[dtype] or first < 0:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        shown = str(dtype)[:_MAX_SHOWN]
+        raise CheckpointError(f"{path}: tensor {name!r} has the type {shown}, which is not known")
+    # The product of any more or larger ones could take minutes.
+    if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 63 for size in shape):
+        raise CheckpointError(f"{path}: tensor {name!r} has a shape that no tensor can have; fetch it again")
+    if last - first != prod(shape) * ITEM_BYTES[dtype] or first < 0:
         raise CheckpointError(
             f"{path}: tensor {name!r} of {dtype} {shape} cannot lie in bytes {first} to {last}; "
             f"fetch it again"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sagellm.core import CheckpointError, get_logger
-from sagellm.engines.loading.json_file import read_optional_json
+from sagellm.engines.loading.json_file import check_is_plain, read_optional_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     if not any((path / name).exists() for name in _FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
+    for name in _FILES:
+        check_is_plain(path / name)
     own_code = read_optional_json(path / "tokenizer_config.json").get("auto_map")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

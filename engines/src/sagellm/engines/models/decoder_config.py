@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sagellm.core import CheckpointError, ModelGeometry, UnsupportedModelError
+from sagellm.core import CheckpointError, ModelGeometry, SageLLMError, UnsupportedModelError
 from sagellm.engines.layers.rope_scaling import RopeParameters, rope_frequencies
 from sagellm.engines.models.hf_config import context_limit
+
+_MAX_HEAD_DIM = 1 << 16
+_SIZES = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"),
+    "max_model_len",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,22 +109,32 @@ def _read_rope(hf: Any, head_dim: int) -> RopeParameters:
         )
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is set; this decoder turns whole heads")
-    if head_dim < 2 or head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
-    rope = RopeParameters(
-        theta=float(values.get("rope_theta", 10_000.0)),
-        rotary_dim=head_dim,
-        rope_type=values.get("rope_type", "default"),
-        max_position_embeddings=hf.max_position_embeddings,
-        scaling=dict(values),
-    )
-    rope_frequencies(rope)  # an unknown kind or a missing number is an error now, not at the first step
+    if head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM:
+        raise CheckpointError(
+            f"config.json: head_dim is {head_dim}; rotary embeddings need an even one up to {_MAX_HEAD_DIM}"
+        )
+    try:
+        rope = RopeParameters(
+            theta=float(values.get("rope_theta", 10_000.0)),
+            rotary_dim=head_dim,
+            rope_type=values.get("rope_type", "default"),
+            max_position_embeddings=hf.max_position_embeddings,
+            scaling=dict(values),
+        )
+        # An unknown kind and a number that is missing or senseless are errors now, not at the first step.
+        frequencies = rope_frequencies(rope)
+        if not (frequencies.inv_freq.isfinite().all() and math.isfinite(frequencies.attention_factor)):
+            raise ArithmeticError("a frequency is not finite")
+    except SageLLMError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: no rotation follows from rope_parameters: {error}") from error
     return rope
 
 
 def _check(config: DecoderConfig) -> None:
     sizes = config.geometry
-    for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"):
+    for name in _SIZES:
         if getattr(sizes, name) < 1:
             raise CheckpointError(f"config.json: {name} is {getattr(sizes, name)}; it must be at least 1")
     if sizes.num_heads % sizes.num_kv_heads:

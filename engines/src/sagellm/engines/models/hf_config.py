@@ -18,6 +18,9 @@ class ContextLimit(NamedTuple):
     reason: str
 
 
+_MAX_LAYERS = 10_000
+
+
 def architecture_of(config: HFConfig) -> str | None:
     """Return the first of the config's `architectures`, or None."""
     architectures = config.get("architectures")
@@ -61,13 +64,18 @@ def read_hf_config(config: HFConfig) -> Any:
         raise UnsupportedModelError(
             f"model_type is {model_type!r} in config.json, which this version of transformers does not know"
         )
-    if config.get("quantization_config") is not None:
-        method = dict(config["quantization_config"]).get("quant_method", "unnamed")
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        named = quantization if isinstance(quantization, Mapping) else {}
+        method = named.get("quant_method", "unnamed")
         raise UnsupportedModelError(
             f"the checkpoint's weights are quantized ({method}); give one in bfloat16, float16 or float32"
         )
-    values = deepcopy(dict(config))  # the class changes nested values in place
+    num_layers = config.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers makes a list of them all
+        raise CheckpointError(f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be")
     try:
+        values = deepcopy(dict(config))  # the class changes nested values in place
         return CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # validation errors of many types, none of them ours to tell apart
         raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from error
