@@ -150,3 +150,12 @@ def test_a_part_of_one_request_is_not_taken_for_another_request(make_engine, all
     assert [len(each.token_ids) for each in finished[several].outputs] == [4, 4]
     assert len(finished[one].outputs[0].token_ids) == 8
     assert all_blocks_are_back(engine)
+
+
+def test_a_scheduler_that_never_schedules_is_an_error_and_no_hang(make_engine, all_blocks_are_back):
+    engine = make_engine(scheduler="null")
+    (output,) = engine.generate([[5, 6, 7]], GREEDY)
+    assert output.outputs[0].finish_reason == "error"
+    assert "the scheduler chose nothing" in (output.outputs[0].error or "")
+    assert not engine.has_unfinished_requests()
+    all_blocks_are_back(engine)

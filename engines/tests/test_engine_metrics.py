@@ -29,3 +29,16 @@ def test_times_are_the_clocks_from_its_first_nanosecond_on(make_engine):
     metrics = outputs[-1].metrics
     assert (metrics.first_token_ns, metrics.last_token_ns, metrics.finished_ns) == (0, 20, 20)
     assert (metrics.ttft, metrics.tpot) == (0.0, 10e-9)
+
+
+def test_tpot_counts_the_tokens_of_one_continuation(make_engine):
+    clock = VirtualClock()
+    engine = make_engine(runtime=Runtime(clock=clock, randomness=Randomness(0), files=MemoryFiles()))
+    engine.add_request([5, 6, 7], SamplingParams(n=4, max_tokens=5, ignore_eos=True))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        clock.advance_ns(10)
+    metrics = outputs[-1].metrics
+    assert (metrics.num_output_tokens, metrics.longest_output) == (20, 5)
+    assert metrics.tpot == 10e-9

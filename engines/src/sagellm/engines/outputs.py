@@ -46,6 +46,7 @@ class RequestMetrics:
     last_token_ns: int | None = None
     finished_ns: int | None = None
     num_output_tokens: int = 0  # of all continuations
+    longest_output: int = 0  # tokens of the longest continuation
 
     @property
     def ttft(self) -> float | None:
@@ -54,10 +55,13 @@ class RequestMetrics:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token: (last - first token) ÷ (output tokens - 1), in seconds."""
+        """Time per output token: (last - first token) ÷ (output tokens - 1), in seconds.
+
+        Continuations grow side by side, so the tokens are those of the longest.
+        """
         if self.first_token_ns is None or self.last_token_ns is None:
             return None
-        return tpot_s(self.first_token_ns, self.last_token_ns, self.num_output_tokens)
+        return tpot_s(self.first_token_ns, self.last_token_ns, self.longest_output)
 
     @property
     def total_time(self) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagellm.core import (
+    EngineError,
     EngineMetrics,
     FinishReason,
     LifetimePredictorProtocol,
@@ -28,6 +29,9 @@ from sagellm.engines.sampling.sampler import SampledToken, Sampler, SamplingRow
 from sagellm.engines.sampling.stop import check_stop_conditions
 
 logger = get_logger(__name__)
+
+_MAX_IDLE_STEPS = 1000
+"""Steps in a row without a token of work, while sequences wait, after which the scheduler counts as broken."""
 
 _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
@@ -81,7 +85,7 @@ class EngineCore:
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._first_token_ns: dict[SequenceId, int] = {}
-        self._num_steps = 0
+        self._num_steps = self._num_idle_steps = 0
         self._num_preemptions_seen = 0
         hook = parts.registry.hook
         self._observes_requests = bool(hook.sagellm_request_finished.get_hookimpls())
@@ -95,6 +99,7 @@ class EngineCore:
         outputs: list[TokenOutput] = []
         try:
             scheduled = self.scheduler.schedule()
+            self._require_progress(scheduled)
             sampled = self._run(scheduled)
             for entry in scheduled:
                 output = self._advance(entry, sampled.get(entry.sequence.sequence_id))
@@ -141,6 +146,15 @@ class EngineCore:
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""
         self._parts.metrics_of[kind] = read
+
+    def _require_progress(self, scheduled: list[ScheduledSequence]) -> None:
+        self._num_idle_steps = 0 if scheduled or not self.has_unfinished() else self._num_idle_steps + 1
+        if self._num_idle_steps >= _MAX_IDLE_STEPS:
+            self._num_idle_steps = 0
+            raise EngineError(
+                f"the scheduler chose nothing in {_MAX_IDLE_STEPS} steps while {self.scheduler.num_waiting} "
+                f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
+            )
 
     def _run(self, scheduled: list[ScheduledSequence]) -> dict[SequenceId, SampledToken | Exception]:
         if not scheduled:
