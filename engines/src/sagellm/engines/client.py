@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence as Seq
 
-from sagellm.core import EngineMetrics, SequenceId
+from sagellm.core import EngineMetrics, FinishReason, SequenceId
 from sagellm.engines.core.engine_core import EngineCore, TokenOutput
 from sagellm.engines.core.sequence import Sequence
 
@@ -18,8 +18,8 @@ class EngineClient(ABC):
         """Queue sequences that have passed all checks."""
 
     @abstractmethod
-    def abort(self, sequence_ids: Iterable[SequenceId], *, stopped: bool = False) -> None:
-        """End sequences: given up, or `stopped` by a stop string. Unknown ids are passed over."""
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """End sequences before their time. Unknown ids are passed over."""
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
@@ -45,9 +45,9 @@ class InProcessClient(EngineClient):
         for sequence in sequences:
             self.core.add(sequence)
 
-    def abort(self, sequence_ids: Iterable[SequenceId], *, stopped: bool = False) -> None:
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End the sequences at once."""
-        self.core.abort(sequence_ids, finish_reason="stop" if stopped else "abort")
+        self.core.abort(sequence_ids, finish_reason=finish_reason)
 
     def step(self) -> list[TokenOutput]:
         """Run one step."""

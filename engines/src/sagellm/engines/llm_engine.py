@@ -121,8 +121,8 @@ class LLMEngine(EngineProtocol):
         The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
         """
         processed = self._output.process(self.client.step())
-        self.client.abort(processed.stopped, stopped=True)
-        self.client.abort(processed.failed)
+        self.client.abort(processed.stopped, finish_reason="stop")
+        self.client.abort(processed.failed, finish_reason="error")
         return processed.changed
 
     def has_unfinished_requests(self) -> bool:
