@@ -110,7 +110,7 @@ def test_a_broken_observer_changes_nothing(make_engine, all_blocks_are_back, exp
 @pytest.mark.parametrize("name", ["predict", "update"])
 def test_a_broken_predictor_changes_nothing(make_engine, all_blocks_are_back, expected, monkeypatch, name):
     engine = make_engine()
-    break_call(monkeypatch, engine.client.core._parts.predictor, name, number=1)
+    break_call(monkeypatch, engine.client.core.parts.predictor, name, number=1)
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
     assert all_blocks_are_back(engine)
 

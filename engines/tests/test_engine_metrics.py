@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from sagellm.core import MemoryFiles, Randomness, Runtime, VirtualClock
+from sagellm.core import MemoryFiles, PluginRegistry, Randomness, Runtime, VirtualClock, hookimpl
 from sagellm.engines import SamplingParams
+from sagellm.engines.text import IncrementalDetokenizer
 
 
 def test_engine_metrics_are_a_snapshot_with_every_module(make_engine):
@@ -42,3 +43,27 @@ def test_tpot_counts_the_tokens_of_one_continuation(make_engine):
     metrics = outputs[-1].metrics
     assert (metrics.num_output_tokens, metrics.longest_output) == (20, 5)
     assert metrics.tpot == 10e-9
+
+
+def test_observers_are_told_the_reason_that_the_caller_is_told(make_engine, monkeypatch):
+    reasons = []
+
+    class Observer:
+        @hookimpl
+        def sagellm_request_finished(self, record):
+            reasons.append(record.finish_reason)
+
+    def fail(self, token_ids):
+        raise ValueError("no text")
+
+    registry = PluginRegistry.load()
+    registry.register(Observer(), distribution="observer")
+    engine = make_engine(registry=registry)
+    stop = engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    text = stop[0].outputs[0].text
+    engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, stop=text[1:3]))
+    engine.abort_request(engine.add_request([5, 6, 7]))
+    monkeypatch.setattr(IncrementalDetokenizer, "append", fail)
+    failed = engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
+    assert failed[0].outputs[0].finish_reason == "error"
+    assert reasons == ["length", "stop", "abort", "error"]

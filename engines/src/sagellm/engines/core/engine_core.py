@@ -80,8 +80,8 @@ class EngineCore:
     """
 
     def __init__(self, parts: CoreParts) -> None:
+        self.parts = parts
         self.scheduler, self.kv, self.runner = parts.scheduler, parts.kv, parts.runner
-        self._parts = parts
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._first_token_ns: dict[SequenceId, int] = {}
@@ -118,7 +118,7 @@ class EngineCore:
             sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
         )
         with _logged("the lifetime predictor"):
-            prediction = self._parts.predictor.predict(asked)
+            prediction = self.parts.predictor.predict(asked)
             sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
@@ -140,12 +140,12 @@ class EngineCore:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
-            modules={kind: read() for kind, read in self._parts.metrics_of.items()},
+            modules={kind: read() for kind, read in self.parts.metrics_of.items()},
         )
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""
-        self._parts.metrics_of[kind] = read
+        self.parts.metrics_of[kind] = read
 
     def _require_progress(self, scheduled: list[ScheduledSequence]) -> None:
         self._num_idle_steps = 0 if scheduled or not self.has_unfinished() else self._num_idle_steps + 1
@@ -175,7 +175,7 @@ class EngineCore:
         batch = self.runner.prepare_inputs(scheduled)
         logits = self.runner.execute_model(batch)
         sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
-        tokens = self._parts.sampler.sample(logits, [_sampling_row(sequence) for sequence in sampled])
+        tokens = self.parts.sampler.sample(logits, [_sampling_row(sequence) for sequence in sampled])
         return {sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)}
 
     def _advance(
@@ -222,7 +222,7 @@ class EngineCore:
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
             with _logged("the lifetime predictor"):
-                self._parts.predictor.update(
+                self.parts.predictor.update(
                     sequence_id=sequence_id,
                     actual_length=num_output_tokens,
                     actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
@@ -242,14 +242,14 @@ class EngineCore:
                 finished_ns=finished_ns,
             )
             with _logged("an observer of finished requests"):
-                self._parts.registry.hook.sagellm_request_finished(record=record)
+                self.parts.registry.hook.sagellm_request_finished(record=record)
 
     def _observe(self, started_ns: int, scheduled: list[ScheduledSequence]) -> None:
         self._num_steps += 1
         events = self.kv.take_events()
         if self._observes_kv and events:
             with _logged("an observer of KV events"):
-                self._parts.registry.hook.sagellm_kv_events(events=events)
+                self.parts.registry.hook.sagellm_kv_events(events=events)
         num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
         if self._observes_steps:
@@ -264,7 +264,7 @@ class EngineCore:
                 num_free_blocks=self.kv.available_blocks,
             )
             with _logged("an observer of steps"):
-                self._parts.registry.hook.sagellm_step_finished(record=record)
+                self.parts.registry.hook.sagellm_step_finished(record=record)
 
 
 @contextmanager
