@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
-from sagellm.core import ConfigError, InvalidRequestError, SageLLMError
+from sagellm.core import CheckpointError, ConfigError, InvalidRequestError, OutOfMemoryError, SageLLMError
 from sagellm.engines import LLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -159,3 +161,18 @@ def test_an_unknown_module_is_found_before_a_model_is_looked_for():
 def test_no_model_says_how_to_name_one():
     with pytest.raises(ConfigError, match="model"):
         LLMEngine()
+
+
+@pytest.mark.parametrize("num_blocks", [10**10, 10**15])
+def test_more_blocks_than_memory_holds_are_refused_at_once(make_engine, num_blocks):
+    started = time.perf_counter()
+    with pytest.raises(OutOfMemoryError, match=r"lower kv\.num_blocks"):
+        make_engine(num_blocks=num_blocks)
+    assert time.perf_counter() - started < 5
+
+
+def test_a_checkpoint_that_asks_for_senseless_sampling_is_named(make_engine, checkpoint, tmp_path):
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    (copy / "generation_config.json").write_text('{"do_sample": true, "temperature": -1.0}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature is -1\.0"):
+        make_engine(model=str(copy))

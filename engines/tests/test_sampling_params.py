@@ -31,7 +31,7 @@ WRONG = {
     "logprobs": [-1, MAX_LOGPROBS + 1, True, 1.5],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
-    "repetition_penalty": [0, -1.0, math.nan, math.inf],
+    "repetition_penalty": [0, -1.0, 1e-300, math.nan, math.inf],
     "ignore_eos": [1, None, "yes"],
     "detokenize": [0],
     "skip_special_tokens": ["no"],

@@ -8,7 +8,9 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 from sagellm.core import (
+    CheckpointError,
     ConfigError,
+    InvalidRequestError,
     KVGroup,
     KVLayout,
     ModelGeometry,
@@ -80,6 +82,8 @@ def build_core(
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet."""
     config = modules.config
+    runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
+    runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
     kv = _build_kv(modules, layout.block_size, num_blocks, runtime)
     predictor = modules.make("lifetime_predictor", config.predictor.name)
     scheduler: Scheduler
@@ -95,8 +99,6 @@ def build_core(
     for name in config.scheduler.passes:
         ir.add_optimization_pass(modules.make("scheduler_pass", name))
     scheduler = Scheduler(ir, kv.manager)
-    runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
-    runner.initialize_kv_caches(num_blocks)
     return EngineCore(
         CoreParts(
             scheduler=scheduler,
@@ -234,7 +236,10 @@ def _default_params(generation: GenerationDefaults) -> SamplingParams:
     given = {name: value for name in names if (value := getattr(generation, name)) is not None}
     if generation.max_new_tokens is not None:
         given["max_tokens"] = generation.max_new_tokens
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error
 
 
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> tuple[int, str]:

@@ -35,7 +35,7 @@ _FLOAT_RANGES = {
     "min_p": (0.0, True, 1.0),
     "presence_penalty": (-2.0, True, 2.0),
     "frequency_penalty": (-2.0, True, 2.0),
-    "repetition_penalty": (0.0, False, 1e6),
+    "repetition_penalty": (1e-9, True, 1e6),
 }
 _Strings: TypeAlias = str | Collection[str] | None
 
