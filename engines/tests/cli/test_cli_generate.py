@@ -52,7 +52,8 @@ class FakeEngine:
                 one.error = "it burst" if "fail" in words else None
         output.metrics.first_token_ns = 5_000_000
         output.metrics.last_token_ns = output.metrics.finished_ns = 25_000_000
-        output.metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
+        lengths = [len(one.token_ids) for one in output.outputs]
+        output.metrics.num_output_tokens, output.metrics.longest_output = sum(lengths), max(lengths)
         return [output]
 
     def generate(self, prompts, params, *, progress):

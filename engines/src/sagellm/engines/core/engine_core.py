@@ -31,7 +31,7 @@ from sagellm.engines.sampling.stop import check_stop_conditions
 logger = get_logger(__name__)
 
 _MAX_IDLE_STEPS = 1000
-"""Steps in a row without a token of work, while sequences wait, after which the scheduler counts as broken."""
+"""Steps in a row without work, while sequences wait, after which the scheduler counts as broken."""
 
 _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
