@@ -41,7 +41,7 @@ def test_tpot_counts_the_tokens_of_one_continuation(make_engine):
         outputs += engine.step()
         clock.advance_ns(10)
     metrics = outputs[-1].metrics
-    assert (metrics.num_output_tokens, metrics.longest_output) == (20, 5)
+    assert (metrics.num_output_tokens, metrics.num_longest_output_tokens) == (20, 5)
     assert metrics.tpot == 10e-9
 
 

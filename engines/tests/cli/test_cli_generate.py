@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 import sagellm.engines
-from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput
+from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from sagellm.engines.cli.generated import TextPrinter
 
 
@@ -17,6 +17,7 @@ class FakeEngine:
     """Answers each prompt with its words in capitals, one a step, the last prompt first."""
 
     made: ClassVar[list] = []
+    default_params = SamplingParams(temperature=0.6, top_k=11)
 
     def __init__(self, config):
         self.config = config
@@ -53,7 +54,8 @@ class FakeEngine:
         output.metrics.first_token_ns = 5_000_000
         output.metrics.last_token_ns = output.metrics.finished_ns = 25_000_000
         lengths = [len(one.token_ids) for one in output.outputs]
-        output.metrics.num_output_tokens, output.metrics.longest_output = sum(lengths), max(lengths)
+        output.metrics.num_output_tokens = sum(lengths)
+        output.metrics.num_longest_output_tokens = max(lengths)
         return [output]
 
     def generate(self, prompts, params, *, progress):
@@ -135,6 +137,12 @@ def test_flags_reach_sampling_and_engine(sage, engine):
     config = engine[0].config
     assert (config.model.name, config.kv.block_size, config.prefix_cache.enabled) == ("m", 8, False)
     assert config.model.seed is None
+
+
+def test_what_no_flag_names_is_as_the_checkpoint_wants_it(sage, engine):
+    assert sage("llm", "generate", "x", "--model", "m", "--top-k", "7").code == 0
+    [params] = engine[0].params
+    assert (params.temperature, params.top_k) == (0.6, 7)
 
 
 def test_the_model_may_come_from_a_file(sage, engine, tmp_path):

@@ -124,7 +124,7 @@ class OutputProcessor:
             metrics.num_output_tokens += 1
             live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
             self._append(output, token_output.token)
-            metrics.longest_output = max(metrics.longest_output, len(output.token_ids))
+            metrics.num_longest_output_tokens = max(metrics.num_longest_output_tokens, len(output.token_ids))
             matched = self._extend_text(live, continuation, token_output)
             if matched is not None:
                 stopped_by_string = reason is None

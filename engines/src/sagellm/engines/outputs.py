@@ -46,7 +46,7 @@ class RequestMetrics:
     last_token_ns: int | None = None
     finished_ns: int | None = None
     num_output_tokens: int = 0  # of all continuations
-    longest_output: int = 0  # tokens of the longest continuation
+    num_longest_output_tokens: int = 0  # tokens of the longest continuation
 
     @property
     def ttft(self) -> float | None:
@@ -61,7 +61,7 @@ class RequestMetrics:
         """
         if self.first_token_ns is None or self.last_token_ns is None:
             return None
-        return tpot_s(self.first_token_ns, self.last_token_ns, self.longest_output)
+        return tpot_s(self.first_token_ns, self.last_token_ns, self.num_longest_output_tokens)
 
     @property
     def total_time(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,7 +48,8 @@ def generate(
 
     given = {name: value for name, value in options.items() if name in SAMPLING_NAMES}
     settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
-    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    given = {"max_tokens": DEFAULT_MAX_TOKENS} | given
+    SamplingParams(**given)  # a wrong flag is an error before the model is loaded
     loaded = load_config(settings, config_file=config)
     if loaded.config.model.name is None:
         raise ConfigError(
@@ -59,6 +61,7 @@ def generate(
         from sagellm.engines import LLMEngine
 
         engine = LLMEngine(loaded.config)
+    params = replace(engine.default_params, **given)  # the checkpoint says how it wants to be sampled
     outputs = _run(engine, texts, params, stream=stream and not as_json, as_json=as_json)
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:

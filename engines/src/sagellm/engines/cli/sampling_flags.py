@@ -36,6 +36,8 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)} | {
     "max_tokens": DEFAULT_MAX_TOKENS
 }
 
+_OF_CHECKPOINT = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+
 _METAVARS = {int: "INT", list[int]: "INT", float: "FLOAT"}
 
 
@@ -46,8 +48,14 @@ def _option(name: str, kind: Any, help_text: str) -> Any:
     return typer.Option(*flags, help=help_text, metavar=_METAVARS.get(kind, "TEXT"), show_default=False)
 
 
+def _default(name: str) -> object:
+    """What holds without the flag: of some fields a checkpoint says what it wants."""
+    default = _DEFAULTS[name]
+    return f"the checkpoint's, or {default}" if name in _OF_CHECKPOINT else default
+
+
 SAMPLING_FLAGS = tuple(
-    make_flag(name, kind, _option(name, kind, command_help(text, _DEFAULTS[name])))
+    make_flag(name, kind, _option(name, kind, command_help(text, _default(name))))
     for name, (kind, text) in _FIELDS.items()
 )
 SAMPLING_NAMES = frozenset(_FIELDS)
