@@ -31,9 +31,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
     """Token-exact prefix cache that evicts its own leaves, least recently used first.
 
     A lock or an insertion is a use of the whole path. `eviction_policy` replaces the order; one
-    that names no victim ends eviction. A leaf that no lock protects grows in place when its
-    prefix is inserted with more blocks and the same priority. Raises ConfigError for sizes below
-    one.
+    that names no victim ends eviction, and one that raises is itself replaced by this order. A leaf
+    that no lock protects grows in place when its prefix is inserted with more blocks and the same
+    priority. Raises ConfigError for sizes below one.
     """
 
     def __init__(

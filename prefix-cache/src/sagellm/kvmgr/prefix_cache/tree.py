@@ -9,6 +9,7 @@ from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.prefix_cache import PrefixMatch
 from sagellm.kvmgr.prefix_cache.edges import split, walk
+from sagellm.kvmgr.prefix_cache.guarded_order import GuardedOrder
 from sagellm.kvmgr.prefix_cache.integrity import check_tree
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
@@ -24,7 +25,7 @@ class RadixTree:
     def __init__(self, block_size: int, order: LeafOrder) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
-        self.order = order
+        self.order = GuardedOrder(order, self._unlocked_leaves)
         self.roots: dict[Namespace, PrefixNode] = {}
         self.cached: set[BlockId] = set()
         self.version = 0
@@ -132,7 +133,7 @@ class RadixTree:
             if not isinstance(node, PrefixNode) or node.parent is None or not self._is_candidate(node):
                 if dropped:  # the caller must learn of these; the next call raises
                     break
-                policy = type(self.order).__qualname__
+                policy = type(self.order.current).__qualname__
                 raise PluginError(
                     f"{policy} named node {node.node_id} as a victim, which is no unlocked leaf"
                 )
@@ -141,11 +142,8 @@ class RadixTree:
 
     def clear(self) -> list[BlockId]:
         """Drop every unlocked node."""
-        nodes = [*self.roots.values()]
-        for node in nodes:  # grows while it is walked: parents come before their children
-            nodes.extend(node.children.values())
         dropped: list[BlockId] = []
-        for node in reversed(nodes):
+        for node in reversed(self._nodes()):
             if node.parent is not None and not node.lock_count:
                 dropped += self._drop(node)
         return dropped
@@ -157,8 +155,19 @@ class RadixTree:
         assert found.num_nodes == self.num_nodes, f"{found.num_nodes} nodes, {self.num_nodes} counted"
         counted = f"{found.num_evictable} blocks are evictable, {self.num_evictable} counted"
         assert found.num_evictable == self.num_evictable, counted
-        if isinstance(self.order, LeafLRU):
-            assert self.order.candidates() == found.leaves, "the order of leaves differs from the tree"
+        order = self.order.current
+        if isinstance(order, LeafLRU):
+            assert order.candidates() == found.leaves, "the order of leaves differs from the tree"
+
+    def _nodes(self) -> list[PrefixNode]:
+        """Return all nodes, parents before their children, the roots too."""
+        nodes = [*self.roots.values()]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        return nodes
+
+    def _unlocked_leaves(self) -> list[PrefixNode]:
+        return [node for node in self._nodes() if node.parent is not None and self._is_candidate(node)]
 
     def _is_candidate(self, node: PrefixNode) -> bool:
         return not node.children and not node.lock_count
@@ -185,13 +194,13 @@ class RadixTree:
 
     def _drop(self, node: PrefixNode) -> list[BlockId]:
         self.order.remove_candidate(node)
-        self.order.on_remove(node)
         parent = node.parent
         assert parent is not None, "a root is no victim"
         del parent.children[node.edge[: self.block_bytes]]
         node.parent = None
         self.num_nodes -= 1
         self._forget(node.block_ids)
+        self.order.on_remove(node)
         if not parent.children:
             if parent.parent is None:  # a namespace goes with its last node
                 del self.roots[parent.namespace]

@@ -1,0 +1,79 @@
+"""What becomes of the order of leaves when a policy fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from sagellm.core.logging import get_logger
+from sagellm.core.protocols.eviction import CachedNode
+from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
+
+_log = get_logger(__name__)
+
+
+class GuardedOrder:
+    """Asks a policy, and `LeafLRU` in its place from the first call on that raises.
+
+    What it raised is logged and goes no further: in the middle of a change of the tree it would
+    leave blocks that are cached and free at once. An AssertionError goes through, as it accuses
+    the cache.
+    """
+
+    def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
+        self.current = policy
+        self._find_leaves = find_leaves  # the unlocked ones
+
+    def on_insert(self, node: CachedNode) -> None:
+        """Pass it on."""
+        try:
+            self.current.on_insert(node)
+        except Exception as error:
+            self._replace(error).on_insert(node)
+
+    def on_hit(self, node: CachedNode) -> None:
+        """Pass it on."""
+        try:
+            self.current.on_hit(node)
+        except Exception as error:
+            self._replace(error).on_hit(node)
+
+    def on_remove(self, node: CachedNode) -> None:
+        """Pass it on."""
+        try:
+            self.current.on_remove(node)
+        except Exception as error:
+            self._replace(error).on_remove(node)
+
+    def add_candidate(self, node: CachedNode) -> None:
+        """Pass it on."""
+        try:
+            self.current.add_candidate(node)
+        except Exception as error:
+            self._replace(error).add_candidate(node)
+
+    def remove_candidate(self, node: CachedNode) -> None:
+        """Pass it on."""
+        try:
+            self.current.remove_candidate(node)
+        except Exception as error:
+            self._replace(error).remove_candidate(node)
+
+    def victim(self) -> CachedNode | None:
+        """Pass it on."""
+        try:
+            return self.current.victim()
+        except Exception as error:
+            return self._replace(error).victim()
+
+    def _replace(self, error: Exception) -> LeafLRU:
+        if isinstance(error, AssertionError):
+            raise error
+        _log.error(
+            "eviction policy %s failed; the least recently used leaf goes first from now on",
+            type(self.current).__qualname__,
+            exc_info=error,
+        )
+        self.current = order = LeafLRU()
+        for leaf in self._find_leaves():
+            order.add_candidate(leaf)
+        return order
