@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.core import CheckpointError, ConfigError, InvalidRequestError, OutOfMemoryError, SageLLMError
+from sagellm.core import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    Namespace,
+    OutOfMemoryError,
+    SageLLMError,
+)
 from sagellm.engines import LLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -76,7 +83,9 @@ def test_what_is_no_list_of_prompts_is_refused(engine, prompts):
     [
         ("params", {"params": {"max_tokens": 3}}),
         ("namespace", {"namespace": "tenant"}),
+        ("namespace", {"namespace": Namespace([])}),
         ("request_id", {"request_id": 5}),
+        ("request_id", {"request_id": ["one"]}),
         ("priority", {"priority": "high"}),
     ],
 )

@@ -182,7 +182,10 @@ def _check_types(params: object, request_id: object, namespace: object, priority
         raise InvalidRequestError(f"params is {params!r}; it must be SamplingParams")
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
-    if not isinstance(namespace, Namespace):
-        raise InvalidRequestError(f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…)")
+    # A key of caches: what has no hash would fail in the middle of a step.
+    if not isinstance(namespace, Namespace) or not all(isinstance(part, str) for part in namespace):
+        raise InvalidRequestError(
+            f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…) of texts"
+        )
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidRequestError(f"priority is {priority!r}; it must be an integer, larger is more urgent")

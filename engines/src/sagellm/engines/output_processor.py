@@ -56,7 +56,7 @@ class OutputProcessor:
         self._owner: dict[SequenceId, RequestId] = {}
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._live
+        return isinstance(request_id, str) and request_id in self._live
 
     def add(self, processed: ProcessedRequest) -> None:
         """Begin to keep account of a request."""
