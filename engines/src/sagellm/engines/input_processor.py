@@ -15,7 +15,6 @@ from sagellm.core import (
     Request,
     RequestId,
     Runtime,
-    ScheduleRequest,
     SequenceId,
     TokenIds,
     pack,
@@ -161,19 +160,12 @@ class InputProcessor:
     def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
         sequence_id = f"{request.request_id}#{index}"  # always: else "a#0" may be a request or a part of one
         eos: frozenset[int] = frozenset() if params.ignore_eos else self._limits.eos_token_ids
-        return Sequence(
-            sequence_id=SequenceId(sequence_id),
-            request=request,
+        return Sequence.of(
+            request,
+            SequenceId(sequence_id),
             params=params,
             seed=(seed + index) % (1 << 63),
             stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
-            schedule=ScheduleRequest(
-                request_id=RequestId(sequence_id),
-                token_ids=request.token_ids,
-                max_tokens=request.max_tokens,
-                priority=request.priority,
-                arrived_time=request.arrival_ns / 1e9,
-            ),
         )
 
 

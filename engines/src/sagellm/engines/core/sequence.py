@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Self
 
 from sagellm.core import (
     BlockId,
     PrefixMatch,
     Request,
+    RequestId,
     RequestStatus,
     ScheduleRequest,
     SequenceId,
@@ -39,6 +41,33 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        sequence_id: SequenceId,
+        *,
+        params: SamplingParams,
+        seed: int,
+        stop_token_ids: frozenset[int],
+    ) -> Self:
+        """Make a sequence that waits, with what the scheduler is to know of it."""
+        schedule = ScheduleRequest(
+            request_id=RequestId(sequence_id),
+            token_ids=request.token_ids,
+            max_tokens=request.max_tokens,
+            priority=request.priority,
+            arrived_time=request.arrival_ns / 1e9,
+        )
+        return cls(
+            sequence_id=sequence_id,
+            request=request,
+            params=params,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            schedule=schedule,
+        )
 
     @property
     def num_tokens(self) -> int:
