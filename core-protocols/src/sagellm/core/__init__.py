@@ -44,8 +44,8 @@ __version__ = "0.1.0"
 # module → the public names that it defines
 _NAMES = {
     "errors": """
-        BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError EngineError
-        InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError PluginError PluginHookError
+        BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
+        EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError PluginError PluginHookError
         PluginImportError PluginVersionError SageLLMError StaleMatchError UnknownKindError UnknownNameError
         UnknownProviderError UnknownRequestError UnsupportedModelError nearest
     """,

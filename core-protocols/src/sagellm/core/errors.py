@@ -21,6 +21,7 @@ SageLLMError
 │   ├── PluginHookError                   a misspelt hook, or a hook that returns something else
 │   └── DuplicateProviderError            two providers of one kind and name
 └── EngineError (RuntimeError)            the engine itself failed; the cause is chained
+    └── EngineDeadError                   its process is gone; the request may be sent again
 """
 
 from __future__ import annotations
@@ -116,6 +117,10 @@ class DuplicateProviderError(PluginError):
 
 class EngineError(SageLLMError, RuntimeError):
     """The engine itself failed. The cause is chained."""
+
+
+class EngineDeadError(EngineError):
+    """The process of the engine is gone, and what it ran with it. The same request may be sent again."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
