@@ -45,7 +45,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "errors": """
         BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
-        EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError PluginError PluginHookError
+        EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError
+        PluginError PluginHookError
         PluginImportError PluginVersionError SageLLMError StaleMatchError UnknownKindError UnknownNameError
         UnknownProviderError UnknownRequestError UnsupportedModelError nearest
     """,
