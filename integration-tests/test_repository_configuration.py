@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from sagellm.engines.config.schema import SECTIONS, EngineConfig
-from sagellm.engines.config.settings import FLAT_NAMES, flag_of
+from sagellm.engines.config.settings import ALL_NAMES, flag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "configuration.md").read_text()
-FLAGS = {key: flag_of(name) for name, key in FLAT_NAMES.items()}
+FLAGS = {key: flag_of(name) for name, key in ALL_NAMES.items()}
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from sagellm.core import ConfigError
 from sagellm.engines.config import EngineConfig, KVConfig, SchedulerConfig
-from sagellm.engines.config.settings import FLAT_NAMES, PROVIDER_KINDS, flag_of
+from sagellm.engines.config.settings import ALL_NAMES, PROVIDER_KINDS, flag_of
 
 
 def message(**flat):
@@ -19,7 +19,7 @@ def message(**flat):
 
 
 def test_every_setting_has_one_flat_name():
-    assert sorted(FLAT_NAMES.values()) == sorted(EngineConfig().values())
+    assert sorted(ALL_NAMES.values()) == sorted(EngineConfig().values())
 
 
 def test_every_named_provider_is_a_setting():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         PredictorConfig as PredictorConfig,
         PrefixCacheConfig as PrefixCacheConfig,
         SchedulerConfig as SchedulerConfig,
+        ServerConfig as ServerConfig,
     )
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PredictorConfig",
     "PrefixCacheConfig",
     "SchedulerConfig",
+    "ServerConfig",
 ]
 
 __getattr__ = lazy(
@@ -35,5 +37,6 @@ __getattr__ = lazy(
         "PredictorConfig": ".schema",
         "PrefixCacheConfig": ".schema",
         "SchedulerConfig": ".schema",
+        "ServerConfig": ".schema",
     },
 )

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.config.settings import FLAT_NAMES
+from sagellm.engines.config.settings import ALL_NAMES
 
 
 def explain(error: ValidationError, model: type[BaseModel], section: str) -> ConfigError:
@@ -27,23 +27,22 @@ def explain(error: ValidationError, model: type[BaseModel], section: str) -> Con
             lines.append(unknown_key(key, section, list(model.model_fields)))
         else:
             must = str(cause) if cause is not None else possible(model.model_fields[name])
-            lines.append(f"{with_flat_name(key)} is {found['input']!r}; it must be {must}")
+            value = repr(found["input"]) if model.model_fields[name].repr else "not shown"  # a secret
+            lines.append(f"{with_flat_name(key)} is {value}; it must be {must}")
     return ConfigError("\n".join(lines))
 
 
 def unknown_key(key: str, section: str, known: list[str]) -> str:
     """Say that a key does not exist, which do, and which was probably meant."""
-    if not section and key in FLAT_NAMES:
-        return (
-            f"unknown section {key!r}; the setting is {FLAT_NAMES[key]}, or EngineConfig.from_flat({key}=…)"
-        )
+    if not section and key in ALL_NAMES:
+        return f"unknown section {key!r}; the setting is {ALL_NAMES[key]}, or EngineConfig.from_flat({key}=…)"
     what, where = ("setting", f"{section} has") if section else ("section", "the sections are")
     return f"unknown {what} {key!r}; {where} {', '.join(known)}.{nearest(key.rpartition('.')[2], known)}"
 
 
 def with_flat_name(key: str) -> str:
     """Add the flat name where it is not the last word of the key."""
-    flat = next((flat for flat, dotted in FLAT_NAMES.items() if dotted == key), "")
+    flat = next((flat for flat, dotted in ALL_NAMES.items() if dotted == key), "")
     return key if not flat or key.endswith(f".{flat}") else f"{key} ({flat})"
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.config.explain import explain, unknown_key
-from sagellm.engines.config.settings import FLAT_NAMES
+from sagellm.engines.config.settings import ALL_NAMES, FLAT_NAMES
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MAX_SEED = 2**63 - 1
@@ -147,6 +147,38 @@ class ForwardConfig(_Checked):
     attention: Name = Field(default="sdpa", description="attention backend by name")
 
 
+class ServerConfig(_Checked):
+    """The HTTP server: where it listens, who may use it, how much it takes on."""
+
+    section: ClassVar[str] = "server"
+
+    host: Name = Field(default="127.0.0.1", description="address that is listened on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port that is listened on; 0: any free one")
+    api_keys: Names = Field(
+        default=(),
+        repr=False,
+        description="keys of those who may use the server, each a tenant; none: whoever reaches it",
+    )
+    allowed_hosts: Names = Field(
+        default=(), description="names in the Host header that are answered, beside the address itself"
+    )
+    served_model_name: Names = Field(
+        default=(), description="names of the model in the API, the first in answers; none: the model's own"
+    )
+    max_queued_requests: int = Field(
+        default=1024,
+        ge=0,
+        le=1_000_000,
+        description="sequences that may wait beyond scheduler.max_num_seqs before the server says 429",
+    )
+    body_timeout: float = Field(
+        default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
+    )
+    shutdown_timeout: float = Field(
+        default=30.0, ge=0, le=86_400, description="seconds that running requests get at the end"
+    )
+
+
 class EngineConfig(_Checked):
     """Everything that an engine can be told at its start."""
 
@@ -156,14 +188,15 @@ class EngineConfig(_Checked):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     forward: ForwardConfig = Field(default_factory=ForwardConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
 
     @classmethod
     def from_flat(cls, **values: Any) -> Self:
-        """Build a configuration from flat names such as `block_size` (`settings.FLAT_NAMES`).
+        """Build a configuration from flat names such as `block_size` (`settings.ALL_NAMES`).
 
         Raises ConfigError for an unknown name or a value that cannot be used.
         """
-        return cls.from_values(flat_to_dotted(values))
+        return cls.from_values(flat_to_dotted(values, ALL_NAMES))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
@@ -185,18 +218,26 @@ class EngineConfig(_Checked):
 
 SECTIONS: dict[str, type[_Checked]] = {
     kind.section: kind
-    for kind in (ModelConfig, KVConfig, PrefixCacheConfig, SchedulerConfig, PredictorConfig, ForwardConfig)
+    for kind in (
+        ModelConfig,
+        KVConfig,
+        PrefixCacheConfig,
+        SchedulerConfig,
+        PredictorConfig,
+        ForwardConfig,
+        ServerConfig,
+    )
 }
 """Section name → its model."""
 
 
-def flat_to_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename flat names to dotted keys. Raises ConfigError for an unknown one."""
+def flat_to_dotted(values: Mapping[str, Any], known: Mapping[str, str] = FLAT_NAMES) -> dict[str, Any]:
+    """Rename flat names to dotted keys, by default an engine's. Raises ConfigError for an unknown one."""
     for name in values:
-        if name not in FLAT_NAMES:
-            known = ", ".join(FLAT_NAMES)
-            raise ConfigError(f"unknown setting {name!r}; settings: {known}.{nearest(name, FLAT_NAMES)}")
-    return {FLAT_NAMES[name]: value for name, value in values.items()}
+        if name not in known:
+            listed = ", ".join(known)
+            raise ConfigError(f"unknown setting {name!r}; settings: {listed}.{nearest(name, known)}")
+    return {known[name]: value for name, value in values.items()}
 
 
 def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

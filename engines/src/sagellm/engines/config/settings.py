@@ -35,7 +35,21 @@ FLAT_NAMES: dict[str, str] = {
     "forward_backend": "forward.backend",
     "attention_backend": "forward.attention",
 }
-"""Flat name → dotted key of the schema, in the order of `--help`."""
+"""Flat name of an engine's setting → dotted key of the schema, in the order of `--help`."""
+
+SERVER_NAMES: dict[str, str] = {
+    "host": "server.host",
+    "port": "server.port",
+    "api_key": "server.api_keys",
+    "allowed_hosts": "server.allowed_hosts",
+    "served_model_name": "server.served_model_name",
+    "max_queued_requests": "server.max_queued_requests",
+    "body_timeout": "server.body_timeout",
+    "shutdown_timeout": "server.shutdown_timeout",
+}
+"""What `serve` has beside an engine's settings."""
+
+ALL_NAMES = FLAT_NAMES | SERVER_NAMES
 
 PROVIDER_KINDS: dict[str, str] = {
     "model.quantization": "quantizer",

@@ -18,7 +18,7 @@ import yaml
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
-from sagellm.engines.config.settings import FLAT_NAMES, flag_of
+from sagellm.engines.config.settings import ALL_NAMES, flag_of
 from sagellm.engines.config.text import parse_text
 
 PREFIX = "SAGELLM_"
@@ -122,8 +122,8 @@ def _mapping(value: Any, what: str, flat_name: str = "") -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        section, _, name = FLAT_NAMES.get(flat_name, "kv.block_size").partition(".")
-        example = f"{section}: {{{name}: {value if flat_name in FLAT_NAMES else 16}}}"
+        section, _, name = ALL_NAMES.get(flat_name, "kv.block_size").partition(".")
+        example = f"{section}: {{{name}: {value if flat_name in ALL_NAMES else 16}}}"
         raise ConfigError(f"{what} is {value!r}; it must be a mapping, such as `{example}`")
     return {str(key): item for key, item in value.items()}
 
@@ -146,13 +146,11 @@ def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
 
 def _looks_like_a_setting(name: str) -> bool:
     """Say whether someone meant a setting: by its flag, or with one underscore instead of two."""
-    return name in FLAT_NAMES or any(
-        name == section or name.startswith(f"{section}_") for section in SECTIONS
-    )
+    return name in ALL_NAMES or any(name == section or name.startswith(f"{section}_") for section in SECTIONS)
 
 
 def _nearest_variable(variable: str) -> str:
-    key = FLAT_NAMES.get(variable.removeprefix(PREFIX).lower())
+    key = ALL_NAMES.get(variable.removeprefix(PREFIX).lower())
     if key is not None:
         return f" Did you mean {_variable(key)!r}?"
     return nearest(variable, [_variable(key) for key in EngineConfig().values()])
@@ -163,7 +161,7 @@ def _variable(key: str) -> str:
 
 
 def _flag_layers(flags: Mapping[str, Any]) -> Iterator[_Layer]:
-    for name, key in zip(flags, flat_to_dotted(flags), strict=True):
+    for name, key in zip(flags, flat_to_dotted(flags, ALL_NAMES), strict=True):
         value = flags[name]
         parsed = parse_text(key, value) if isinstance(value, str) else value
         yield _Layer(Origin("flag", flag_of(name)), {key: parsed})
