@@ -63,7 +63,7 @@ class InputProcessor:
         self, tokenizer: PreTrainedTokenizerBase | None, limits: RequestLimits, runtime: Runtime
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
+        self.limits = limits
         self._clock = runtime.clock
         self._seeds = runtime.randomness.stream("sampling seeds")
 
@@ -80,7 +80,7 @@ class InputProcessor:
         _check_types(params, request_id, namespace, priority)
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
-        params.validate_for(self._limits.vocab_size)
+        params.validate_for(self.limits.vocab_size)
         request = Request(
             request_id=RequestId(request_id or uuid4().hex),
             token_ids=token_ids,
@@ -110,7 +110,7 @@ class InputProcessor:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _tokenize(self, prompt: Prompt) -> TokenIds:
-        limits = self._limits
+        limits = self.limits
         if isinstance(prompt, str):
             token_ids = pack(self._encode(prompt))
         else:
@@ -141,7 +141,7 @@ class InputProcessor:
         return cast("Seq[int]", self._tokenizer(text, verbose=False)["input_ids"])
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        limits = self._limits
+        limits = self.limits
         room = limits.max_model_len - num_prompt
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         # The last generated token is never written to KV.
@@ -159,7 +159,7 @@ class InputProcessor:
 
     def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
         sequence_id = f"{request.request_id}#{index}"  # always: else "a#0" may be a request or a part of one
-        eos: frozenset[int] = frozenset() if params.ignore_eos else self._limits.eos_token_ids
+        eos: frozenset[int] = frozenset() if params.ignore_eos else self.limits.eos_token_ids
         return Sequence.of(
             request,
             SequenceId(sequence_id),

@@ -9,7 +9,7 @@ from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, get_logge
 from sagellm.engines.core.engine_core import TokenOutput
 from sagellm.engines.input_processor import ProcessedRequest
 from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from sagellm.engines.sampling.sampler import SampledToken
+from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
 
@@ -57,6 +57,14 @@ class OutputProcessor:
 
     def __contains__(self, request_id: object) -> bool:
         return isinstance(request_id, str) and request_id in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def request_ids(self) -> list[RequestId]:
+        """The live requests."""
+        return list(self._live)
 
     def add(self, processed: ProcessedRequest) -> None:
         """Begin to keep account of a request."""

@@ -1,0 +1,23 @@
+"""Serving in two processes: a front that faces clients, and a core that runs the model."""
+
+from typing import TYPE_CHECKING
+
+from sagellm.core import lazy
+
+if TYPE_CHECKING:
+    from sagellm.engines.serving.core_server import CoreServer as CoreServer
+    from sagellm.engines.serving.front import Front as Front
+    from sagellm.engines.serving.runtime_folder import RunningEngine as RunningEngine
+    from sagellm.engines.serving.socket_client import SocketClient as SocketClient
+
+__all__ = ["CoreServer", "Front", "RunningEngine", "SocketClient"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "CoreServer": ".core_server",
+        "Front": ".front",
+        "RunningEngine": ".runtime_folder",
+        "SocketClient": ".socket_client",
+    },
+)

@@ -1,0 +1,81 @@
+"""The core's process as the front sees it: started, connected, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from sagellm.core import EngineDeadError
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.serving.messages import ToCore, encode
+
+_POLL_S = 0.02
+_STOP_S = 10.0
+
+
+class CoreHandle:
+    """One process of the core and the connection to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], transport: asyncio.Transport) -> None:
+        self._process = process
+        self._transport = transport
+
+    @property
+    def pid(self) -> int:
+        """The process id of the core."""
+        return self._process.pid
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, socket: Path, protocol: asyncio.Protocol, *, log_level: str
+    ) -> CoreHandle:
+        """Start a core and connect to it; Hello or Failed comes when its model is loaded.
+
+        Raises EngineDeadError if the process ends before it listens.
+        """
+        socket.unlink(missing_ok=True)  # of a core that was killed
+        command = [sys.executable, "-m", "sagellm.engines.serving.core_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        order = {"config": config.values(), "socket": str(socket), "log_level": log_level}
+        assert process.stdin is not None, "a pipe was asked for"
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()  # and left open: its end tells the core that the front is gone
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                with suppress(OSError):
+                    transport, _ = await loop.create_unix_connection(lambda: protocol, str(socket))
+                    return cls(process, transport)
+                if process.poll() is not None:
+                    raise EngineDeadError(
+                        f"the engine's process ended at its start, with {process.returncode}"
+                    )
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+    def send(self, message: ToCore) -> None:
+        """Send a message; what a dead core does not read is lost."""
+        if not self._transport.is_closing():
+            self._transport.write(encode(message))
+
+    async def stop(self) -> None:
+        """End the process: asked to first, killed if it does not."""
+        self._transport.close()
+        self._process.terminate()
+        deadline = time.monotonic() + _STOP_S
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                self._process.kill()
+            await asyncio.sleep(_POLL_S)
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()

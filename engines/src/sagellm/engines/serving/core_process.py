@@ -1,0 +1,92 @@
+"""The core's process: `python -m sagellm.engines.serving.core_process`, started by the front.
+
+Standard input carries one line of JSON, the configuration and the socket's path, and stays open: when
+the front is gone, however it went, it closes, and the core ends too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sagellm.core import SageLLMError, get_logger
+from sagellm.core.logging import configure
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.serving.messages import Failed, Hello, encode
+
+logger = get_logger(__name__)
+
+_TELL_FAILURE_S = 2.0
+
+
+def main() -> None:
+    """Listen, load, serve. Exit code 1 if the model cannot be loaded."""
+    order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    configure(order["log_level"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the front's to answer
+    listener = listen(Path(order["socket"]))
+    try:
+        server = _load(EngineConfig.from_values(order["config"]), listener)
+    except Exception as error:
+        known = isinstance(error, SageLLMError)
+        logger.log(10 if known else 40, "the engine cannot start", exc_info=error)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        _tell(listener, encode(Failed(type(error).__name__, message)))
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    try:
+        server.serve()
+    finally:
+        server.close()
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen on a socket that its owner alone may use."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(mask)
+    listener.listen(64)
+    return listener
+
+
+def _load(config: EngineConfig, listener: socket.socket) -> Any:
+    from sagellm.engines.assembly import assemble
+    from sagellm.engines.client import InProcessClient
+    from sagellm.engines.serving.core_server import CoreServer
+    from sagellm.engines.serving.operations import core_operations
+
+    assembled = assemble(config)
+    assert isinstance(assembled.client, InProcessClient), "assemble builds the core in this process"
+    core = assembled.client.core
+    hello = Hello(
+        config=assembled.config.values(),
+        limits=assembled.input_processor.limits,
+        default_params=assembled.default_params,
+        pid=os.getpid(),
+    )
+    return CoreServer(core, listener, hello, core_operations(core), lifeline=sys.stdin.fileno())
+
+
+def _tell(listener: socket.socket, frame: bytes) -> None:
+    """Answer whoever connects in the next moment, the front first of all."""
+    deadline = time.monotonic() + _TELL_FAILURE_S
+    while (left := deadline - time.monotonic()) > 0 and select.select([listener], [], [], left)[0]:
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(frame)
+        return
+
+
+if __name__ == "__main__":
+    main()

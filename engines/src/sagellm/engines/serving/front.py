@@ -1,0 +1,225 @@
+"""The front: takes prompts in, sends them to the core's process, turns its tokens into text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
+
+from sagellm.core import (
+    DEFAULT,
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineError,
+    EngineMetrics,
+    Namespace,
+    RequestId,
+    Runtime,
+    UnknownRequestError,
+)
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.input_processor import InputProcessor, ProcessedRequest, Prompt
+from sagellm.engines.output_processor import OutputProcessor
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.serving.conversion import make_requests
+from sagellm.engines.serving.messages import Abort, Add, Call, FromCore, Hello, Reply, Step
+from sagellm.engines.serving.operations import read_metrics
+from sagellm.engines.serving.stream import FrontStream
+from sagellm.engines.serving.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LONG_TEXT = 4096  # characters; longer ones are tokenized on another thread
+
+
+class Front:
+    """Serves any number of consumers from one core, which it starts and, when it dies, starts again.
+
+    Its face is AsyncLLMEngine's. When the core dies, every stream ends with EngineDeadError; requests
+    that come while it loads wait for it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        socket: Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        runtime: Runtime | None = None,
+        log_level: str = "WARNING",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.default_params = SamplingParams()
+        self.supervisor = Supervisor(
+            config,
+            socket,
+            on_hello=self._greet,
+            on_message=self._receive,
+            on_death=self._fail_all,
+            log_level=log_level,
+        )
+        self._runtime = runtime or Runtime.system(seed=config.model.seed)
+        self._input: InputProcessor | None = None  # made when the core has said what it takes
+        self._output = OutputProcessor(tokenizer, self._runtime)
+        self._streams: WeakValueDictionary[RequestId, FrontStream] = WeakValueDictionary()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_calls = 0
+
+    @classmethod
+    async def start(cls, config: EngineConfig, socket: Path, **options: Any) -> Self:
+        """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
+        front = cls(config, socket, **options)
+        try:
+            await front.supervisor.start()
+        except BaseException:
+            await front.close()
+            raise
+        return front
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with what the core chose for "auto"."""
+        return self.supervisor.config
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would run now."""
+        return self.supervisor.is_ready
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._output)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._ready_input.limits.max_model_len
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        priority: int = 0,
+    ) -> FrontStream:
+        """Check and send one request and return its stream.
+
+        Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if there is no core any more.
+        """
+        await self.supervisor.wait_until_ready()
+
+        def process() -> ProcessedRequest:
+            return self._ready_input.process_request(
+                prompt,
+                self.default_params if params is None else params,
+                request_id=request_id,
+                namespace=namespace,
+                priority=priority,
+            )
+
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            processed = await asyncio.to_thread(process)
+            await self.supervisor.wait_until_ready()
+        else:
+            processed = process()
+        made_id = processed.request.request_id
+        if made_id in self._output:
+            raise DuplicateRequestError(f"request id {made_id!r} is in use; give another one or none")
+        stream = self._streams[made_id] = FrontStream(made_id, self._drop)
+        self._output.add(processed)
+        self.supervisor.send(Add(make_requests(processed.sequences)))
+        return stream
+
+    async def abort_request(self, request_id: str) -> None:
+        """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
+        live_id = RequestId(request_id)
+        if live_id not in self._output:
+            raise UnknownRequestError(f"no live request has the id {request_id!r}")
+        output = self._abort(live_id)
+        if (stream := self._streams.get(live_id)) is not None:
+            stream.put(output)
+
+    async def call(self, operation: str, **arguments: Any) -> Any:
+        """Run an operation in the core and return its result. Raises EngineError with its message."""
+        await self.supervisor.wait_until_ready()
+        self._num_calls += 1
+        future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
+        self.supervisor.send(Call(self._num_calls, operation, arguments))
+        return await future
+
+    async def metrics(self) -> EngineMetrics:
+        """Return a snapshot of the core."""
+        return read_metrics(await self.call("metrics"))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until every request has ended; return whether they did in time."""
+        deadline = time.monotonic() + timeout_s
+        while self.num_live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self.num_live
+
+    async def close(self) -> None:
+        """End every request and the core."""
+        self._fail_all(EngineDeadError("the engine is shutting down"))
+        await self.supervisor.close()
+
+    @property
+    def _ready_input(self) -> InputProcessor:
+        assert self._input is not None, "the core has said Hello"
+        return self._input
+
+    def _drop(self, request_id: RequestId) -> None:
+        """Abort the request of a consumer that is gone."""
+        if request_id in self._output:
+            self._abort(request_id)
+
+    def _abort(self, request_id: RequestId) -> RequestOutput:
+        self.supervisor.send(Abort(self._output.sequence_ids(request_id), "abort"))
+        return self._output.abort(request_id)
+
+    def _greet(self, hello: Hello) -> None:
+        self.default_params = hello.default_params
+        self._input = InputProcessor(self.tokenizer, hello.limits, self._runtime)
+
+    def _receive(self, message: FromCore) -> None:
+        match message:
+            case Step():
+                self._take_outputs(message)
+            case Reply():
+                self._take_reply(message)
+
+    def _take_outputs(self, message: Step) -> None:
+        processed = self._output.process(message.outputs)
+        if processed.stopped:
+            self.supervisor.send(Abort(processed.stopped, "stop"))
+        if processed.failed:
+            self.supervisor.send(Abort(processed.failed, "error"))
+        for output in processed.changed:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(output)
+
+    def _take_reply(self, message: Reply) -> None:
+        future = self._calls.pop(message.number, None)
+        if future is None or future.done():
+            return
+        if message.error is None:
+            future.set_result(message.result)
+        else:
+            future.set_exception(EngineError(message.error))
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for request_id in self._output.request_ids:
+            self._output.abort(request_id)
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,53 @@
+"""What can be asked of a running core, by name; each runs between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from sagellm.core import (
+    AttentionMetrics,
+    EngineMetrics,
+    EvictionMetrics,
+    ForwardMetrics,
+    KVPoolMetrics,
+    LifetimeMetrics,
+    ModelFamilyMetrics,
+    PrefixCacheMetrics,
+    QuantizerMetrics,
+    SchedulerMetrics,
+)
+from sagellm.engines.core.engine_core import EngineCore
+
+_TYPES: dict[str, type[Any]] = {
+    "attention_backend": AttentionMetrics,
+    "eviction_policy": EvictionMetrics,
+    "forward_backend": ForwardMetrics,
+    "kv_pool": KVPoolMetrics,
+    "lifetime_predictor": LifetimeMetrics,
+    "model_family": ModelFamilyMetrics,
+    "prefix_cache": PrefixCacheMetrics,
+    "quantizer": QuantizerMetrics,
+    "scheduler": SchedulerMetrics,
+}
+
+
+def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
+    """Return the operations of a core: name → what runs it, with JSON-like arguments and result."""
+    return {
+        "metrics": core.metrics,
+        "ping": time.monotonic_ns,
+    }
+
+
+def read_metrics(result: Any) -> EngineMetrics:
+    """Make the metrics that the operation `metrics` answered with; a module's own fields are dropped."""
+    metrics = msgspec.convert(result, EngineMetrics)
+    metrics.modules = {
+        kind: msgspec.convert(values, _TYPES[kind]) if kind in _TYPES else values
+        for kind, values in metrics.modules.items()
+    }
+    return metrics

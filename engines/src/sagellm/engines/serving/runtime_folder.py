@@ -1,0 +1,126 @@
+"""The user's runtime folder: which engines run, and where their sockets are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from sagellm.core import ConfigError, UnknownNameError, nearest
+
+VARIABLE = "SAGELLM_RUNTIME_DIR"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
+
+
+def runtime_folder() -> Path:
+    """Return the folder, made if it is not there; only its owner can look into it.
+
+    Raises ConfigError if somebody else owns it or may write to it.
+    """
+    given, system = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
+    if given:
+        folder = Path(given)
+    elif system and Path(system).is_dir():
+        folder = Path(system) / "sagellm"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"sagellm-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise ConfigError(
+            f"the runtime folder {folder} must be yours alone (mode 0700); mend it, "
+            f"or name another in {VARIABLE}"
+        )
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningEngine:
+    """What an engine tells about itself in the runtime folder."""
+
+    name: str
+    pid: int  # of the front
+    url: str
+    model: str
+
+    @property
+    def socket(self) -> Path:
+        """Where its core listens."""
+        return socket_of(self.name)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process of its front is there."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+    def announce(self) -> None:
+        """Write the entry, whole or not at all."""
+        path = _entry_of(self.name)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        partial.replace(path)
+
+    def withdraw(self) -> None:
+        """Remove the entry and the socket."""
+        _entry_of(self.name).unlink(missing_ok=True)
+        self.socket.unlink(missing_ok=True)
+
+    @classmethod
+    def all(cls) -> list[Self]:
+        """Return the engines that run; what dead ones left behind is removed."""
+        engines: list[Self] = []
+        for path in sorted(runtime_folder().glob("*.json")):
+            try:
+                engine = cls(**json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue  # being written, or not ours
+            if engine.is_alive:
+                engines.append(engine)
+            else:
+                engine.withdraw()
+        return engines
+
+    @classmethod
+    def find(cls, name: str | None = None) -> Self:
+        """Return the engine of a name, or the only one. Raises UnknownNameError with what there is."""
+        engines = cls.all()
+        if name is not None:
+            for engine in engines:
+                if engine.name == name:
+                    return engine
+            known = ", ".join(engine.name for engine in engines) or "none"
+            hint = nearest(name, [engine.name for engine in engines])
+            raise UnknownNameError(f"no engine {name!r} runs; running: {known}.{hint}")
+        if len(engines) == 1:
+            return engines[0]
+        if not engines:
+            raise UnknownNameError("no engine runs; start one with: sage llm engine start MODEL")
+        known = ", ".join(engine.name for engine in engines)
+        raise UnknownNameError(f"{len(engines)} engines run ({known}); choose one with --engine NAME")
+
+
+def check_name(name: str) -> str:
+    """Return an engine's name if it can be a file's. Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"engine name {name!r}: letters, digits, '.', '_' and '-', at most 41")
+    return name
+
+
+def socket_of(name: str) -> Path:
+    """Return the path of the socket of an engine's core."""
+    return runtime_folder() / f"{check_name(name)}.sock"
+
+
+def _entry_of(name: str) -> Path:
+    return runtime_folder() / f"{check_name(name)}.json"

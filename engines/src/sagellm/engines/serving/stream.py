@@ -1,0 +1,85 @@
+"""What a consumer of the front holds: the outputs of its request as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+from sagellm.core import RequestId
+from sagellm.engines.outputs import RequestOutput
+
+
+class FrontStream:
+    """Yields a request's output each time it has grown: one object, whole so far; ends after the last.
+
+    A consumer that is slow misses no token: it finds all that came in the meantime. One that goes
+    away (break, cancellation, garbage collection) aborts the request.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_drop",
+        "_error",
+        "_is_changed",
+        "_is_done",
+        "_output",
+        "_waiter",
+        "request_id",
+    )
+
+    def __init__(self, request_id: RequestId, drop: Callable[[RequestId], None]) -> None:
+        self.request_id = request_id
+        self._drop = drop
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._is_changed = self._is_done = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._is_changed and not self._is_done and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.close()
+                raise
+            finally:
+                self._waiter = None
+        if self._is_done:
+            raise StopAsyncIteration
+        if self._error is not None:
+            self._is_done = True
+            raise self._error
+        assert self._output is not None, "woken without an output"
+        self._is_changed = False
+        self._is_done = self._output.finished
+        return self._output
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort the request unless it has ended. Whoever still waits for an output gets no more."""
+        if not self._is_done:
+            self._is_done = True
+            self._wake()
+            self._drop(self.request_id)
+
+    def put(self, output: RequestOutput) -> None:
+        """Say that the output has grown."""
+        self._output = output
+        self._is_changed = True
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

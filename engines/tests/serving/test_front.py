@@ -1,0 +1,183 @@
+"""The front over a core in a process of its own: streams, leaving consumers, a core that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+
+import pytest
+
+from sagellm.core import (
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    UnknownRequestError,
+)
+from sagellm.engines import EngineConfig, SamplingParams
+from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.serving import Front
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+PROMPTS = [[5, 6, 7 + index] for index in range(8)]
+
+
+@pytest.fixture
+def config(checkpoint) -> EngineConfig:
+    return EngineConfig.from_flat(model=checkpoint, dtype="float32", device="cpu", num_blocks=512)
+
+
+@pytest.fixture
+def with_front(config, checkpoint, tmp_path, monkeypatch):
+    """Run a coroutine function with a front that has started, and close that."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(use):
+        async def main():
+            front = await Front.start(config, tmp_path / "core.sock", tokenizer=load_tokenizer(checkpoint))
+            try:
+                return await use(front)
+            finally:
+                await front.close()
+
+        return asyncio.run(asyncio.wait_for(main(), 120))
+
+    return run
+
+
+async def read(front: Front, prompt, params=GREEDY) -> list[int]:
+    tokens: list[int] = []
+    async for output in await front.add_request(prompt, params):
+        assert output.outputs[0].token_ids[: len(tokens)] == tokens, "an output only grows"
+        tokens = output.outputs[0].token_ids.copy()
+    return tokens
+
+
+async def none_runs(front: Front) -> bool:
+    for _ in range(100):
+        metrics = await front.metrics()
+        if (metrics.num_running, metrics.num_waiting, front.num_live) == (0, 0, 0):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def test_streams_hold_the_engines_own_tokens(with_front, make_engine):
+    async def use(front):
+        return await asyncio.gather(*(read(front, prompt) for prompt in PROMPTS))
+
+    expected = [output.outputs[0].token_ids for output in make_engine().generate(PROMPTS, GREEDY)]
+    assert with_front(use) == expected
+
+
+def test_every_stream_of_a_killed_core_ends_with_an_error_and_the_next_request_runs(with_front, make_engine):
+    async def use(front):
+        streams = [await front.add_request(prompt, LONG) for prompt in PROMPTS]
+        for stream in streams:
+            await anext(stream)
+        calling = asyncio.create_task(front.call("ping"))
+        os.kill(front.supervisor.core.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="send the request again"):
+                async for _ in stream:
+                    pass
+        await asyncio.gather(calling, return_exceptions=True)
+        assert front.num_live == 0
+        tokens = await read(front, PROMPTS[0])
+        assert front.supervisor.num_restarts == 1
+        return tokens
+
+    assert with_front(use) == make_engine().generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+
+
+def test_whoever_leaves_in_any_way_frees_the_blocks(with_front):
+    async def use(front):
+        rng = random.Random(0)
+        for _ in range(30):
+            way, num_read = rng.choice(["close", "cancel", "forget", "abort"]), rng.randrange(4)
+            stream = await front.add_request([5, 6, 7], LONG)
+            for _ in range(num_read):
+                await anext(stream)
+            if way == "close":
+                stream.close()
+            elif way == "cancel":
+                reading = asyncio.create_task(read_all(stream))
+                await asyncio.sleep(rng.random() / 100)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            elif way == "abort":
+                await front.abort_request(stream.request_id)
+                outputs = [output async for output in stream]
+                assert outputs[-1].outputs[0].finish_reason == "abort"
+            del stream
+            gc.collect()
+        assert await none_runs(front)
+
+    async def read_all(stream):
+        async for _ in stream:
+            pass
+
+    with_front(use)
+
+
+def test_bad_requests_are_errors_and_leave_nothing(with_front):
+    async def use(front):
+        with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+            await front.add_request([], GREEDY)
+        with pytest.raises(InvalidRequestError, match="the model takes at most"):
+            await front.add_request("word " * 20_000, GREEDY)
+        stream = await front.add_request([5], LONG, request_id="mine")
+        with pytest.raises(DuplicateRequestError, match="'mine' is in use"):
+            await front.add_request([5], GREEDY, request_id="mine")
+        stream.close()
+        with pytest.raises(UnknownRequestError):
+            await front.abort_request("mine")
+        with pytest.raises(EngineError, match="no operation 'pong'"):
+            await front.call("pong")
+        assert await none_runs(front)
+
+    with_front(use)
+
+
+def test_draining_waits_for_what_runs_and_says_whether_it_ended(with_front):
+    async def use(front):
+        streams = [await front.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        assert await front.drain(30)
+        endless = await front.add_request([5], LONG)
+        assert not await front.drain(0)
+        endless.close()
+        return [[output async for output in stream][-1].finished for stream in streams]
+
+    assert with_front(use) == [True] * len(PROMPTS)
+
+
+def test_a_core_that_cannot_start_says_why(tmp_path):
+    async def main():
+        config = EngineConfig.from_flat(model=tmp_path / "nowhere")
+        await Front.start(config, tmp_path / "core.sock", tokenizer=None)
+
+    with pytest.raises(EngineError, match="nowhere"):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert not (tmp_path / "core.sock").exists()
+
+
+def test_after_closing_nothing_is_left(with_front, tmp_path):
+    async def use(front):
+        stream = await front.add_request([5], LONG)
+        await anext(stream)
+        pid = front.supervisor.core.pid
+        await front.close()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await anext(stream)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await front.add_request([5], GREEDY)
+        return pid
+
+    pid = with_front(use)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not (tmp_path / "core.sock").exists()
