@@ -115,7 +115,8 @@ class Supervisor:
             self._ready.set()
             await link.lost
         self._ready.clear()
-        self._on_death(EngineDeadError("the engine's process died; send the request again"))
+        if not self._is_closing:
+            self._on_death(EngineDeadError("the engine's process died; send the request again"))
         await self.core.stop()
         if isinstance(first, Failed):
             raise EngineError(first.message)
