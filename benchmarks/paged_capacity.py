@@ -45,7 +45,12 @@ def make_core(num_blocks: int, block_size: int) -> EngineCore:
     layout = KVLayout(group=KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8), block_size=block_size)
     modules = Modules(PluginRegistry.load(), config)
     return build_core(
-        modules, NullForwardBackend(), layout, num_blocks=num_blocks, runtime=Runtime.system(seed=0)
+        modules,
+        NullForwardBackend(),
+        layout,
+        num_blocks=num_blocks,
+        vocab_size=1,
+        runtime=Runtime.system(seed=0),
     )
 
 

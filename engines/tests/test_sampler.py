@@ -7,17 +7,44 @@ import torch
 from scipy import stats
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sagellm.core import EngineError, pack
+from sagellm.core import (
+    EngineError,
+    LogitsProcessorMetrics,
+    LogitsProcessorProtocol,
+    LogitsRequest,
+    NullLogitsProcessor,
+    pack,
+)
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.random import philox, uniforms
-from sagellm.engines.sampling.sampler import BadLogitsError, Sampler, SamplingRow
+from sagellm.engines.sampling.rows import BadLogitsError, SamplingRow
+from sagellm.engines.sampling.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0)
 NO_IDS = torch.zeros(1, 1, dtype=torch.long)
 
 
-def row(params=GREEDY, seed=0, position=0, prompt=(1, 2), output=(), suppressed=()):
-    return SamplingRow(params, seed, position, pack(list(prompt)), array("i", output), tuple(suppressed))
+def row(params=GREEDY, seed=0, position=0, prompt=(1, 2), output=(), states=()):
+    return SamplingRow(params, seed, position, pack(list(prompt)), array("i", output), states)
+
+
+class Forbidding(LogitsProcessorProtocol):
+    """Forbids the ids that are its state."""
+
+    def start(self, request):
+        return request.extra_args.get("forbidden")
+
+    def apply(self, logits, rows):
+        assert logits.is_contiguous()
+        for index, ids, _ in rows:
+            logits[index, list(ids)] = -torch.inf
+
+    def metrics(self):
+        return LogitsProcessorMetrics()
+
+
+def forbidding(*ids):
+    return ((0, ids),)
 
 
 def random_logits(rows, vocab_size, seed=0, spread=3.0):
@@ -154,14 +181,16 @@ def test_one_seed_gives_equal_tokens_alone_and_in_a_batch_of_33_in_any_order(voc
         params = random_params(rng) if index % 4 else GREEDY
         if index % 5 == 0:
             params = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.2, top_p=0.9, logprobs=2)
-        rows.append(row(params, seed=index // 2, position=index, output=[1, 5, 5]))
-    together = Sampler().sample(logits, rows)
-    alone = [Sampler().sample(logits[index : index + 1], rows[index : index + 1])[0] for index in range(33)]
+        states = forbidding(*logits[index].topk(3).indices.tolist()) if index % 3 == 0 else ()
+        rows.append(row(params, seed=index // 2, position=index, output=[1, 5, 5], states=states))
+    sampler = Sampler([Forbidding()])
+    together = sampler.sample(logits, rows)
+    alone = [sampler.sample(logits[index : index + 1], rows[index : index + 1])[0] for index in range(33)]
     assert [each.token_id for each in alone] == [each.token_id for each in together]
     for _ in range(3):
         order = list(range(33))
         rng.shuffle(order)
-        shuffled = Sampler().sample(logits[order], [rows[index] for index in order])
+        shuffled = sampler.sample(logits[order], [rows[index] for index in order])
         assert shuffled == [together[index] for index in order]
 
 
@@ -208,17 +237,72 @@ def test_only_rows_that_ask_get_log_probs():
     assert len(tokens[1].top_logprobs) == 1
 
 
-def test_penalties_and_suppressed_tokens_change_the_choice_but_not_the_logits():
+def test_penalties_and_processors_change_the_choice_but_not_the_logits():
     logits = torch.tensor([[0.0, 3.0, 2.9, 1.0]] * 4)
     before = logits.clone()
     rows = [
         row(),
         row(SamplingParams(temperature=0, presence_penalty=1.0), output=[1]),
-        row(suppressed=[1, 2, 99]),
-        row(SamplingParams(temperature=1.0, top_k=1), suppressed=[1]),
+        row(states=forbidding(1, 2)),
+        row(SamplingParams(temperature=1.0, top_k=1, logprobs=1), states=forbidding(1)),
     ]
-    assert [token.token_id for token in Sampler().sample(logits, rows)] == [1, 2, 3, 2]
+    tokens = Sampler([Forbidding()]).sample(logits, rows)
+    assert [token.token_id for token in tokens] == [1, 2, 3, 2]
     assert torch.equal(logits, before)
+    # Log-probabilities are those before the processors: the forbidden token is the likeliest.
+    assert (tokens[3].rank, tokens[3].top_logprobs[0][0]) == (2, 1)
+
+
+def test_processors_come_in_order_after_the_penalties():
+    seen = []
+
+    class Watching(Forbidding):
+        def apply(self, logits, rows):
+            seen.append((self, logits[rows[0].row].tolist(), rows[0].output_token_ids.tolist()))
+            super().apply(logits, rows)
+
+    first, second = Watching(), Watching()
+    params = SamplingParams(temperature=0.5, presence_penalty=1.0)
+    states = ((0, (0,)), (1, (1,)))
+    Sampler([first, second]).sample(torch.tensor([[4.0, 3.0, 2.0]]), [row(params, output=[0], states=states)])
+    assert seen == [(first, [3.0, 3.0, 2.0], [0]), (second, [-torch.inf, 3.0, 2.0], [0])]
+
+
+def test_only_processors_that_a_sequence_asks_for_have_a_state():
+    sampler = Sampler([NullLogitsProcessor(), Forbidding(), Forbidding()])
+    assert sampler.start(LogitsRequest()) == ()
+    assert sampler.start(LogitsRequest(extra_args={"forbidden": [3]})) == ((1, [3]), (2, [3]))
+
+
+def test_rows_without_a_state_never_reach_a_processor():
+    shapes = []
+
+    class Counting(Forbidding):
+        def apply(self, logits, rows):
+            shapes.append(tuple(logits.shape))
+
+    rows = [row(states=forbidding(1) if index == 7 else ()) for index in range(33)]
+    Sampler([Counting()]).sample(torch.zeros(33, 10), rows)
+    assert shapes == [(1, 10)]  # the others were not even copied
+
+
+@pytest.mark.parametrize("vocab_size", [5, 20_001])
+def test_a_rank_counts_the_tokens_that_are_at_least_as_likely(vocab_size):
+    logits = random_logits(9, vocab_size).round()  # ties
+    rows = [row(SamplingParams(temperature=3.0, logprobs=0), seed=index) for index in range(9)]
+    for index, token in enumerate(Sampler().sample(logits, rows)):
+        assert token.rank == int((logits[index] >= logits[index, token.token_id]).sum())
+
+
+def test_known_tokens_are_scored_as_sampled_ones_are(monkeypatch):
+    logits = random_logits(40, 1000)
+    params = SamplingParams(logprobs=3)
+    sampled = Sampler().sample(logits, [row(params, seed=index) for index in range(40)])
+    monkeypatch.setattr("sagellm.engines.sampling.sampler._CHUNK_ELEMENTS", 3000)
+    assert Sampler().score(logits, [token.token_id for token in sampled], 3) == sampled
+    logits[7, 3] = torch.nan
+    with pytest.raises(BadLogitsError, match="row 7"):
+        Sampler().score(logits, [5] * 40, 0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -245,7 +329,9 @@ def test_the_extremes_of_temperature_draw_from_the_distribution_too():
 def test_a_row_with_nothing_left_to_choose_is_an_error():
     for params in (GREEDY, *SETTINGS.values()):
         with pytest.raises(BadLogitsError, match="row 1 of"):
-            Sampler().sample(torch.zeros(2, 3), [row(params), row(params, suppressed=[0, 1, 2])])
+            Sampler([Forbidding()]).sample(
+                torch.zeros(2, 3), [row(params), row(params, states=forbidding(0, 1, 2))]
+            )
 
 
 def test_a_large_batch_is_sampled_in_parts_as_if_in_one(monkeypatch):

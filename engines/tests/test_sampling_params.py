@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -29,6 +30,15 @@ WRONG = {
     "max_tokens": [0, -5, 1.5, True, "16"],
     "min_tokens": [-1, None, 17],
     "logprobs": [-1, MAX_LOGPROBS + 1, True, 1.5],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, True, 1.5],
+    "logit_bias": [
+        *({1: 100.5}, {1: -101}, {1: math.nan}, {1: "5"}, {1: True}, {-1: 1.0}, {"a": 1.0}, {1.5: 1.0}),
+        *({True: 1.0}, [1], "x", dict.fromkeys(range(1025), 1.0)),
+    ],
+    "allowed_token_ids": [[], [-1], [1.5], [True], "12", 3, [2**31]],
+    "bad_words": ["", ["a", ""], [1], 7, b"bytes", ["x"] * 1025, "x" * 1025],
+    "bad_words_token_ids": [[[]], [[1], []], [1], [[-1]], "x", 5, [[1]] * 2049],
+    "extra_args": [[1], "x", {1: 2}],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
     "repetition_penalty": [0, -1.0, 1e-300, math.nan, math.inf],
@@ -96,6 +106,36 @@ def test_a_temperature_that_cannot_be_divided_by_is_greedy():
     assert SamplingParams(temperature=0.0).is_greedy
     assert SamplingParams(temperature=1e-40).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {5: 1.0, 100: 1.0}),
+        ("allowed_token_ids", [5, 100]),
+        ("bad_words_token_ids", [[5], [7, 100]]),
+    ],
+)
+def test_tokens_that_a_model_does_not_know_are_named(name, value):
+    params = SamplingParams(**{name: value})
+    params.validate_for(101)
+    with pytest.raises(InvalidRequestError, match=rf"{name} has 100, .* 0 to 99"):
+        params.validate_for(100)
+
+
+def test_lists_and_mappings_are_kept_in_one_form():
+    params = SamplingParams(
+        logit_bias={np.int64(3): 1},
+        allowed_token_ids=range(3),
+        bad_words="no",
+        bad_words_token_ids=[[1, np.int64(2)]],
+        extra_args={"rule": 1},
+    )
+    assert params.logit_bias == {3: 1.0}
+    assert (params.allowed_token_ids, params.bad_words) == ((0, 1, 2), ("no",))
+    assert params.bad_words_token_ids == ((1, 2),)
+    assert hash(params) == hash(replace(params))
+    assert SamplingParams(logit_bias={}, bad_words=None, extra_args={}) == SamplingParams()
 
 
 def test_unknown_stop_tokens_are_refused_for_a_model():

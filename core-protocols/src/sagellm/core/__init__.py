@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.kv_allocator import *
     from sagellm.core.protocols.kv_pool import *
     from sagellm.core.protocols.lifetime import *
+    from sagellm.core.protocols.logits_processor import *
     from sagellm.core.protocols.model_family import *
     from sagellm.core.protocols.prefix_cache import *
     from sagellm.core.protocols.quantizer import *
@@ -89,6 +90,9 @@ _NAMES = {
     "protocols.lifetime": """
         LifetimeMetrics LifetimePrediction LifetimePredictorProtocol NullLifetimePredictor PredictionRequest
         check_observation
+    """,
+    "protocols.logits_processor": """
+        LogitsProcessorMetrics LogitsProcessorProtocol LogitsRequest LogitsRow NullLogitsProcessor
     """,
     "protocols.model_family": """
         BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily

@@ -24,6 +24,12 @@ def sagellm_providers() -> list[Provider]:
             "lifetime_predictor", "null", f"{_PROTOCOLS}.lifetime:NullLifetimePredictor", "predicts the limit"
         ),
         Provider(
+            "logits_processor",
+            "null",
+            f"{_PROTOCOLS}.logits_processor:NullLogitsProcessor",
+            "changes no logits",
+        ),
+        Provider(
             "attention_backend", "null", f"{_PROTOCOLS}.attention:NullAttentionBackend", "attends to nothing"
         ),
         Provider("forward_backend", "null", f"{_PROTOCOLS}.forward:NullForwardBackend", "computes nothing"),

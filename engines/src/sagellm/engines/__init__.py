@@ -17,12 +17,12 @@ if TYPE_CHECKING:
         RequestOutput as RequestOutput,
     )
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
-    from sagellm.engines.sampling.sampler import (
+    from sagellm.engines.sampling.rows import (
         BadLogitsError as BadLogitsError,
         SampledToken as SampledToken,
-        Sampler as Sampler,
         SamplingRow as SamplingRow,
     )
+    from sagellm.engines.sampling.sampler import Sampler as Sampler
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ __getattr__ = lazy(
     __name__,
     {
         "AsyncLLMEngine": ".async_engine",
-        "BadLogitsError": ".sampling.sampler",
+        "BadLogitsError": ".sampling.rows",
         "CompletionOutput": ".outputs",
         "EngineClient": ".client",
         "EngineConfig": ".config.schema",
@@ -61,9 +61,9 @@ __getattr__ = lazy(
         "OutputStream": ".async_engine",
         "RequestMetrics": ".outputs",
         "RequestOutput": ".outputs",
-        "SampledToken": ".sampling.sampler",
+        "SampledToken": ".sampling.rows",
         "Sampler": ".sampling.sampler",
         "SamplingParams": ".sampling.params",
-        "SamplingRow": ".sampling.sampler",
+        "SamplingRow": ".sampling.rows",
     },
 )

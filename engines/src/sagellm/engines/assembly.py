@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import (
     CheckpointError,
@@ -20,7 +19,6 @@ from sagellm.core import (
 )
 from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.config.settings import named_providers
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.model_runner import ModelRunner
@@ -30,6 +28,7 @@ from sagellm.engines.input_processor import InputProcessor, RequestLimits
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
+from sagellm.engines.modules import Modules as Modules, eviction_policy, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 
@@ -55,30 +54,14 @@ class AssembledEngine:
     runtime: Runtime
 
 
-class Modules:
-    """Makes modules of a configuration by kind and name; each is resolved once, here.
-
-    A name that nothing installed bears is an error at once, before a model is loaded.
-    """
-
-    def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
-        registry.require_healthy()
-        for _, kind, name in named_providers(config.values()):
-            registry.find(kind, name)
-        self.registry = registry
-        self.config = config
-
-    def factory(self, kind: str, name: str) -> Callable[..., Any]:
-        """Return the provider of a kind and name."""
-        return cast(Callable[..., Any], self.registry.resolve(kind, name))
-
-    def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
-        """Call the provider of a kind and name as its protocol says."""
-        return self.factory(kind, name)(*args, **options)
-
-
 def build_core(
-    modules: Modules, backend: ForwardBackendProtocol, layout: KVLayout, *, num_blocks: int, runtime: Runtime
+    modules: Modules,
+    backend: ForwardBackendProtocol,
+    layout: KVLayout,
+    *,
+    num_blocks: int,
+    vocab_size: int,
+    runtime: Runtime,
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet."""
     config = modules.config
@@ -86,6 +69,7 @@ def build_core(
     runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
     kv = _build_kv(modules, layout.block_size, num_blocks, runtime)
     predictor = modules.make("lifetime_predictor", config.predictor.name)
+    processors = logits_processors(modules, vocab_size)
     scheduler: Scheduler
     ir = modules.make(
         "scheduler",
@@ -104,7 +88,7 @@ def build_core(
             scheduler=scheduler,
             kv=kv.manager,
             runner=runner,
-            sampler=Sampler(),
+            sampler=Sampler(processors.values()),
             predictor=predictor,
             registry=modules.registry,
             runtime=runtime,
@@ -113,6 +97,7 @@ def build_core(
                 "scheduler": ir.metrics,
                 "lifetime_predictor": predictor.metrics,
                 "forward_backend": backend.metrics,
+                "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
             },
         )
     )
@@ -147,7 +132,9 @@ def assemble(
     backend = modules.make(
         "forward_backend", config.forward.backend, loaded.model, attention, device=device, dtype=loaded.dtype
     )
-    core = build_core(modules, backend, layout, num_blocks=num_blocks, runtime=runtime)
+    core = build_core(
+        modules, backend, layout, num_blocks=num_blocks, vocab_size=geometry.vocab_size, runtime=runtime
+    )
     core.add_metrics("model_family", loaded.model.metrics)
     core.add_metrics("attention_backend", attention.metrics)
     if quantizer is not None:
@@ -207,7 +194,7 @@ def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runti
     pool = modules.make("kv_pool", kv.pool, num_blocks, block_size, allocator=allocator, clock=runtime.clock)
     if pool.get_free_blocks() < 1:
         raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
-    policy = _eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
+    policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
     cache = modules.make(
         "prefix_cache",
         prefix.name if prefix.enabled else "null",
@@ -218,16 +205,6 @@ def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runti
     )
     metrics_of = {"kv_pool": pool.metrics, "prefix_cache": cache.metrics, "eviction_policy": policy.metrics}
     return _KV(manager=KVCacheManager(pool, cache), metrics_of=metrics_of)
-
-
-def _eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any:
-    factory = modules.factory("eviction_policy", name)
-    try:
-        signature(factory).bind(**options)
-    except TypeError as error:
-        takes = ", ".join(signature(factory).parameters) or "no options"
-        raise ConfigError(f"prefix_cache.eviction_options is {options!r}; {name!r} takes {takes}") from error
-    return factory(**options)
 
 
 def _default_params(generation: GenerationDefaults) -> SamplingParams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
@@ -21,6 +21,7 @@ from sagellm.core import (
 )
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.text.bad_words import bad_words_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +81,7 @@ class InputProcessor:
         _check_types(params, request_id, namespace, priority)
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
+        params = self._with_bad_words(params)
         params.validate_for(self.limits.vocab_size)
         request = Request(
             request_id=RequestId(request_id or uuid4().hex),
@@ -139,6 +141,16 @@ class InputProcessor:
         except UnicodeEncodeError as error:  # half of a pair, such as bytes that were no UTF-8 leave
             raise InvalidRequestError(f"the prompt is no valid Unicode text: {error}") from error
         return cast("Seq[int]", self._tokenizer(text, verbose=False)["input_ids"])
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words:
+            return params
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "bad_words are text and the model has no tokenizer; give bad_words_token_ids"
+            )
+        token_ids = bad_words_token_ids(params.bad_words, self._tokenizer)
+        return replace(params, bad_words_token_ids=(*params.bad_words_token_ids, *token_ids))
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         limits = self.limits

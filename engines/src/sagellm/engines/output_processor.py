@@ -195,11 +195,14 @@ class OutputProcessor:
         output.token_ids.append(token.token_id)
         if output.logprobs is None or token.logprob is None:
             return
-        pairs = [(token.token_id, token.logprob), *(token.top_logprobs or [])]
-        output.logprobs.append(
-            {token_id: Logprob(value, self._text_of(token_id)) for token_id, value in pairs}
-        )
+        output.logprobs.append(self._logprobs_of(token))
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + token.logprob
+
+    def _logprobs_of(self, token: SampledToken) -> dict[int, Logprob]:
+        """Return the token itself, first, and the most likely ones, best first."""
+        ranked = [(token.token_id, token.logprob or 0.0, token.rank)]
+        ranked += [(*pair, rank) for rank, pair in enumerate(token.top_logprobs or [], start=1)]
+        return {token_id: Logprob(value, rank, self._text_of(token_id)) for token_id, value, rank in ranked}
 
     def _text_of(self, token_id: int) -> str:
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))

@@ -10,10 +10,14 @@ from sagellm.core import FinishReason, RequestId, tpot_s, ttft_s
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token, natural logarithm, and the token's text."""
+    """Log-probability of one token, natural logarithm, and the token's text.
+
+    `rank` is 1 for the most likely token; equally likely ones that are listed come by their ids.
+    """
 
     logprob: float
-    decoded_token: str
+    rank: int | None = None
+    decoded_token: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

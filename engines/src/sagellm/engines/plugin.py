@@ -9,6 +9,7 @@ _PACKAGE = "sagellm.engines"
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
     attention, models = f"{_PACKAGE}.attention", f"{_PACKAGE}.models"
+    processors = f"{_PACKAGE}.sampling.processors"
     torch_backend = f"{_PACKAGE}.forward.torch_backend:TorchForwardBackend"
     return [
         Provider("engine", "llm", f"{_PACKAGE}.llm_engine:LLMEngine", "one model in this process"),
@@ -25,4 +26,13 @@ def sagellm_providers() -> list[Provider]:
         Provider("forward_backend", "torch", torch_backend, "torch operators, layer by layer"),
         Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),
         Provider("attention_backend", "sdpa", f"{attention}.sdpa:SDPABackend", "torch's fused attention"),
+        Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),
+        Provider("logits_processor", "min_tokens", f"{processors}:MinTokens", "no end before its time"),
+        Provider(
+            "logits_processor",
+            "allowed_token_ids",
+            f"{processors}:AllowedTokenIds",
+            "nothing but these tokens",
+        ),
+        Provider("logits_processor", "bad_words", f"{processors}:BadWords", "never these words"),
     ]

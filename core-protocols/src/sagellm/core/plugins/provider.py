@@ -12,6 +12,7 @@ KINDS = (
     "kv_allocator",
     "kv_pool",
     "lifetime_predictor",
+    "logits_processor",
     "model_family",
     "prefix_cache",
     "quantizer",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
     from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
+    from sagellm.core.testing.logits_processor import LogitsProcessorContract as LogitsProcessorContract
     from sagellm.core.testing.prefix_cache import PrefixCacheContract as PrefixCacheContract
     from sagellm.core.testing.prefix_cache_keeping import (
         KeepingPrefixCacheContract as KeepingPrefixCacheContract,
@@ -49,6 +50,7 @@ _TABLE = {
     "KVPoolContract": ".kv_pool",
     "KeepingPrefixCacheContract": ".prefix_cache_keeping",
     "LifetimePredictorContract": ".lifetime",
+    "LogitsProcessorContract": ".logits_processor",
     "PrefixCacheContract": ".prefix_cache",
     "PrefixCacheMachine": ".prefix_cache_model",
     "PrefixCacheModel": ".prefix_cache_model",
@@ -69,6 +71,7 @@ __all__ = [
     "KVPoolContract",
     "KeepingPrefixCacheContract",
     "LifetimePredictorContract",
+    "LogitsProcessorContract",
     "PrefixCacheContract",
     "PrefixCacheMachine",
     "PrefixCacheModel",

@@ -24,6 +24,11 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "n": (int, "continuations of each prompt"),
     "stop": (list[str], "text that ends the output; may be given more than once"),
     "stop_token_ids": (list[int], "token that ends the output; may be given more than once"),
+    "bad_words": (list[str], "word that must not be generated; may be given more than once"),
+    "allowed_token_ids": (
+        list[int],
+        "token that may be generated, no other may; may be given more than once",
+    ),
     "presence_penalty": (float, "make tokens that occur in the output less likely"),
     "frequency_penalty": (float, "make tokens less likely the more often they occur in the output"),
     "repetition_penalty": (float, "divide the chance of tokens that occur in prompt or output"),

@@ -147,6 +147,17 @@ class ForwardConfig(_Checked):
     attention: Name = Field(default="sdpa", description="attention backend by name")
 
 
+class SamplingConfig(_Checked):
+    """How tokens are chosen."""
+
+    section: ClassVar[str] = "sampling"
+
+    logits_processors: Names = Field(
+        default=(),
+        description="logits processors by name, after the built-in ones, in order, separated by commas",
+    )
+
+
 class ServerConfig(_Checked):
     """The HTTP server: where it listens, who may use it, how much it takes on."""
 
@@ -188,6 +199,7 @@ class EngineConfig(_Checked):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     forward: ForwardConfig = Field(default_factory=ForwardConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
 
     @classmethod
@@ -225,6 +237,7 @@ SECTIONS: dict[str, type[_Checked]] = {
         SchedulerConfig,
         PredictorConfig,
         ForwardConfig,
+        SamplingConfig,
         ServerConfig,
     )
 }

@@ -34,6 +34,7 @@ FLAT_NAMES: dict[str, str] = {
     "lifetime_predictor": "predictor.name",
     "forward_backend": "forward.backend",
     "attention_backend": "forward.attention",
+    "logits_processors": "sampling.logits_processors",
 }
 """Flat name of an engine's setting → dotted key of the schema, in the order of `--help`."""
 
@@ -62,6 +63,7 @@ PROVIDER_KINDS: dict[str, str] = {
     "predictor.name": "lifetime_predictor",
     "forward.backend": "forward_backend",
     "forward.attention": "attention_backend",
+    "sampling.logits_processors": "logits_processor",
 }
 """Dotted keys whose values are names of installed providers → the kind that they name."""
 

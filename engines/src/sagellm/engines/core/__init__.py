@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sagellm.engines.core.model_runner import ModelRunner as ModelRunner
     from sagellm.engines.core.scheduler import Scheduler as Scheduler
     from sagellm.engines.core.sequence import ScheduledSequence as ScheduledSequence, Sequence as Sequence
+    from sagellm.engines.core.step_runner import StepRunner as StepRunner
 
 __all__ = [
     "CoreParts",
@@ -23,6 +24,7 @@ __all__ = [
     "ScheduledSequence",
     "Scheduler",
     "Sequence",
+    "StepRunner",
     "TokenOutput",
 ]
 
@@ -36,6 +38,7 @@ __getattr__ = lazy(
         "ScheduledSequence": ".sequence",
         "Scheduler": ".scheduler",
         "Sequence": ".sequence",
+        "StepRunner": ".step_runner",
         "TokenOutput": ".engine_core",
     },
 )

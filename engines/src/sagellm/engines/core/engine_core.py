@@ -25,7 +25,9 @@ from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.scheduler import Scheduler
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
-from sagellm.engines.sampling.sampler import SampledToken, Sampler, SamplingRow
+from sagellm.engines.core.step_runner import StepRunner
+from sagellm.engines.sampling.rows import SampledToken
+from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.sampling.stop import check_stop_conditions
 
 logger = get_logger(__name__)
@@ -70,9 +72,8 @@ class CoreParts:
 class EngineCore:
     """Runs sequences to their end, one step for all of them at a time.
 
-    A fault in the forward pass or in sampling belongs to one sequence: the step is run again by
-    halves until the culprit is alone, and only that one ends with the reason "error". This is
-    sound because KV writes are idempotent and random numbers are keyed by seed and position.
+    A fault in the forward pass or in sampling belongs to one sequence, which StepRunner finds, and
+    only that one ends with the reason "error".
 
     A fault anywhere else in a step leaves open what happened to which sequence, so all of them end
     with the reason "error", and the next request finds the engine empty. What an observer or the
@@ -82,6 +83,7 @@ class EngineCore:
     def __init__(self, parts: CoreParts) -> None:
         self.parts = parts
         self.scheduler, self.kv, self.runner = parts.scheduler, parts.kv, parts.runner
+        self._steps = StepRunner(parts.runner, parts.sampler)
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._first_token_ns: dict[SequenceId, int] = {}
@@ -100,7 +102,7 @@ class EngineCore:
         try:
             scheduled = self.scheduler.schedule()
             self._require_progress(scheduled)
-            sampled = self._run(scheduled)
+            sampled = self._steps.run(scheduled)
             for entry in scheduled:
                 output = self._advance(entry, sampled.get(entry.sequence.sequence_id))
                 if output is not None:
@@ -155,28 +157,6 @@ class EngineCore:
                 f"the scheduler chose nothing in {_MAX_IDLE_STEPS} steps while {self.scheduler.num_waiting} "
                 f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
             )
-
-    def _run(self, scheduled: list[ScheduledSequence]) -> dict[SequenceId, SampledToken | Exception]:
-        if not scheduled:
-            return {}
-        try:
-            return self._forward_and_sample(scheduled)
-        except Exception as error:
-            if len(scheduled) == 1:
-                sequence_id = scheduled[0].sequence.sequence_id
-                logger.error("request %s ends with an error", sequence_id, exc_info=error)
-                return {sequence_id: error}
-        middle = len(scheduled) // 2
-        return self._run(scheduled[:middle]) | self._run(scheduled[middle:])
-
-    def _forward_and_sample(
-        self, scheduled: list[ScheduledSequence]
-    ) -> dict[SequenceId, SampledToken | Exception]:
-        batch = self.runner.prepare_inputs(scheduled)
-        logits = self.runner.execute_model(batch)
-        sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
-        tokens = self.parts.sampler.sample(logits, [_sampling_row(sequence) for sequence in sampled])
-        return {sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)}
 
     def _advance(
         self, entry: ScheduledSequence, result: SampledToken | Exception | None
@@ -274,16 +254,3 @@ def _logged(who: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("%s failed; the engine goes on", who)
-
-
-def _sampling_row(sequence: Sequence) -> SamplingRow:
-    outputs = sequence.output_token_ids
-    suppressed = tuple(sequence.stop_token_ids) if len(outputs) < sequence.params.min_tokens else ()
-    return SamplingRow(
-        params=sequence.params,
-        seed=sequence.seed,
-        position=len(outputs),
-        prompt_token_ids=sequence.request.token_ids,
-        output_token_ids=outputs,
-        suppressed_token_ids=suppressed,
-    )

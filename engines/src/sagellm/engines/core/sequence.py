@@ -17,6 +17,7 @@ from sagellm.core import (
     TokenIds,
 )
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sampling.rows import LogitsStates
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -41,6 +42,7 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
+    logits_states: LogitsStates | None = None  # of the logits processors, from the first sampling on
 
     @classmethod
     def of(

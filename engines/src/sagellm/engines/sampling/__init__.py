@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
     from sagellm.engines.sampling.penalties import apply_penalties as apply_penalties
-    from sagellm.engines.sampling.sampler import (
+    from sagellm.engines.sampling.rows import (
         BadLogitsError as BadLogitsError,
+        LogitsStates as LogitsStates,
         SampledToken as SampledToken,
-        Sampler as Sampler,
         SamplingRow as SamplingRow,
     )
+    from sagellm.engines.sampling.sampler import Sampler as Sampler
     from sagellm.engines.sampling.stop import (
         Emitted as Emitted,
         StopDecision as StopDecision,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadLogitsError",
     "Emitted",
+    "LogitsStates",
     "SampledToken",
     "Sampler",
     "SamplingParams",
@@ -46,12 +48,13 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "BadLogitsError": ".sampler",
+        "BadLogitsError": ".rows",
         "Emitted": ".stop",
-        "SampledToken": ".sampler",
+        "LogitsStates": ".rows",
+        "SampledToken": ".rows",
         "Sampler": ".sampler",
         "SamplingParams": ".params",
-        "SamplingRow": ".sampler",
+        "SamplingRow": ".rows",
         "StopDecision": ".stop",
         "StopStringMatcher": ".stop",
         "apply_min_p_filtering": ".filters",

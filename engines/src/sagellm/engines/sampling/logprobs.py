@@ -1,10 +1,13 @@
-"""Log-probabilities of the model's own logits, before penalties and temperature."""
+"""Log-probabilities of the model's own logits, before penalties, processors and temperature."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sagellm.engines.sampling.inverse_cdf import block_masses, softmax_into
+from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.selection import first_argmax, largest
 
 
@@ -17,15 +20,33 @@ def log_partition(logits: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     return maxima.double()[:, None] - share.log()
 
 
+def width(num_top: int) -> int:
+    """Return how many columns `token_logprobs` has."""
+    return 2 + 2 * num_top
+
+
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Return (rows, 1 + 2 * num_top) float64: the log-probability of each row's token, then those of
-    the most likely tokens, then the ids of these.
+    """Return (rows, 2 + 2 * num_top) float64: the log-probability of each row's token and its rank, then
+    the log-probabilities of the most likely tokens, then the ids of these.
     """
     partition = log_partition(logits, scratch)
     chosen = logits.gather(1, token_ids[:, None])
-    if not num_top:
-        return chosen.double() - partition
-    top = largest(logits, num_top)
-    return torch.cat((chosen.double() - partition, top.values.double() - partition, top.ids.double()), dim=1)
+    rank = (logits >= chosen).sum(1, keepdim=True)
+    columns = [chosen.double() - partition, rank.double()]
+    if num_top:
+        top = largest(logits, num_top)
+        columns += [top.values.double() - partition, top.ids.double()]
+    return torch.cat(columns, dim=1)
+
+
+def with_logprobs(token_id: int, columns: npt.NDArray[np.float64], num_top: int) -> SampledToken:
+    """Return a token with what its row of `token_logprobs` says, which may hold more than it asked for."""
+    held = (len(columns) - 2) // 2
+    num_top = min(num_top, held)
+    top = zip(columns[2 + held : 2 + held + num_top], columns[2 : 2 + num_top], strict=True)
+    best_first = sorted(
+        ((int(token), float(value)) for token, value in top), key=lambda entry: (-entry[1], entry[0])
+    )
+    return SampledToken(token_id, float(columns[0]), best_first, int(columns[1]))

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from sagellm.core.errors import InvalidRequestError
+from sagellm.engines.sampling import checks
+from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N
 
-MAX_N = 128
-MAX_LOGPROBS = 20
-MAX_STOPS = 64
-MAX_STOP_CHARACTERS = 1024
-MAX_STOP_TOKEN_IDS = 1024
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing by less could overflow float32."""
 
-_MAX_COUNT = 2**31 - 1
-_INT_RANGES = {
-    "n": (1, MAX_N),
-    "top_k": (-1, _MAX_COUNT),
-    "seed": (-(2**63), 2**63 - 1),
-    "max_tokens": (1, _MAX_COUNT),
-    "min_tokens": (0, _MAX_COUNT),
-    "logprobs": (0, MAX_LOGPROBS),
-}
-_OPTIONAL = {"seed", "max_tokens", "logprobs"}
-# (lowest, is it allowed, highest); the highest is always allowed. What has no natural end stays in float32.
-_FLOAT_RANGES = {
-    "temperature": (0.0, True, 1e6),
-    "top_p": (0.0, False, 1.0),
-    "min_p": (0.0, True, 1.0),
-    "presence_penalty": (-2.0, True, 2.0),
-    "frequency_penalty": (-2.0, True, 2.0),
-    "repetition_penalty": (1e-9, True, 1e6),
-}
 _Strings: TypeAlias = str | Collection[str] | None
 
 
@@ -49,6 +25,13 @@ class SamplingParams:
     likely tokens to report with each sampled one; None reports nothing. Presence and frequency
     penalties see the output, the repetition penalty the prompt too. Stop tokens and the end of
     sequence cannot be chosen before `min_tokens`, nor can a stop string end the request.
+
+    `prompt_logprobs` reports the tokens of the prompt as `logprobs` does those of the output.
+    `logit_bias` is added to the logits of tokens, -100 to 100; nothing but `allowed_token_ids` is
+    chosen, where given; `bad_words` are not generated, neither at the beginning of a text nor after
+    a space. `bad_words_token_ids` are the same in token ids: the engine fills them in from
+    `bad_words`, and without a tokenizer they can be given. `extra_args` go to logits processors that
+    the engine does not come with.
 
     Raises InvalidRequestError for whatever is out of range, of the wrong type or not finite.
     """
@@ -71,20 +54,25 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a dict
+    allowed_token_ids: Collection[int] | None = None  # kept as a tuple
+    bad_words: _Strings = ()  # kept as a tuple
+    bad_words_token_ids: Collection[Sequence[int]] = ()  # kept as tuples
+    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)  # kept as a dict
 
     def __post_init__(self) -> None:
-        for name in _INT_RANGES:
-            self._set(name, _integer(name, getattr(self, name)))
-        for name in _FLOAT_RANGES:
-            self._set(name, _number(name, getattr(self, name)))
-        for field in fields(self):
-            if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
+        for name in checks.INT_RANGES:
+            self._set(name, checks.integer(name, getattr(self, name)))
+        for name in checks.FLOAT_RANGES:
+            self._set(name, checks.number(name, getattr(self, name)))
+        for each in fields(self):
+            if isinstance(each.default, bool) and not isinstance(getattr(self, each.name), bool):
                 raise InvalidRequestError(
-                    f"{field.name} is {getattr(self, field.name)!r}; it must be True or False"
+                    f"{each.name} is {getattr(self, each.name)!r}; it must be True or False"
                 )
         self._set("top_k", max(self.top_k, 0))
-        self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._check_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}; it must not be above max_tokens ({self.max_tokens})"
@@ -103,78 +91,44 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     def validate_for(self, vocab_size: int) -> None:
-        """Check what depends on the model. Raises InvalidRequestError for unknown stop tokens."""
-        unknown = [token for token in self.stop_token_ids or () if token >= vocab_size]
-        if unknown:
-            raise InvalidRequestError(
-                f"stop_token_ids has {unknown[0]}, which the model does not know; "
-                f"its tokens are 0 to {vocab_size - 1}"
-            )
+        """Check what depends on the model. Raises InvalidRequestError for tokens that it does not know."""
+        named: dict[str, Collection[int]] = {
+            "stop_token_ids": self.stop_token_ids or (),
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
+        }
+        for name, token_ids in named.items():
+            unknown = max(token_ids, default=0)
+            if unknown >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has {unknown}, which the model does not know; "
+                    f"its tokens are 0 to {vocab_size - 1}"
+                )
+
+    def _check_lists(self) -> None:
+        stops = checks.texts(
+            "stop", self.stop, most=checks.MAX_STOPS, most_characters=checks.MAX_STOP_CHARACTERS
+        )
+        self._set("stop", stops)
+        stop_ids = checks.ids("stop_token_ids", self.stop_token_ids, checks.MAX_STOP_TOKEN_IDS)
+        self._set("stop_token_ids", stop_ids)
+        self._set("logit_bias", checks.biases("logit_bias", self.logit_bias) or None)
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", checks.ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidRequestError("allowed_token_ids is empty; name at least one token, or give None")
+        bad_words = checks.texts(
+            "bad_words",
+            self.bad_words,
+            most=checks.MAX_BAD_WORDS,
+            most_characters=checks.MAX_BAD_WORD_CHARACTERS,
+        )
+        self._set("bad_words", bad_words)
+        # Each word has two forms.
+        lists = checks.id_lists("bad_words_token_ids", self.bad_words_token_ids, 2 * checks.MAX_BAD_WORDS)
+        self._set("bad_words_token_ids", lists)
+        self._set("extra_args", checks.arguments("extra_args", self.extra_args) or None)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-
-
-def _integer(name: str, value: Any) -> int | None:
-    low, high = _INT_RANGES[name]
-    if value is None and name in _OPTIONAL:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        either = "None or " if name in _OPTIONAL else ""
-        raise InvalidRequestError(
-            f"{name} is {_shown(value)}; it must be {either}an integer from {low} to {high}"
-        )
-    return int(value)
-
-
-def _number(name: str, value: Any) -> float:
-    low, includes_low, high = _FLOAT_RANGES[name]
-    if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number) and (low <= number if includes_low else low < number) and number <= high:
-            return number
-    lowest = f"of {low:g} or more" if includes_low else f"above {low:g}"
-    raise InvalidRequestError(
-        f"{name} is {_shown(value)}; it must be a finite number {lowest} and at most {high:.15g}"
-    )
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = _items("stop", (stop,) if isinstance(stop, str) else stop, MAX_STOPS)
-    for text in stops:
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequestError(
-                f"stop has {_shown(text)}; each must be a text of 1 to {MAX_STOP_CHARACTERS} characters"
-            )
-    return stops
-
-
-def _stop_token_ids(token_ids: Any) -> tuple[int, ...]:
-    ids = _items("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= _MAX_COUNT:
-            raise InvalidRequestError(
-                f"stop_token_ids has {_shown(token)}; each must be a token id, 0 or more"
-            )
-    return tuple(int(token) for token in ids)
-
-
-def _items(name: str, values: Any, most: int) -> tuple[Any, ...]:
-    if values is None:
-        return ()
-    if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
-        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a list")
-    if len(values) > most:
-        raise InvalidRequestError(f"{name} has {len(values)} entries; there may be at most {most}")
-    return tuple(values)
-
-
-def _shown(value: object) -> str:
-    # Longer integers cannot even be printed (sys.set_int_max_str_digits).
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 64 else f"{text[:60]}…"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sagellm.core.errors import EngineError
-from sagellm.core.tokens import TokenIds
+from sagellm.core.protocols.logits_processor import LogitsProcessorProtocol, LogitsRequest
 from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into
-from sagellm.engines.sampling.logprobs import token_logprobs
+from sagellm.engines.sampling.logprobs import token_logprobs, width, with_logprobs
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.penalties import apply_penalties
 from sagellm.engines.sampling.random import uniforms
+from sagellm.engines.sampling.rows import BadLogitsError, LogitsStates, SampledToken, SamplingRow
+from sagellm.engines.sampling.scores import changed, select
 from sagellm.engines.sampling.selection import Candidates, first_argmax, largest
 from sagellm.engines.sampling.stop import check_stop_conditions
 from sagellm.engines.sampling.way import Way, choose_way
@@ -26,37 +27,8 @@ from sagellm.engines.sampling.way import Way, choose_way
 _CHUNK_ELEMENTS = 1 << 23
 """Rows are sampled in chunks of so many logits (32 MiB), which bounds the scratch space."""
 
-
-@dataclass(slots=True)
-class SamplingRow:
-    """What the sampler has to know about the sequence of one row of logits."""
-
-    params: SamplingParams
-    seed: int
-    position: int  # output tokens so far; the counter of the random numbers
-    prompt_token_ids: TokenIds
-    output_token_ids: Sequence[int]
-    suppressed_token_ids: tuple[int, ...] = ()  # stop tokens, while min_tokens is not reached
-
-
-class SampledToken(NamedTuple):
-    """A token and, where asked for, log-probabilities: its own and the most likely ones, best first."""
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: list[tuple[int, float]] | None = None
-
-
-class BadLogitsError(EngineError):
-    """No token can be drawn from some rows; `rows` are their indices. The others are sound."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = tuple(rows)
-        shown = ", ".join(map(str, self.rows[:8])) + (", …" if len(self.rows) > 8 else "")
-        super().__init__(
-            f"no token can be chosen from row {shown} of the logits: a logit is NaN or infinite, or all "
-            "of them are masked"
-        )
+_NUM_COLUMNS = 3
+"""Columns of the results before log-probabilities."""
 
 
 class _Drawn(NamedTuple):
@@ -68,7 +40,7 @@ class _Drawn(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    scores: torch.Tensor  # (rows, vocab) after penalties; not to be written
+    scores: torch.Tensor  # (rows, vocab) after penalties and processors; not to be written
     params: list[SamplingParams]
     uniform: torch.Tensor  # (rows, 1) float64
 
@@ -84,15 +56,17 @@ class _Chunk(NamedTuple):
 class Sampler:
     """Greedy choice and exact random draws, vectorised over the rows of a batch.
 
-    Penalties come first, then temperature, min-p, top-k and top-p. A row's token depends on its logits,
-    its parameters, its seed and its position alone. Never sorts a vocabulary and reads as little of it
-    as the parameters allow. Keeps scratch space between calls, so one thread at a time.
+    Penalties come first, then the logits processors in their order, temperature, min-p, top-k and top-p.
+    A row's token depends on its logits, its parameters, its seed and its position alone. Log-probabilities
+    are those of the logits as they came, before all of this. Never sorts a vocabulary and reads as little
+    of it as the parameters allow. Keeps scratch space between calls, so one thread at a time.
     """
 
     apply_penalties = staticmethod(apply_penalties)
     check_stop_conditions = staticmethod(check_stop_conditions)
 
-    def __init__(self) -> None:
+    def __init__(self, processors: Iterable[LogitsProcessorProtocol[Any]] = ()) -> None:
+        self._processors = tuple(processors)
         self._space = torch.empty(0)
         self._ways = {
             "greedy": self._greedy,
@@ -101,6 +75,11 @@ class Sampler:
             "nucleus": self._nucleus,
             "filtered": self._filtered,
         }
+
+    def start(self, request: LogitsRequest) -> LogitsStates:
+        """Return what the processors keep of a sequence, once, before it is sampled for the first time."""
+        started = ((which, each.start(request)) for which, each in enumerate(self._processors))
+        return tuple((which, state) for which, state in started if state is not None)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Return one token for each row of logits (rows, vocab), float32 on any device, left unchanged.
@@ -124,35 +103,76 @@ class Sampler:
         if undecided.size:
             again = [rows[row] for row in undecided.tolist()]
             results[undecided] = self._run(
-                _select(logits, undecided.tolist()), again, num_top, exhaustive=True
+                select(logits, undecided.tolist()), again, num_top, exhaustive=True
             )
-        return [_sampled_token(result, count) for result, count in zip(results, wanted, strict=True)]
+        return [
+            SampledToken(int(result[0]))
+            if count is None
+            else with_logprobs(int(result[0]), result[_NUM_COLUMNS:], count)
+            for result, count in zip(results, wanted, strict=True)
+        ]
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
+        """Return tokens that are known, one a row of logits (rows, vocab), with their log-probabilities.
+
+        Raises BadLogitsError, which names the rows, for NaN or infinity.
+        """
+        num_top = min(num_top, logits.shape[1])
+        targets = torch.tensor(token_ids).to(logits.device)
+        results = np.empty((len(token_ids), width(num_top)))
+        for part in self._parts(range(len(token_ids)), logits):
+            rows = select(logits, part).float()
+            results[part] = token_logprobs(rows, targets[part], num_top, self._scratch(rows)).cpu().numpy()
+        bad = np.flatnonzero(np.isnan(results[:, 0]))
+        if bad.size:
+            raise BadLogitsError(bad.tolist())
+        return [with_logprobs(*each, num_top) for each in zip(token_ids, results, strict=True)]
 
     def _run(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], num_top: int, *, exhaustive: bool
     ) -> npt.NDArray[np.float64]:
         """Return (rows, 3 or more): token, check, whether decided, then log-probabilities."""
-        ways: dict[Way, list[int]] = {}
+        # Rows that are changed stay apart, so that no other row is copied.
+        ways: dict[tuple[Way, bool], list[int]] = {}
         for index, row in enumerate(rows):
-            ways.setdefault(choose_way(row.params, logits.shape[1], exhaustive=exhaustive), []).append(index)
-        results = logits.new_zeros((len(rows), 4 + 2 * num_top if num_top >= 0 else 3), dtype=torch.float64)
-        for way, members in ways.items():
+            way = choose_way(row.params, logits.shape[1], exhaustive=exhaustive)
+            ways.setdefault((way, row.is_changed), []).append(index)
+        num_columns = _NUM_COLUMNS + (width(num_top) if num_top >= 0 else 0)
+        results = logits.new_zeros((len(rows), num_columns), dtype=torch.float64)
+        for (way, is_changed), members in ways.items():
             for part in self._parts(members, logits):
-                drawn = self._ways[way.name](_chunk(logits, part, rows), way.num_candidates)
+                chunk = self._chunk(logits, part, rows, is_changed=is_changed)
+                drawn = self._ways[way.name](chunk, way.num_candidates)
                 for column, values in enumerate(drawn):
                     results[part, column] = torch.as_tensor(values, dtype=torch.float64, device=logits.device)
         reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         for part in self._parts(reported, logits):
-            part_logits = _select(logits, part)
+            part_logits = select(logits, part)
             # A row that is no distribution may have any number for its token.
             token_ids = results[part, 0].long().clamp(max=logits.shape[1] - 1)
-            results[part, 3:] = token_logprobs(part_logits, token_ids, num_top, self._scratch(part_logits))
+            columns = token_logprobs(part_logits, token_ids, num_top, self._scratch(part_logits))
+            results[part, _NUM_COLUMNS:] = columns
         return results.cpu().numpy()
 
-    def _parts(self, members: list[int], logits: torch.Tensor) -> Iterator[list[int]]:
+    def _chunk(
+        self, logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow], *, is_changed: bool
+    ) -> _Chunk:
+        """Select rows of the logits; copies them only where it has to."""
+        members = [rows[index] for index in part]
+        scores = changed(logits, part, rows, self._processors) if is_changed else select(logits, part)
+        random = [row for row in members if not row.params.is_greedy]
+        numbers = (
+            uniforms([row.seed for row in random], [row.position for row in random])
+            if random
+            else np.empty(0)
+        )
+        uniform = torch.from_numpy(numbers).to(logits.device)[:, None]
+        return _Chunk(scores, [row.params for row in members], uniform)
+
+    def _parts(self, members: Sequence[int], logits: torch.Tensor) -> Iterator[list[int]]:
         step = max(1, _CHUNK_ELEMENTS // padded(logits.shape[1]))
         for start in range(0, len(members), step):
-            yield members[start : start + step]
+            yield list(members[start : start + step])
 
     def _scratch(self, scores: torch.Tensor) -> torch.Tensor:
         needed = scores.shape[0] * padded(scores.shape[1])
@@ -192,38 +212,6 @@ class Sampler:
         return _Drawn(*draw(probabilities, chunk.uniform))
 
 
-def _chunk(logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow]) -> _Chunk:
-    """Select rows of the logits and apply what changes single tokens; copies only where it has to."""
-    members = [rows[index] for index in part]
-    params = [row.params for row in members]
-    scores = _select(logits, part)
-    masked = [
-        (place, token)
-        for place, row in enumerate(members)
-        for token in row.suppressed_token_ids
-        if token < logits.shape[1]
-    ]
-    if masked or any(each.has_penalties for each in params):
-        scores = scores.clone()
-        prompts = [row.prompt_token_ids for row in members]
-        apply_penalties(scores, params, prompts, [row.output_token_ids for row in members])
-        if masked:
-            places, tokens = torch.tensor(masked).to(scores.device).T
-            scores[places, tokens] = -torch.inf
-    random = [row for row in members if not row.params.is_greedy]
-    numbers = (
-        uniforms([row.seed for row in random], [row.position for row in random]) if random else np.empty(0)
-    )
-    return _Chunk(scores, params, torch.from_numpy(numbers).to(logits.device)[:, None])
-
-
-def _select(logits: torch.Tensor, part: list[int]) -> torch.Tensor:
-    """Return rows of the logits, as a view where they are neighbours."""
-    if part[-1] - part[0] == len(part) - 1:
-        return logits[part[0] : part[-1] + 1]
-    return logits[part]
-
-
 def _draw_kept(chunk: _Chunk, candidates: Candidates, mass: torch.Tensor | None) -> _Drawn:
     vocab_size = chunk.scores.shape[1]
     settings = FilterSettings(
@@ -240,16 +228,3 @@ def _draw_kept(chunk: _Chunk, candidates: Candidates, mass: torch.Tensor | None)
     token_ids = draw_candidate(candidates, kept.weights, chunk.uniform)
     largest_scaled = candidates.values[:, 0] / settings.temperature[:, 0]
     return _Drawn(token_ids, largest_scaled, kept.is_decided)
-
-
-def _sampled_token(result: npt.NDArray[np.float64], num_top: int | None) -> SampledToken:
-    token_id = int(result[0])
-    if num_top is None:
-        return SampledToken(token_id)
-    width = (len(result) - 4) // 2  # of the row that asked for most
-    num_top = min(num_top, width)
-    top = zip(result[4 + width : 4 + width + num_top], result[4 : 4 + num_top], strict=True)
-    best_first = sorted(
-        ((int(token), float(value)) for token, value in top), key=lambda entry: (-entry[1], entry[0])
-    )
-    return SampledToken(token_id, float(result[3]), best_first)

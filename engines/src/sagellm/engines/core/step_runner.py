@@ -1,0 +1,73 @@
+"""Runs the model and the sampler on what a step scheduled; a fault there belongs to one sequence."""
+
+from __future__ import annotations
+
+from sagellm.core import LogitsRequest, SequenceId, get_logger
+from sagellm.engines.core.model_runner import ModelRunner
+from sagellm.engines.core.sequence import ScheduledSequence, Sequence
+from sagellm.engines.sampling.rows import SampledToken, SamplingRow
+from sagellm.engines.sampling.sampler import Sampler
+
+logger = get_logger(__name__)
+
+StepResults = dict[SequenceId, SampledToken | Exception]
+"""What became of each sequence that was sampled, or failed."""
+
+
+class StepRunner:
+    """Gets from scheduled sequences to tokens.
+
+    After a fault the step is run again by halves until the culprit is alone. This is sound because
+    KV writes are idempotent, random numbers are keyed by seed and position, and logits processors
+    keep nothing of a step.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+
+    def run(self, scheduled: list[ScheduledSequence]) -> StepResults:
+        """Compute what is scheduled. Never raises."""
+        if not scheduled:
+            return {}
+        try:
+            return self._forward_and_sample(scheduled)
+        except Exception as error:
+            if len(scheduled) == 1:
+                sequence_id = scheduled[0].sequence.sequence_id
+                logger.error("request %s ends with an error", sequence_id, exc_info=error)
+                return {sequence_id: error}
+        middle = len(scheduled) // 2
+        return self.run(scheduled[:middle]) | self.run(scheduled[middle:])
+
+    def _forward_and_sample(self, scheduled: list[ScheduledSequence]) -> StepResults:
+        batch = self._runner.prepare_inputs(scheduled)
+        logits = self._runner.execute_model(batch)
+        sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
+        tokens = self._sampler.sample(logits, [self._row(sequence) for sequence in sampled])
+        return {sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)}
+
+    def _row(self, sequence: Sequence) -> SamplingRow:
+        if sequence.logits_states is None:
+            sequence.logits_states = self._sampler.start(_logits_request(sequence))
+        return SamplingRow(
+            params=sequence.params,
+            seed=sequence.seed,
+            position=len(sequence.output_token_ids),
+            prompt_token_ids=sequence.request.token_ids,
+            output_token_ids=sequence.output_token_ids,
+            states=sequence.logits_states,
+        )
+
+
+def _logits_request(sequence: Sequence) -> LogitsRequest:
+    params = sequence.params
+    return LogitsRequest(
+        prompt_token_ids=sequence.request.token_ids,
+        logit_bias=params.logit_bias or {},
+        min_tokens=params.min_tokens,
+        stop_token_ids=sequence.stop_token_ids,
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        bad_words_token_ids=tuple(tuple(word) for word in params.bad_words_token_ids),
+        extra_args=params.extra_args or {},
+    )

@@ -1,0 +1,147 @@
+"""What each of a request's parameters may be; whatever else is an InvalidRequestError that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from sagellm.core.errors import InvalidRequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASES = 1024
+MAX_BIAS = 100
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 1024
+GREEDY_BELOW = 1e-5
+"""A temperature below this means greedy: dividing by less could overflow float32."""
+
+_MAX_COUNT = 2**31 - 1
+INT_RANGES = {
+    "n": (1, MAX_N),
+    "top_k": (-1, _MAX_COUNT),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, _MAX_COUNT),
+    "min_tokens": (0, _MAX_COUNT),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+# (lowest, is it allowed, highest); the highest is always allowed. What has no natural end stays in float32.
+FLOAT_RANGES = {
+    "temperature": (0.0, True, 1e6),
+    "top_p": (0.0, False, 1.0),
+    "min_p": (0.0, True, 1.0),
+    "presence_penalty": (-2.0, True, 2.0),
+    "frequency_penalty": (-2.0, True, 2.0),
+    "repetition_penalty": (1e-9, True, 1e6),
+}
+
+
+def integer(name: str, value: Any) -> int | None:
+    """Return an integer within the range of its name, or None where that is allowed."""
+    low, high = INT_RANGES[name]
+    if value is None and name in _OPTIONAL:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        either = "None or " if name in _OPTIONAL else ""
+        raise InvalidRequestError(
+            f"{name} is {_shown(value)}; it must be {either}an integer from {low} to {high}"
+        )
+    return int(value)
+
+
+def number(name: str, value: Any) -> float:
+    """Return a finite number within the range of its name."""
+    low, includes_low, high = FLOAT_RANGES[name]
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and (low <= number if includes_low else low < number) and number <= high:
+            return number
+    lowest = f"of {low:g} or more" if includes_low else f"above {low:g}"
+    raise InvalidRequestError(
+        f"{name} is {_shown(value)}; it must be a finite number {lowest} and at most {high:.15g}"
+    )
+
+
+def texts(name: str, values: Any, *, most: int, most_characters: int) -> tuple[str, ...]:
+    """Return texts that are not empty and not too long; one text counts as a list of one."""
+    items = _items(name, (values,) if isinstance(values, str) else values, most)
+    for text in items:
+        if not isinstance(text, str) or not 0 < len(text) <= most_characters:
+            raise InvalidRequestError(
+                f"{name} has {_shown(text)}; each must be a text of 1 to {most_characters} characters"
+            )
+    return items
+
+
+def ids(name: str, values: Any, most: int = _MAX_COUNT) -> tuple[int, ...]:
+    """Return token ids."""
+    return tuple(_token_id(name, token) for token in _items(name, values, most))
+
+
+def id_lists(name: str, values: Any, most: int) -> tuple[tuple[int, ...], ...]:
+    """Return lists of token ids, none of them empty."""
+    lists = tuple(ids(name, each) for each in _items(name, values, most))
+    if not all(lists):
+        raise InvalidRequestError(f"{name} has an empty list; each must hold at least one token id")
+    return lists
+
+
+def biases(name: str, values: Any) -> dict[int, float]:
+    """Return a copy of a mapping of token ids to what is added to their logits."""
+    given = {} if values is None else values
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a mapping of token ids to numbers")
+    if len(given) > MAX_BIASES:
+        raise InvalidRequestError(f"{name} has {len(given)} entries; there may be at most {MAX_BIASES}")
+    return {_token_id(name, token): _bias(name, token, value) for token, value in given.items()}
+
+
+def arguments(name: str, values: Any) -> dict[str, Any]:
+    """Return a copy of a mapping with texts for keys."""
+    given = {} if values is None else values
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a mapping whose keys are texts")
+    return dict(given)
+
+
+def _bias(name: str, token: Any, value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:  # NaN is not in between
+        raise InvalidRequestError(
+            f"{name} of token {token} is {_shown(value)}; it must be a number from {-MAX_BIAS} to {MAX_BIAS}"
+        )
+    return float(value)
+
+
+def _token_id(name: str, token: Any) -> int:
+    if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= _MAX_COUNT:
+        raise InvalidRequestError(f"{name} has {_shown(token)}; each must be a token id, 0 or more")
+    return int(token)
+
+
+def _items(name: str, values: Any, most: int) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
+        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a list")
+    if len(values) > most:
+        raise InvalidRequestError(f"{name} has {len(values)} entries; there may be at most {most}")
+    return tuple(values)
+
+
+def _shown(value: object) -> str:
+    # Longer integers cannot even be printed (sys.set_int_max_str_digits).
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 64 else f"{text[:60]}…"

@@ -1,0 +1,55 @@
+"""What goes into the sampler beside the logits, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sagellm.core.errors import EngineError
+from sagellm.core.tokens import TokenIds
+from sagellm.engines.sampling.params import SamplingParams
+
+LogitsStates = tuple[tuple[int, Any], ...]
+"""Which of a sampler's logits processors a sequence uses, in order, and its state in each."""
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """What the sampler has to know about the sequence of one row of logits."""
+
+    params: SamplingParams
+    seed: int
+    position: int  # output tokens so far; the counter of the random numbers
+    prompt_token_ids: TokenIds
+    output_token_ids: Sequence[int]
+    states: LogitsStates = ()  # of `Sampler.start`
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its logits are changed before they are filtered."""
+        return bool(self.states) or self.params.has_penalties
+
+
+class SampledToken(NamedTuple):
+    """A token and, where asked for, log-probabilities: its own and the most likely ones, best first.
+
+    `rank` is the number of tokens that are at least as likely, itself included.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+    rank: int | None = None
+
+
+class BadLogitsError(EngineError):
+    """No token can be drawn from some rows; `rows` are their indices. The others are sound."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        shown = ", ".join(map(str, self.rows[:8])) + (", …" if len(self.rows) > 8 else "")
+        super().__init__(
+            f"no token can be chosen from row {shown} of the logits: a logit is NaN or infinite, or all "
+            "of them are masked"
+        )

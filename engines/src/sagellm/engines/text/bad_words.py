@@ -1,0 +1,33 @@
+"""The token ids of words that must not be generated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from sagellm.core import InvalidRequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def bad_words_token_ids(
+    words: Collection[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[tuple[int, ...], ...]:
+    """Return each word as it is tokenized at the beginning of a text and after a space, as vLLM does.
+
+    The form after a space counts where it is another word token: one that begins with another token
+    and is as long. Any other has the space as a token of its own, or contains the first form.
+    Raises InvalidRequestError for a word that has no tokens.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not bare:
+            raise InvalidRequestError(f"bad_words has {word!r}, which has no tokens")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(found)
