@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,7 +20,9 @@ from sagellm.core import (
     QuantizerMetrics,
     SchedulerMetrics,
 )
-from sagellm.engines.core.engine_core import EngineCore
+
+if TYPE_CHECKING:
+    from sagellm.engines.core.engine_core import EngineCore
 
 _TYPES: dict[str, type[Any]] = {
     "attention_backend": AttentionMetrics,

@@ -14,6 +14,7 @@ from typing import Self
 from sagellm.core import ConfigError, UnknownNameError, nearest
 
 VARIABLE = "SAGELLM_RUNTIME_DIR"
+_CLOCK_SLACK_S = 5.0  # the start of a process is known to ticks, and wall clocks are set
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 
 
@@ -56,13 +57,30 @@ class RunningEngine:
     @property
     def is_alive(self) -> bool:
         """Whether the process of its front is there."""
+        return self.started_s is not None
+
+    @property
+    def started_s(self) -> float | None:
+        """When the process of its front began, in seconds since 1970; None if it is gone.
+
+        A process that began after the entry was written is another one that got the same number.
+        """
+        import psutil
+
         try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+            process = psutil.Process(self.pid)
+            started_s = float(process.create_time())
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+        except psutil.NoSuchProcess:
+            return None
+        except psutil.AccessDenied:
+            return 0.0
+        try:
+            announced_s = _entry_of(self.name).stat().st_mtime
+        except FileNotFoundError:
+            return started_s
+        return started_s if started_s <= announced_s + _CLOCK_SLACK_S else None
 
     def announce(self) -> None:
         """Write the entry, whole or not at all."""

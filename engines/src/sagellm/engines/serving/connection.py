@@ -1,0 +1,100 @@
+"""A connection to a core: frames out, messages in, and the words for a core that is gone."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from sagellm.core import EngineDeadError, EngineError
+from sagellm.engines.serving.calls import Call, Failed, Hello, Reply
+from sagellm.engines.serving.frames import FrameReader, encode
+
+_READ_BYTES = 1 << 20
+
+
+class Connection:
+    """Blocks until what it waits for is there. A core that goes away raises EngineDeadError.
+
+    `kinds` is the union of the messages that may come. `hello` is the core's first one.
+    """
+
+    def __init__(self, peer: socket.socket, kinds: Any) -> None:
+        self._peer = peer
+        self._reader = FrameReader(kinds)
+        self._replies: dict[int, Reply] = {}
+        self._others: list[Any] = []
+        self._num_calls = 0
+        self.hello = self._wait_for_hello()
+
+    @classmethod
+    def open(cls, path: Path, kinds: Any, *, timeout_s: float | None = None) -> Self:
+        """Connect to a core's socket and wait until its model is loaded.
+
+        Raises EngineDeadError if nobody listens, EngineError if the core cannot start or does not answer.
+        """
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(timeout_s)
+        try:
+            peer.connect(str(path))
+            return cls(peer, kinds)
+        except OSError as error:
+            peer.close()
+            raise EngineDeadError(f"no engine answers at {path.name}: {error}") from error
+        except BaseException:
+            peer.close()
+            raise
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message."""
+        try:
+            self._peer.sendall(encode(message))
+        except OSError as error:
+            raise EngineDeadError(f"the engine is gone: {error}") from error
+
+    def receive(self) -> list[Any]:
+        """Wait for messages that answer no call, and return them."""
+        while not self._others:
+            self._read()
+        messages, self._others = self._others, []
+        return messages
+
+    def call(self, operation: str, arguments: dict[str, Any]) -> Any:
+        """Run an operation in the core and return its result. Raises EngineError with its message."""
+        self._num_calls += 1
+        number = self._num_calls
+        self.send(Call(number, operation, arguments))
+        while number not in self._replies:
+            self._read()
+        reply = self._replies.pop(number)
+        if reply.error is not None:
+            raise EngineError(reply.error)
+        return reply.result
+
+    def close(self) -> None:
+        """Hang up; the core ends what is still running for this connection."""
+        self._peer.close()
+
+    def _wait_for_hello(self) -> Hello:
+        message = self.receive()[0]
+        if isinstance(message, Failed):
+            raise EngineError(message.message)
+        assert isinstance(message, Hello), "a core says Hello first"
+        return message
+
+    def _read(self) -> None:
+        try:
+            data = self._peer.recv(_READ_BYTES)
+        except TimeoutError as error:
+            raise EngineError("the engine does not answer in time") from error
+        except OSError as error:
+            raise EngineDeadError(f"the engine is gone: {error}") from error
+        if not data:
+            raise EngineDeadError("the engine is gone; send the request again")
+        for message in self._reader.feed(data):
+            if isinstance(message, Reply):
+                self._replies[message.number] = message
+            else:
+                self._others.append(message)
