@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from sagellm.core import (
     DEFAULT,
     ConfigError,
     EngineError,
+    EngineMetrics,
     Namespace,
     RequestId,
     SageLLMError,
@@ -22,6 +23,9 @@ from sagellm.engines.input_processor import Prompt
 from sagellm.engines.llm_engine import LLMEngine
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -89,6 +93,36 @@ class AsyncLLMEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets."""
+        return self.engine.default_params
+
+    @property
+    def model_name(self) -> str:
+        """The model as it was named."""
+        return self.engine.config.model.name or ""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.engine.max_model_len
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would run now."""
+        return not self._closed
+
+    async def metrics(self) -> EngineMetrics:
+        """Return a snapshot of the engine between two steps."""
+        self._require_open()
+        return await self._call(self.engine.metrics)
 
     async def add_request(
         self,

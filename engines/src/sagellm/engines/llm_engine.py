@@ -129,6 +129,11 @@ class LLMEngine(EngineProtocol):
         """Say whether a request is waiting or running."""
         return self.client.has_unfinished()
 
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._input.limits.max_model_len
+
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine and its modules."""
         return self.client.metrics()

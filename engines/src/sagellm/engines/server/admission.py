@@ -1,0 +1,67 @@
+"""How much the server takes on: a bounded number of live sequences, and none while it drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sagellm.engines.server.errors import APIError
+
+
+class Admission:
+    """Counts the sequences of live requests. Everything beyond `limit` is refused at once with 429."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_live = 0
+        self.is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def seat(self) -> Iterator[Seat]:
+        """Hold a seat for a request while it is read; it asks for the rest itself.
+
+        Raises APIError, 429 when full and 503 when draining.
+        """
+        if self.is_draining:
+            raise APIError(503, "the server is shutting down", code="shutting_down")
+        seat = Seat(self)
+        seat.take(1)
+        try:
+            yield seat
+        finally:
+            self.num_live -= seat.num_held
+            if not self.num_live:
+                self._idle.set()
+
+    def _take(self, num_more: int, *, others: int) -> None:
+        if others and self.num_live + num_more > self.limit:
+            raise APIError(
+                429, f"{others} sequences are waiting or running; try again later", code="queue_full"
+            )
+        self.num_live += num_more
+        self._idle.clear()
+
+    def start_draining(self) -> None:
+        """Take no more requests; those that run go on."""
+        self.is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when no request is live."""
+        await self._idle.wait()
+
+
+class Seat:
+    """What one request holds of the server."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.num_held = 0
+
+    def take(self, num_sequences: int) -> None:
+        """Hold this many in all. A request with more sequences than there are seats is taken when alone."""
+        others = self._admission.num_live - self.num_held
+        self._admission._take(num_sequences - self.num_held, others=others)
+        self.num_held = num_sequences

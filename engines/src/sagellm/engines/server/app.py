@@ -1,0 +1,120 @@
+"""The application: its routes, and the two gates that every request passes before them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from sagellm.core import ConfigError
+from sagellm.engines import __version__
+from sagellm.engines.config.schema import ServerConfig
+from sagellm.engines.server.admission import Admission
+from sagellm.engines.server.body import BodyGate
+from sagellm.engines.server.door import Door, Keys, is_loopback
+from sagellm.engines.server.errors import APIError, as_api_error
+from sagellm.engines.server.front import EngineFront
+from sagellm.engines.server.generation import Chats, Completions, Service
+from sagellm.engines.server.health import EngineProbe
+from sagellm.engines.server.metrics import ServerMetrics
+from sagellm.engines.server.prompts import PromptEncoder
+from sagellm.engines.server.reply import encode_json
+
+_METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int = 256) -> FastAPI:
+    """Build the application around an engine that is loaded.
+
+    `max_num_seqs` is the engine's; with `settings.max_queued_requests` it bounds what is taken on.
+    `app.state.admission` drains. Raises ConfigError for an open address without a key.
+    """
+    if not settings.api_keys and not is_loopback(settings.host):
+        raise ConfigError(
+            f"server.host is {settings.host!r}, which others reach, and server.api_keys is empty; "
+            f"set a key, or listen on 127.0.0.1"
+        )
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    names = settings.served_model_name or (front.model_name,)
+    service = Service(
+        front=front,
+        model_names=names,
+        admission=Admission(max_num_seqs + settings.max_queued_requests),
+        metrics=ServerMetrics(names[0]),
+        encoder=PromptEncoder(front.tokenizer, front.max_model_len),
+    )
+    app.state.admission = service.admission
+    _add_routes(app, service)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(Exception, _answer)
+    app.add_middleware(BodyGate, timeout_s=settings.body_timeout)
+    app.add_middleware(
+        Door, keys=Keys(settings.api_keys), host=settings.host, allowed_hosts=settings.allowed_hosts
+    )
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    probe = EngineProbe(service.front)
+    models = [_model(name, service.front.max_model_len) for name in service.model_names]
+
+    async def health(_: Request) -> Response:
+        return Response(status_code=503 if await probe.ask() is None else 200)
+
+    async def ready(_: Request) -> Response:
+        is_ready = service.front.is_ready and not service.admission.is_draining
+        return Response(status_code=200 if is_ready else 503)
+
+    async def version(_: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(_: Request) -> Response:
+        await probe.ask(max_age_s=0.0)
+        return Response(service.metrics.render(probe.last), headers={"content-type": _METRICS_TYPE})
+
+    async def list_models(_: Request) -> Response:
+        return _json({"object": "list", "data": models})
+
+    async def get_model(request: Request) -> Response:
+        for model in models:
+            if model["id"] == request.path_params["name"]:
+                return _json(model)
+        raise HTTPException(404)
+
+    gets = {
+        "/health": health,
+        "/ready": ready,
+        "/version": version,
+        "/metrics": metrics,
+        "/v1/models": list_models,
+        "/v1/models/{name:path}": get_model,
+    }
+    for path, endpoint in gets.items():
+        app.add_route(path, endpoint, methods=["GET"])
+    app.add_route("/v1/completions", Completions(service), methods=["POST"])  # type: ignore[arg-type]
+    app.add_route("/v1/chat/completions", Chats(service), methods=["POST"])  # type: ignore[arg-type]
+
+
+def _model(name: str, max_model_len: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "sagellm",
+        "max_model_len": max_model_len,
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode_json(value), status_code=status, media_type="application/json")
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    """Answer what was raised outside the generating endpoints, in the same words."""
+    if isinstance(error, HTTPException):
+        known = {404: "there is no such page", 405: "this page takes another method"}
+        error = APIError(error.status_code, known.get(error.status_code, "the request is refused"))
+    told = as_api_error(error)
+    return _json(told.body, told.status)

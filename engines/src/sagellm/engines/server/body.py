@@ -1,0 +1,101 @@
+"""Reads a request's body within limits of size, time, type and depth, before anything parses it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING
+
+from sagellm.engines.server.errors import APIError
+from sagellm.engines.server.reply import send_error
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MAX_BODY_BYTES = 8 << 20
+MAX_DEPTH = 64
+LONG_BODY_BYTES = 64 << 10
+"""What is longer is read on another thread, so that the others' tokens go on."""
+
+# Strings are skipped whole, and possessively: each byte is looked at once, whatever it is.
+_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+
+
+class BodyGate:
+    """ASGI middleware that leaves the body of a POST in `scope["state"]["body"]`, or answers itself."""
+
+    def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body and go on, or answer 408, 413, 415 or 400."""
+        if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
+            try:
+                _check_headers(scope)
+                body = await self._read(receive)
+                if body is None:
+                    return  # the client is gone
+                await _check_depth(body)
+            except APIError as error:
+                await send_error(send, error)
+                return
+            scope["state"]["body"] = body
+        await self._app(scope, receive, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            message_text = f"the body did not arrive within {self._timeout_s:g} s"
+            raise APIError(408, message_text, code="body_timeout") from None
+
+
+def _check_headers(scope: Scope) -> None:
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise APIError(415, "send the body as application/json", code="unsupported_media_type")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise APIError(415, "compressed bodies are not read", code="unsupported_media_type")
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
+        raise _too_large()
+
+
+def _too_large() -> APIError:
+    return APIError(413, f"the body may have at most {MAX_BODY_BYTES} bytes", code="body_too_large")
+
+
+async def _check_depth(body: bytes) -> None:
+    if len(body) > LONG_BODY_BYTES:
+        is_deep = await asyncio.to_thread(is_too_deep, body)
+    else:
+        is_deep = is_too_deep(body)
+    if is_deep:
+        raise APIError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
+
+
+def is_too_deep(body: bytes) -> bool:
+    """Say whether JSON is nested deeper than MAX_DEPTH. Linear in its length."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for found in _BRACKETS.finditer(body):
+        depth += _STEPS.get(found[0], 0)
+        if depth > MAX_DEPTH:
+            return True
+    return False

@@ -1,0 +1,117 @@
+"""Who may come in: every path is shut unless it is listed as open, whatever the routes are."""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import sha256
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from sagellm.core import DEFAULT, Namespace
+from sagellm.engines.server.errors import APIError
+from sagellm.engines.server.reply import send_error
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+LOOPBACK_PATHS = frozenset({"/metrics"})
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_MAX_HEADER_BYTES = 4096
+
+
+def is_loopback(host: str | None) -> bool:
+    """Say whether an address or name is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return host is not None and ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tenant_of(key: bytes) -> str:
+    """Name the tenant of a key without telling the key."""
+    return sha256(b"sagellm tenant\0" + key).hexdigest()[:32]
+
+
+class Keys:
+    """The API keys, hashed. Without any, everyone is the default tenant."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        encoded = [key.encode() for key in keys]
+        self._tenants = [(sha256(key).digest(), tenant_of(key)) for key in encoded]
+
+    def namespace(self, headers: list[bytes]) -> Namespace | None:
+        """Return whose the Authorization headers are, None if nobody's. Takes as long for any key."""
+        if not self._tenants:
+            return DEFAULT
+        value = headers[0] if len(headers) == 1 and len(headers[0]) <= _MAX_HEADER_BYTES else b""
+        scheme, _, key = value.partition(b" ")
+        given = sha256(key.strip()).digest()
+        found: str | None = None
+        for digest, tenant in self._tenants:
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        return Namespace(tenant=found) if found is not None and scheme.lower() == b"bearer" else None
+
+
+class Door:
+    """ASGI middleware around everything: host, origin and key, in this order.
+
+    It leaves the caller's Namespace in `scope["state"]["namespace"]`.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, host: str, allowed_hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = keys
+        names = (*allowed_hosts, *(_LOCAL_NAMES if is_loopback(host) else ()))
+        own = f"[{host}]" if ":" in host else host
+        self._hosts = frozenset(name.lower().encode() for name in (*names, own)) if names else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in or answer it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._check_origin(scope)
+            scope.setdefault("state", {})["namespace"] = self._identify(scope)
+        except APIError as error:
+            await send_error(send, error)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse what a browser sends for another site, also under a name that was bent to this address."""
+        hosts = _values(scope, b"host")
+        if self._hosts is not None and (len(hosts) != 1 or _without_port(hosts[0]) not in self._hosts):
+            raise APIError(403, "the Host header names no host of this server", code="bad_host")
+        for origin in _values(scope, b"origin"):
+            if not hosts or origin.partition(b"://")[2] != hosts[0]:
+                raise APIError(403, "requests of other origins are not answered", code="bad_origin")
+
+    def _identify(self, scope: Scope) -> Namespace:
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return DEFAULT
+        if path in LOOPBACK_PATHS and scope["client"] is not None and is_loopback(scope["client"][0]):
+            return DEFAULT
+        namespace = self._keys.namespace(_values(scope, b"authorization"))
+        if namespace is None:
+            raise APIError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if path in LOOPBACK_PATHS:
+            raise APIError(403, "this page is shown on the server's own machine only", code="loopback_only")
+        return namespace
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]
+
+
+def _without_port(host: bytes) -> bytes:
+    name, colon, port = host.rpartition(b":")
+    return (name if colon and port.isdigit() else host).lower()

@@ -1,0 +1,89 @@
+"""The one place where faults become answers: nothing of the inside leaves through it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from sagellm.core import EngineDeadError, InvalidRequestError, get_logger
+
+logger = get_logger(__name__)
+
+RETRY_AFTER_S = 1
+_MAX_MESSAGE = 400
+_NAMED_FIRST = re.compile(r"([a-z][a-z0-9_]*)(?: is | has |: )")
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class APIError(Exception):
+    """An answer that is no success. `message` is written for the caller and names no internals."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer as OpenAI's clients read it."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def encoded(self) -> bytes:
+        """The body as JSON."""
+        return msgspec.json.encode(self.body)
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of the answer beside its type and length."""
+        if self.status in (429, 503):
+            return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
+        if self.status == 401:
+            return [(b"www-authenticate", b"Bearer")]
+        return [(b"connection", b"close")] if self.status in (408, 413) else []
+
+
+def unsupported(name: str, why: str = "") -> APIError:
+    """Refuse a parameter that others have and we have not."""
+    reason = f": {why}" if why else ""
+    message = f"the parameter {name!r} is not supported{reason}; leave it out"
+    return APIError(400, message, param=name, code="unsupported_parameter")
+
+
+def invalid(name: str, message: str, *, code: str = "invalid_value") -> APIError:
+    """Refuse a value."""
+    return APIError(400, message, param=name, code=code)
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """Say what a caller is told of any fault. What is not the caller's is logged and told in general."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        named = _NAMED_FIRST.match(str(error))
+        return APIError(400, str(error), param=named[1] if named else None, code="invalid_value")
+    if isinstance(error, EngineDeadError):
+        logger.error("the engine is gone: %s", error)
+        return APIError(
+            503, "the engine stopped and is being started again; send the request again", code="engine_dead"
+        )
+    logger.error("a request ends with an error", exc_info=error)
+    return APIError(500, "the request failed inside the server", code="internal_error")

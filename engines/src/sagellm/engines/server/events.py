@@ -1,0 +1,47 @@
+"""An answer that comes as server-sent events: it begins with the first one, and never ends in silence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sagellm.engines.server.errors import APIError
+from sagellm.engines.server.reply import send_error
+
+if TYPE_CHECKING:
+    from starlette.types import Send
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+    (b"x-content-type-options", b"nosniff"),
+]
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventReply:
+    """Sends events as they are, without a task or a timer for each."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_started = False
+
+    async def write(self, events: bytes) -> None:
+        """Send events that are complete, each with its blank line."""
+        if not self._has_started:
+            self._has_started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish(self, events: bytes = b"") -> None:
+        """Send the last events and the end."""
+        await self.write(events + _DONE)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: APIError) -> None:
+        """Send an error: with its status if nothing was sent, else as an event, and the end."""
+        if not self._has_started:
+            await send_error(self._send, error)
+            return
+        await self.write(b"data: %b\n\n" % error.encoded)
+        await self._send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,77 @@
+"""What the server needs of an engine; AsyncLLMEngine has this face, and so has the front over a socket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from sagellm.core import EngineMetrics, Namespace
+from sagellm.engines.input_processor import Prompt
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Stream(Protocol):
+    """The outputs of one request, each whole so far, perhaps the same growing object each time.
+
+    Iterating ends after the last output. It raises EngineDeadError when the engine's process is gone,
+    and EngineError for any other fault of the engine as a whole.
+    """
+
+    def __aiter__(self) -> Stream: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    def close(self) -> None:
+        """Abort the request unless it has ended; whoever waits for an output gets no more. Never blocks."""
+
+
+class EngineFront(Protocol):
+    """Takes requests from the server's event loop, and from no other thread.
+
+    `add_request` raises InvalidRequestError and has then kept nothing. `metrics` answers between two
+    steps, so an answer shows that the engine's loop turns.
+    """
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it has none."""
+        ...
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request that says nothing gets."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """The model as the engine was told to load it."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would run now."""
+        ...
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = ...,
+        priority: int = 0,
+    ) -> Stream:
+        """Queue a request; larger priorities run first. Raises InvalidRequestError, EngineError."""
+        ...
+
+    async def metrics(self) -> EngineMetrics:
+        """Return a snapshot, between two steps."""
+        ...

@@ -1,0 +1,174 @@
+"""The two endpoints that generate: from a request over its job to the answer."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.server.admission import Admission
+from sagellm.engines.server.chat import ChatShape
+from sagellm.engines.server.completion import CompletionShape
+from sagellm.engines.server.errors import APIError, as_api_error
+from sagellm.engines.server.events import EventReply
+from sagellm.engines.server.front import EngineFront
+from sagellm.engines.server.metrics import RequestTimer, ServerMetrics
+from sagellm.engines.server.params import chat_params, check_budget, completion_params
+from sagellm.engines.server.parsing import parse
+from sagellm.engines.server.prompts import EncodedPrompt, PromptEncoder
+from sagellm.engines.server.reply import send_json
+from sagellm.engines.server.run import ClientGoneError, Run, running
+from sagellm.engines.server.schema import Body, ChatBody, CompletionBody
+from sagellm.engines.server.shape import Job, Shape
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What all endpoints share."""
+
+    front: EngineFront
+    model_names: tuple[str, ...]
+    admission: Admission
+    metrics: ServerMetrics
+    encoder: PromptEncoder
+
+
+class Generation(ABC, Generic[B]):
+    """One endpoint, an ASGI application."""
+
+    kind: type[B]
+    shape: type[Shape]
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @abstractmethod
+    async def prompts(self, body: B) -> list[EncodedPrompt]:
+        """Return what is to be continued."""
+
+    @abstractmethod
+    def params(self, body: B, defaults: SamplingParams) -> SamplingParams:
+        """Return how."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; every fault of it ends here."""
+        arrived = time.perf_counter()
+        reply = EventReply(send)
+        try:
+            with self.service.admission.seat() as seat:
+                body = await parse(scope["state"]["body"], self.kind)
+                job = await self._job(body)
+                seat.take(len(job.prompts) * job.params.n)
+                namespace = scope["state"]["namespace"]._replace(salt=body.cache_salt or "")
+                timers = [RequestTimer(self.service.metrics, arrived) for _ in job.prompts]
+                async with running(receive, timers) as run:
+                    await run.open(self.service.front, job, namespace, -(body.priority or 0))
+                    if job.is_streamed:
+                        await _stream(run, self.shape(job), reply)
+                    else:
+                        await _whole(run, self.shape(job), send)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await reply.fail(as_api_error(error))
+
+    async def _job(self, body: B) -> Job:
+        service = self.service
+        if body.model is not None and body.model not in service.model_names:
+            raise APIError(
+                404,
+                f"the model {body.model[:200]!r} is not served; there is {service.model_names[0]!r}",
+                param="model",
+                code="model_not_found",
+            )
+        params = self.params(body, service.front.default_params)
+        prompts = await self.prompts(body)
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_budget(params, len(prompts), num_tokens, service.front.max_model_len)
+        options = body.stream_options
+        return Job(
+            prompts=prompts,
+            params=params,
+            model=body.model or service.model_names[0],
+            is_streamed=bool(body.stream),
+            includes_usage=options is not None and bool(options.include_usage),
+            echoes=isinstance(body, CompletionBody) and bool(body.echo),
+            hides_output=body.max_tokens == 0,
+            text_of=service.encoder.text_of,
+        )
+
+
+class Completions(Generation[CompletionBody]):
+    """POST /v1/completions."""
+
+    kind = CompletionBody
+    shape = CompletionShape
+
+    async def prompts(self, body: CompletionBody) -> list[EncodedPrompt]:
+        """Return one prompt or many; an echo needs their text."""
+        encoder = self.service.encoder
+        prompts = await encoder.encode_completion(body)
+        if not body.echo:
+            return prompts
+        return [
+            prompt if prompt.text is not None else replace(prompt, text=encoder.decode(prompt.token_ids))
+            for prompt in prompts
+        ]
+
+    def params(self, body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+        """Return the body's sampling."""
+        return completion_params(body, defaults)
+
+
+class Chats(Generation[ChatBody]):
+    """POST /v1/chat/completions."""
+
+    kind = ChatBody
+    shape = ChatShape
+
+    async def prompts(self, body: ChatBody) -> list[EncodedPrompt]:
+        """Return the one prompt that the template makes."""
+        return [await self.service.encoder.encode_chat(body)]
+
+    def params(self, body: ChatBody, defaults: SamplingParams) -> SamplingParams:
+        """Return the body's sampling."""
+        return chat_params(body, defaults)
+
+
+async def _whole(run: Run, shape: Shape, send: Send) -> None:
+    last = await _last_outputs(run)
+    await send_json(send, shape.whole(last))
+
+
+async def _last_outputs(run: Run) -> Sequence[RequestOutput]:
+    last: dict[int, RequestOutput] = {}
+    async for index, output in run.outputs():
+        last[index] = output
+    return [output for _, output in sorted(last.items())]
+
+
+async def _stream(run: Run, shape: Shape, reply: EventReply) -> None:
+    cursors = shape.cursors()
+    num = shape.job.params.n
+    last: dict[int, RequestOutput] = {}
+    async for index, request in run.outputs():
+        events = b""
+        for output in request.outputs:
+            cursor = cursors[index * num + output.index]
+            if not cursor.is_finished:
+                events += shape.render(cursor, output)
+                cursor.is_finished = output.finish_reason is not None
+        last[index] = request
+        if events:
+            await reply.write(events)
+    requests = [request for _, request in sorted(last.items())]
+    await reply.finish(shape.usage_event(requests) if shape.job.includes_usage else b"")

@@ -1,0 +1,31 @@
+"""A histogram that costs a fraction of a microsecond to feed; prometheus_client reads it when asked."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Histogram:
+    """Counts values by upper bounds, which are inclusive as in Prometheus. One thread feeds it."""
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return upper bound and cumulated count of each bucket."""
+        cumulated = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            cumulated += count
+            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), cumulated))
+        return rows

@@ -1,0 +1,199 @@
+"""What /metrics shows: vLLM's names and meanings with the prefix `sagellm:`, so that its dashboards work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from sagellm.core import EngineMetrics
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.server.histogram import Histogram
+
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+_ITL = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_LABELS = ("model_name", "engine")
+
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("time from the request's arrival to its first token", _TTFT),
+    "inter_token_latency_seconds": ("time between two tokens of a request", _ITL),
+    "request_time_per_output_token_seconds": ("mean time of an output token after the first", _ITL),
+    "e2e_request_latency_seconds": ("time from the request's arrival to its end", _E2E),
+    "request_prompt_tokens": ("prompt tokens of a request", _TOKENS),
+    "request_generation_tokens": ("tokens generated for a request", _TOKENS),
+}
+_ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # vLLM's older name
+
+
+class ServerMetrics(Collector):
+    """Counts on the event loop; everything else happens when somebody looks."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = (model_name, "0")
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._engine = EngineMetrics()
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+
+    def render(self, engine: EngineMetrics) -> bytes:
+        """Return the page, with what the engine says of itself."""
+        self._engine = engine
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Name nothing ahead of time."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every metric; prometheus_client calls this."""
+        engine = self._engine
+        pool, cache = engine.modules.get("kv_pool"), engine.modules.get("prefix_cache")
+        total = read(pool, "total_blocks")
+        # A block that is cached and locked by nobody counts as free, as in vLLM.
+        held = total - read(pool, "num_free_blocks") - _reclaimable(cache)
+        yield self._gauge("num_requests_running", "sequences that run", engine.num_running)
+        yield self._gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "share of KV blocks in use", held / total if total else 0.0)
+        yield self._counter("prefix_cache_queries", "tokens looked up", read(cache, "num_lookup_tokens"))
+        yield self._counter("prefix_cache_hits", "tokens found", read(cache, "num_hit_tokens"))
+        yield self._counter("num_preemptions", "preemptions", engine.num_preemptions)
+        yield self._counter("prompt_tokens", "prompt tokens of requests", self.num_prompt_tokens)
+        yield self._counter("generation_tokens", "tokens generated", self.num_generation_tokens)
+        ended = CounterMetricFamily(
+            "sagellm:request_success", "requests by how they ended", labels=(*_LABELS, "finished_reason")
+        )
+        for reason, count in self.num_ended.items():
+            ended.add_metric((*self._labels, reason), count)
+        yield ended
+        for name in (*_HISTOGRAMS, *_ALIASES):
+            yield self._histogram(name)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _histogram(self, name: str) -> Metric:
+        source = _ALIASES.get(name, name)
+        histogram = self.histograms[source]
+        family = HistogramMetricFamily(f"sagellm:{name}", _HISTOGRAMS[source][0], labels=_LABELS)
+        family.add_metric(self._labels, histogram.buckets(), histogram.total)
+        return family
+
+
+class RequestTimer:
+    """Follows one request of an engine from its arrival to its end."""
+
+    __slots__ = ("_arrived", "_first", "_is_ended", "_last", "_metrics", "_num_tokens")
+
+    def __init__(self, metrics: ServerMetrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._arrived = arrived
+        self._first = self._last = 0.0
+        self._num_tokens = 0
+        self._is_ended = False
+
+    def take(self, output: RequestOutput) -> None:
+        """Count what is new in an output."""
+        num_tokens = output.metrics.num_output_tokens
+        num_new = num_tokens - self._num_tokens
+        if num_new > 0:
+            now = time.perf_counter()
+            histograms = self._metrics.histograms
+            if not self._num_tokens:
+                self._first = now
+                self._metrics.num_prompt_tokens += len(output.prompt_token_ids)
+                histograms["time_to_first_token_seconds"].observe(now - self._arrived)
+            else:
+                histograms["inter_token_latency_seconds"].observe(now - self._last)
+            self._last = now
+            self._num_tokens = num_tokens
+            self._metrics.num_generation_tokens += num_new
+        if output.finished:
+            self._finish(output)
+
+    def end(self, reason: str) -> None:
+        """Say that the request ended without a last output; the first end counts."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._metrics.num_ended[reason] += 1
+
+    def _finish(self, output: RequestOutput) -> None:
+        self.end(output.outputs[0].finish_reason or "error")
+        histograms = self._metrics.histograms
+        histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - self._arrived)
+        histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        histograms["request_generation_tokens"].observe(self._num_tokens)
+        num_longest = output.metrics.num_longest_output_tokens
+        if num_longest > 1:
+            mean = (self._last - self._first) / (num_longest - 1)
+            histograms["request_time_per_output_token_seconds"].observe(mean)
+
+
+def read(module: Any, name: str) -> float:
+    """Return a module's figure; what is not told is 0."""
+    value = getattr(module, name, 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _reclaimable(cache: Any) -> float:
+    return read(cache, "num_blocks") - read(cache, "num_locked_blocks")

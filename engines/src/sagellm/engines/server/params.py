@@ -1,0 +1,117 @@
+"""From a body to SamplingParams, and the budgets that bound what one body may ask for in all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sagellm.core import InvalidRequestError
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.server.errors import as_api_error, invalid
+from sagellm.engines.server.schema import ChatBody, CompletionBody, SamplingBody
+
+MAX_SEQUENCES = 1024
+MAX_OUTPUT_TOKENS = 1 << 21
+MAX_LOGPROB_ENTRIES = 1 << 21
+
+_COMPLETION_TOKENS = 16  # as OpenAI documents
+_AS_THEY_ARE = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def completion_params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+    """Return the sampling that a completion asks for. Raises APIError."""
+    given = _given(body)
+    max_tokens = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens: expected `int` >= 1; 0 is for echo alone")
+    given["max_tokens"] = max(max_tokens, 1)  # with 0, the token is computed and not shown
+    given["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        if body.stream:
+            raise invalid("logprobs", "logprobs: not given for a streamed echo; leave out stream or echo")
+        given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return _made(defaults, given)
+
+
+def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
+    """Return the sampling that a chat asks for. Raises APIError."""
+    given = _given(body)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise invalid("max_tokens", "max_tokens: give max_completion_tokens or max_tokens, not both")
+    given["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "max_tokens: expected `int` >= 1")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs: needs logprobs to be true")
+    given["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    return _made(defaults, given)
+
+
+def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, max_model_len: int) -> None:
+    """Refuse a body whose parts are in range and whose product is not. Raises APIError."""
+    num_sequences = num_prompts * params.n
+    if num_sequences > MAX_SEQUENCES:
+        raise invalid(
+            "n", f"n: {num_prompts} prompts × n {params.n} are more than {MAX_SEQUENCES} continuations"
+        )
+    longest = min(params.max_tokens or max_model_len, max_model_len)
+    if num_sequences * longest > MAX_OUTPUT_TOKENS:
+        raise invalid(
+            "max_tokens",
+            f"max_tokens: {num_sequences} continuations of up to {longest} tokens are more than "
+            f"{MAX_OUTPUT_TOKENS} tokens; lower max_tokens or n",
+        )
+    entries = 0 if params.logprobs is None else num_sequences * longest * (params.logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise invalid(
+            "logprobs",
+            f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; lower max_tokens",
+        )
+    if (
+        params.prompt_logprobs is not None
+        and prompt_tokens * (params.prompt_logprobs + 1) > MAX_LOGPROB_ENTRIES
+    ):
+        raise invalid("prompt_logprobs", f"prompt_logprobs: more than {MAX_LOGPROB_ENTRIES} in all")
+
+
+def _given(body: SamplingBody) -> dict[str, Any]:
+    given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options: only for stream=true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs: not given for a stream")
+    if body.logit_bias:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    return given
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise invalid("logit_bias", f"logit_bias: the key {key!r} is no token id")
+    return int(key)
+
+
+def _made(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
+    try:
+        return replace(defaults, **given)
+    except InvalidRequestError as error:
+        raise as_api_error(error) from None

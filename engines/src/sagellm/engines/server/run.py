@@ -1,0 +1,119 @@
+"""The streams of one job in the engine: opened together, read together, closed when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from sagellm.core import EngineError, Namespace
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.server.front import EngineFront, Stream
+from sagellm.engines.server.metrics import RequestTimer
+from sagellm.engines.server.shape import Job
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Run:
+    """What a job has going in the engine. Reading raises ClientGoneError when the client goes."""
+
+    def __init__(self, receive: Receive, timers: Sequence[RequestTimer]) -> None:
+        self._streams: list[Stream] = []
+        self._timers = timers
+        self._is_gone = False
+        self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
+
+    async def open(self, front: EngineFront, job: Job, namespace: Namespace, priority: int) -> None:
+        """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
+        for index, prompt in enumerate(job.prompts):
+            stream = await front.add_request(
+                prompt.token_ids,
+                job.params,
+                request_id=f"{job.id}-{index}",
+                namespace=namespace,
+                priority=priority,
+            )
+            self._streams.append(stream)
+            if self._is_gone:
+                raise ClientGoneError
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield the position of a prompt and its output, whole so far, until all are finished."""
+        source = self._one() if len(self._streams) == 1 else self._merged()
+        num_open = len(self._streams)
+        async for index, output in source:
+            self._timers[index].take(output)
+            num_open -= output.finished
+            yield index, output
+        if self._is_gone:
+            raise ClientGoneError
+        if num_open:
+            raise EngineError("a stream ended before its request")
+
+    async def close(self, reason: str) -> None:
+        """Abort what has not ended; it counts as ended for this reason."""
+        self._watch.cancel()
+        for stream in self._streams:
+            stream.close()
+        for timer in self._timers:
+            timer.end(reason)
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        for stream in self._streams:
+            stream.close()
+
+    async def _one(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        async for output in self._streams[0]:
+            yield 0, output
+
+    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Read all streams, each on a task of its own; of each the latest output is kept."""
+        latest: dict[int, RequestOutput] = {}
+        has_news = asyncio.Event()
+
+        async def pump(index: int, stream: Stream) -> None:
+            try:
+                async for output in stream:
+                    latest[index] = output
+                    has_news.set()
+            finally:
+                has_news.set()
+
+        tasks = [asyncio.create_task(pump(*entry)) for entry in enumerate(self._streams)]
+        try:
+            while latest or not all(task.done() for task in tasks):
+                await has_news.wait()
+                has_news.clear()
+                changed = list(latest.items())
+                latest.clear()
+                for entry in changed:
+                    yield entry
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+@asynccontextmanager
+async def running(receive: Receive, timers: Sequence[RequestTimer]) -> AsyncIterator[Run]:
+    """Hold a run; whatever happens, nothing of it is left in the engine."""
+    run = Run(receive, timers)
+    reason = "error"
+    try:
+        yield run
+    except (ClientGoneError, asyncio.CancelledError):
+        reason = "abort"
+        raise
+    finally:
+        await run.close(reason)

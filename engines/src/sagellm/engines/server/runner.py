@@ -1,0 +1,90 @@
+"""The server around the application: its socket, its signals, the limits that HTTP itself needs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sagellm.engines.config.schema import ServerConfig
+
+MAX_HEADER_BYTES = 64 << 10
+_HEADER_TIMEOUT_S = 10.0
+
+
+class BoundedHTTP(HttpToolsProtocol):
+    """HTTP/1.1 with an end to its headers, in bytes and in time; the parser itself knows none."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for headers."""
+        super().connection_made(transport)
+        self._num_header_bytes = 0
+        self._is_in_headers = True
+        self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, unless the headers have become too long."""
+        self._num_header_bytes += len(data)
+        super().data_received(data)
+        if not self._is_in_headers:
+            self._num_header_bytes = 0
+        elif self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("The headers are too long.")
+
+    def on_message_begin(self) -> None:
+        """Begin to count the headers of a request."""
+        super().on_message_begin()
+        self._is_in_headers = True
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._give_up)
+
+    def on_headers_complete(self) -> None:
+        """Stop counting and waiting."""
+        self._is_in_headers = False
+        self._deadline.cancel()
+        super().on_headers_complete()
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+class HTTPServer(uvicorn.Server):
+    """Drains at the first signal and stops at the second."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self.should_exit:
+            self.force_exit = True
+        self.drain()
+
+    def drain(self) -> None:
+        """Take no more requests, let those that run end within the shutdown timeout, then stop."""
+        self.config.app.state.admission.start_draining()  # type: ignore[union-attr]
+        self.should_exit = True
+
+
+def make_server(app: FastAPI, settings: ServerConfig, **options: Any) -> HTTPServer:
+    """Make the server; `serve()` runs it on the loop that is running, `run()` on one of its own."""
+    config: dict[str, Any] = {
+        "host": settings.host,
+        "port": settings.port,
+        "http": BoundedHTTP,
+        "ws": "none",
+        "proxy_headers": False,  # else whoever is near could say that he is on this machine
+        "server_header": False,
+        "access_log": False,
+        "log_config": None,
+        "lifespan": "off",
+        "timeout_graceful_shutdown": round(settings.shutdown_timeout) or 1,
+    }
+    return HTTPServer(uvicorn.Config(app, **(config | options)))

@@ -1,0 +1,122 @@
+"""Parameters that OpenAI's or vLLM's documentation lists and that are refused by name.
+
+A parameter is passed over where its value asks for nothing: null, or one of the values in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_TOOLS = "this server has no tool parser"
+_GRAMMAR = "output cannot be held to a grammar"
+_TEXT = "the models here read and write text"
+_STORE = "nothing is stored"
+_BEAMS = "there is no beam search"
+_CODE = "no code or template comes from a request"
+
+
+class Refusal(NamedTuple):
+    """Why a parameter is not supported, and the values of it that ask for nothing."""
+
+    why: str = ""
+    neutral: tuple[Any, ...] = ()
+
+
+UNSUPPORTED: Mapping[str, Refusal] = {
+    # OpenAI
+    "audio": Refusal(_TEXT),
+    "modalities": Refusal(_TEXT, (["text"],)),
+    "function_call": Refusal(_TOOLS, ("none",)),
+    "functions": Refusal(_TOOLS, ([],)),
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ("none",)),
+    "parallel_tool_calls": Refusal(_TOOLS),
+    "response_format": Refusal(_GRAMMAR, ({"type": "text"},)),
+    "best_of": Refusal("ask for n", (1,)),
+    "suffix": Refusal("the models here continue a text", ("",)),
+    "store": Refusal(_STORE, (False,)),
+    "metadata": Refusal(_STORE),
+    "moderation": Refusal("nothing is moderated"),
+    "prediction": Refusal(),
+    "prompt_cache_key": Refusal("prefixes are shared by themselves; cache_salt narrows that"),
+    "prompt_cache_options": Refusal(),
+    "prompt_cache_retention": Refusal(),
+    "reasoning_effort": Refusal("this server has no reasoning parser"),
+    "safety_identifier": Refusal(),
+    "service_tier": Refusal("there is one tier", ("auto", "default")),
+    "verbosity": Refusal(),
+    "web_search_options": Refusal("the server reaches no network"),
+    # vLLM
+    "add_special_tokens": Refusal(),
+    "bad_words_token_ids": Refusal("give bad_words"),
+    "chat_template": Refusal(_CODE),
+    "chat_template_kwargs": Refusal(_CODE),
+    "continue_final_message": Refusal("", (False,)),
+    "documents": Refusal(),
+    "early_stopping": Refusal(_BEAMS, (False,)),
+    "guided_choice": Refusal(_GRAMMAR),
+    "guided_decoding_backend": Refusal(_GRAMMAR),
+    "guided_grammar": Refusal(_GRAMMAR),
+    "guided_json": Refusal(_GRAMMAR),
+    "guided_regex": Refusal(_GRAMMAR),
+    "guided_whitespace_pattern": Refusal(_GRAMMAR),
+    "include_reasoning": Refusal("this server has no reasoning parser", (True,)),
+    "kv_transfer_params": Refusal(),
+    "length_penalty": Refusal(_BEAMS, (1, 1.0)),
+    "logits_processors": Refusal(_CODE),
+    "logits_processors_args": Refusal(_CODE),
+    "logprob_token_ids": Refusal(),
+    "media_io_kwargs": Refusal(_TEXT),
+    "mm_processor_kwargs": Refusal(_TEXT),
+    "prompt_embeds": Refusal("tensors are not read"),
+    "repetition_detection": Refusal(),
+    "request_id": Refusal("the server makes ids"),
+    "return_token_ids": Refusal("", (False,)),
+    "return_tokens_as_token_ids": Refusal("", (False,)),
+    "spaces_between_special_tokens": Refusal("", (True,)),
+    "structural_tag": Refusal(_GRAMMAR),
+    "structured_outputs": Refusal(_GRAMMAR),
+    "thinking_token_budget": Refusal("this server has no reasoning parser"),
+    "truncate_prompt_tokens": Refusal("shorten the prompt"),
+    "use_beam_search": Refusal(_BEAMS, (False,)),
+    "vllm_xargs": Refusal(),
+    # SGLang
+    "ebnf": Refusal(_GRAMMAR),
+    "json_schema": Refusal(_GRAMMAR),
+    "lora_path": Refusal("adapters are not loaded"),
+    "regex": Refusal(_GRAMMAR),
+    "return_hidden_states": Refusal("", (False,)),
+    "separate_reasoning": Refusal("this server has no reasoning parser"),
+    "session_params": Refusal(_STORE),
+    # one endpoint's parameters, at the other one
+    "echo": Refusal("only POST /v1/completions repeats the prompt", (False,)),
+    "max_completion_tokens": Refusal("POST /v1/completions takes max_tokens"),
+    "top_logprobs": Refusal("POST /v1/completions takes a number in logprobs"),
+    "add_generation_prompt": Refusal("only POST /v1/chat/completions has a template"),
+    "messages": Refusal("POST /v1/completions takes a prompt"),
+    "prompt": Refusal("POST /v1/chat/completions takes messages"),
+}
+
+UNSUPPORTED_STREAM_OPTIONS: Mapping[str, Refusal] = {
+    "continuous_usage_stats": Refusal("", (False,)),
+    "include_obfuscation": Refusal("", (False,)),
+}
+
+UNSUPPORTED_IN_MESSAGES: Mapping[str, Refusal] = {
+    "annotations": Refusal("", ([],)),
+    "audio": Refusal(_TEXT),
+    "function_call": Refusal(_TOOLS),
+    "reasoning": Refusal("this server has no reasoning parser"),
+    "reasoning_content": Refusal("this server has no reasoning parser"),
+    "refusal": Refusal(),
+    "tool_call_id": Refusal(_TOOLS),
+    "tool_calls": Refusal(_TOOLS, ([],)),
+}
+
+
+def asks_for_nothing(refusal: Refusal, value: Any) -> bool:
+    """Say whether a value is what the absent parameter means."""
+    return value is None or any(
+        type(value) is type(neutral) and value == neutral for neutral in refusal.neutral
+    )
