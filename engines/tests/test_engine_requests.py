@@ -213,3 +213,12 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(make
     squeezed = engine.generate([*others[:6], prompt], params)[-1].outputs[0].token_ids
     assert engine.metrics().num_preemptions > 0
     assert alone == mixed == squeezed
+
+
+def test_the_prefix_cache_keeps_no_more_blocks_than_it_may(make_engine):
+    engine = make_engine(block_size=8, prefix_cache_max_blocks=2)
+    prompt = list(range(10, 50))
+    engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2))
+    (again,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2))
+    assert again.num_cached_tokens <= 16
+    assert engine.metrics().modules["prefix_cache"].num_blocks <= 2

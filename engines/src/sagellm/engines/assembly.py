@@ -198,7 +198,7 @@ def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runti
     cache = modules.make(
         "prefix_cache",
         prefix.name if prefix.enabled else "null",
-        num_blocks,
+        min(num_blocks, prefix.max_blocks or num_blocks),
         block_size,
         eviction_policy=policy,
         clock=runtime.clock,

@@ -111,6 +111,9 @@ class PrefixCacheConfig(_Checked):
 
     enabled: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
     name: Name = Field(default="radix", description="prefix cache by name")
+    max_blocks: int | None = Field(
+        default=None, ge=1, description="most KV blocks that the cache keeps; null: all there are"
+    )
     eviction_policy: Name = Field(default="lru", description="policy that chooses what is evicted, by name")
     eviction_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the eviction policy, as a YAML mapping"

@@ -25,6 +25,7 @@ FLAT_NAMES: dict[str, str] = {
     "kv_allocator": "kv.allocator",
     "enable_prefix_caching": "prefix_cache.enabled",
     "prefix_cache": "prefix_cache.name",
+    "prefix_cache_max_blocks": "prefix_cache.max_blocks",
     "eviction_policy": "prefix_cache.eviction_policy",
     "eviction_options": "prefix_cache.eviction_options",
     "scheduler": "scheduler.name",

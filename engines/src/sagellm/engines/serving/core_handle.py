@@ -41,7 +41,8 @@ class CoreHandle:
         socket.unlink(missing_ok=True)  # of a core that was killed
         command = [sys.executable, "-m", "sagellm.engines.serving.core_process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        order = {"config": config.values(), "socket": str(socket), "log_level": log_level}
+        values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
+        order = {"config": values, "socket": str(socket), "log_level": log_level}
         assert process.stdin is not None, "a pipe was asked for"
         with suppress(BrokenPipeError):
             process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -69,8 +69,9 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
     assembled = assemble(config)
     assert isinstance(assembled.client, InProcessClient), "assemble builds the core in this process"
     core = assembled.client.core
+    values = assembled.config.values()
     hello = Hello(
-        config=assembled.config.values(),
+        config={key: value for key, value in values.items() if not key.startswith("server.")},
         limits=assembled.input_processor.limits,
         default_params=assembled.default_params,
         pid=os.getpid(),

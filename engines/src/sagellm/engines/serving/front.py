@@ -86,6 +86,11 @@ class Front:
         return self.supervisor.config
 
     @property
+    def model_name(self) -> str:
+        """What the model was named as."""
+        return self.config.model.name or ""
+
+    @property
     def is_ready(self) -> bool:
         """Whether a request would run now."""
         return self.supervisor.is_ready
