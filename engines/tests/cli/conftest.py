@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +63,34 @@ def install(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(site))
 
     return make
+
+
+@pytest.fixture
+def run_engine(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
+    """Have an engine listen under a name, its core in a thread, as `engine start` would in a process."""
+    monkeypatch.setenv("SAGELLM_RUNTIME_DIR", str(tmp_path / "run"))
+    with ExitStack() as engines:
+        yield lambda engine, name="one": engines.enter_context(_listening(engine, name))
+
+
+@contextmanager
+def _listening(engine: Any, name: str) -> Iterator[Any]:
+    from sagellm.engines.serving import CoreServer, RunningEngine
+    from sagellm.engines.serving.calls import Hello
+    from sagellm.engines.serving.core_process import listen
+    from sagellm.engines.serving.operations import core_operations
+
+    running = RunningEngine(name=name, pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")
+    hello = Hello(engine.config.values(), engine._input.limits, engine.default_params, os.getpid())
+    core = engine.client.core
+    server = CoreServer(core, listen(running.socket), hello, core_operations(core))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    running.announce()
+    try:
+        yield running
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+        running.withdraw()

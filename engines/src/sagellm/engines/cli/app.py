@@ -15,12 +15,27 @@ _CONFIG = Entry(f"{_HERE}.config:app", "Show the settings and where they come fr
 _DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is wrong and how to mend it.")
 _PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, or tell about one.")
 
+_MODULES = {
+    "cache": "prefix cache",
+    "pool": "KV pool",
+    "eviction": "eviction policy",
+    "scheduler": "scheduler",
+    "predictor": "lifetime predictor",
+    "accel": "quantizer",
+    "comm": "topology",
+}
+
 
 class LLMGroup(LazyGroup):
     """The commands of `sage llm`."""
 
     table = {  # noqa: RUF012  (typed in the base)
         "generate": Entry(f"{_HERE}.generate:app", "Continue prompts with a model."),
+        "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
+        **{
+            name: Entry(f"{_HERE}.stats:{name}", f"Watch the {what} of a running engine.")
+            for name, what in _MODULES.items()
+        },
         "plugins": _PLUGINS,
         "config": _CONFIG,
         "doctor": _DOCTOR,

@@ -8,11 +8,14 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 
-def new_app(help_text: str) -> typer.Typer:
-    """Make the app of a command that has subcommands."""
-    app = typer.Typer(help=help_text, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """Make the app of a command that has subcommands, those of `group` among them."""
+    app = typer.Typer(
+        cls=group, help=help_text, add_completion=False, rich_markup_mode=None, no_args_is_help=True
+    )
     app.callback()(_nothing)
     return app
 

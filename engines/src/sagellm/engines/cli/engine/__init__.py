@@ -1,0 +1,1 @@
+"""`sage llm engine`: engines that run in processes of their own."""

@@ -1,0 +1,95 @@
+"""`engine status`: the engines that run, and how busy they are."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics
+from sagellm.engines.cli.figures import write_duration
+from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.serving import AdminClient, RunningEngine
+
+_HEAD = ("NAME", "STATE", "MODEL", "URL", "PID", "UPTIME", "RUNNING", "WAITING", "KV USED")
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """One engine. What it did not say is None; `error` says why."""
+
+    name: str
+    state: str  # "ready"; "starting or busy" does not answer in time; "down" has no core that listens
+    model: str
+    url: str
+    pid: int
+    uptime_s: float | None
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_blocks: int | None = None
+    num_used_blocks: int | None = None
+    error: str | None = None
+
+
+@app.command()
+def status(
+    *,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for an engine's answer.")
+    ] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the engines that run, and how busy they are."""
+    found = read_all(timeout_s=timeout)
+    if as_json:
+        print_json({"engines": found})
+    elif not found:
+        typer.echo("no engine runs; start one with: sage llm engine start MODEL")
+    else:
+        typer.echo(columns(_HEAD, [_row(each) for each in found]))
+        for each in found:
+            if each.error is not None:
+                typer.echo(f"{each.name}: {each.error}", err=True)
+
+
+def read_all(*, timeout_s: float) -> list[EngineStatus]:
+    """Ask all engines at once, so that one that hangs costs its own time alone."""
+    engines = RunningEngine.all()
+    with ThreadPoolExecutor(max_workers=max(1, min(16, len(engines)))) as pool:
+        return list(pool.map(lambda engine: read_status(engine, timeout_s=timeout_s), engines))
+
+
+def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
+    """Ask one engine how it is."""
+    started_s = engine.started_s
+    found = EngineStatus(
+        name=engine.name,
+        state="ready",
+        model=engine.model,
+        url=engine.url,
+        pid=engine.pid,
+        uptime_s=None if started_s is None else max(0.0, time.time() - started_s),
+    )
+    try:
+        with AdminClient.connect(engine.socket, timeout_s=timeout_s) as client:
+            metrics = client.metrics()
+    except EngineError as error:
+        state = "down" if isinstance(error, EngineDeadError) else "starting or busy"
+        return replace(found, state=state, error=str(error))
+    found = replace(found, num_running=metrics.num_running, num_waiting=metrics.num_waiting)
+    pool = metrics.modules.get("kv_pool")
+    if not isinstance(pool, KVPoolMetrics):
+        return found
+    return replace(found, num_blocks=pool.total_blocks, num_used_blocks=pool.num_used_blocks)
+
+
+def _row(each: EngineStatus) -> tuple[str, ...]:
+    used = "-" if not each.num_blocks else f"{(each.num_used_blocks or 0) / each.num_blocks:.0%}"
+    counts = ("-" if count is None else str(count) for count in (each.num_running, each.num_waiting))
+    uptime = "-" if each.uptime_s is None else write_duration(each.uptime_s)
+    return (each.name, each.state, each.model, each.url, str(each.pid), uptime, *counts, used)

@@ -1,0 +1,191 @@
+"""`cache|pool|eviction|scheduler|predictor|accel|comm stats`: the figures of a running engine's modules."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Annotated, Any
+
+import typer
+
+from sagellm.core import EngineMetrics
+from sagellm.engines.cli.figures import figures_table
+from sagellm.engines.cli.output import new_app, print_json
+from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.serving import AdminClient
+from sagellm.engines.serving.operations import read_metrics
+
+_CLEAR = "\x1b[H\x1b[2J"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One kind of module: its title, the setting that names its provider, what follows from its metrics."""
+
+    kind: str
+    title: str
+    setting: str
+    derive: Callable[[Any, EngineMetrics], Figures]
+    without: str = "the engine has none"  # said where there are no metrics of this kind
+
+
+def _derive_cache(cache: Any, _: EngineMetrics) -> Figures:
+    return {
+        "num_misses": cache.num_lookups - cache.num_hits,
+        "token_hit_rate": cache.token_hit_rate,
+        "num_tokens_saved": cache.num_hit_tokens,
+    }
+
+
+def _derive_pool(pool: Any, _: EngineMetrics) -> Figures:
+    used = pool.num_used_blocks
+    return {"num_used_blocks": used, "used_share": used / pool.total_blocks if pool.total_blocks else 0.0}
+
+
+def _derive_scheduler(scheduler: Any, engine: EngineMetrics) -> Figures:
+    busy = scheduler.num_steps - scheduler.num_idle_steps
+    return {
+        "num_running": engine.num_running,
+        "num_waiting": engine.num_waiting,
+        "mean_tokens_of_busy_steps": scheduler.num_scheduled_tokens / busy if busy else 0.0,
+    }
+
+
+def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:
+    if not quantizer.original_bytes:
+        return {}
+    return {"remaining_share": quantizer.quantized_bytes / quantizer.original_bytes}
+
+
+def _derive_nothing(_metrics: Any, _engine: EngineMetrics) -> Figures:
+    return {}
+
+
+MODULES: dict[str, Module] = {
+    "cache": Module(
+        kind="prefix_cache", title="prefix cache", setting="prefix_cache.name", derive=_derive_cache
+    ),
+    "pool": Module(kind="kv_pool", title="KV pool", setting="kv.pool", derive=_derive_pool),
+    "eviction": Module(
+        kind="eviction_policy",
+        title="eviction policy",
+        setting="prefix_cache.eviction_policy",
+        derive=_derive_nothing,
+    ),
+    "scheduler": Module(
+        kind="scheduler", title="scheduler", setting="scheduler.name", derive=_derive_scheduler
+    ),
+    "predictor": Module(
+        kind="lifetime_predictor",
+        title="lifetime predictor",
+        setting="predictor.name",
+        derive=_derive_nothing,
+    ),
+    "accel": Module(
+        kind="quantizer",
+        title="quantizer",
+        setting="model.quantization",
+        derive=_derive_accel,
+        without="no quantizer is used; --quantization NAME at the engine's start chooses one",
+    ),
+}
+
+
+def read_module(client: AdminClient, module: Module) -> Figures | None:
+    """Return the figures of a module, its own beyond core's included; None if the engine has none."""
+    raw = client.call("metrics")
+    engine = read_metrics(raw)
+    metrics = engine.modules.get(module.kind)
+    if metrics is None:
+        return None
+    provider = client.hello.config.get(module.setting)
+    if module.kind == "prefix_cache" and not client.hello.config.get("prefix_cache.enabled", True):
+        provider = "null"
+    own: Figures = dict(raw["modules"][module.kind] or {})
+    typed = asdict(metrics) if is_dataclass(metrics) and not isinstance(metrics, type) else {}
+    details = own.pop("details", {})
+    typed.pop("details", None)
+    return {"provider": provider, **typed, **own, **module.derive(metrics, engine), **details}
+
+
+def read_machine(_: AdminClient) -> Figures:
+    """Return the topology provider's summary of this machine, where the engine runs, too."""
+    from sagellm.core import PluginRegistry
+    from sagellm.engines.cli.topology import read_topology
+
+    found, metrics = read_topology(PluginRegistry.load())
+    return {
+        "provider": "local",
+        "cpu": found.cpu.model,
+        "num_cpu_sockets": found.cpu.num_sockets,
+        "num_cpu_cores": found.cpu.num_cores,
+        "num_numa_nodes": len(found.numa_nodes),
+        "memory_bytes": found.memory_bytes,
+        "memory_available_bytes": found.memory_available_bytes,
+        "num_gpus": len(found.gpus),
+        "num_gpu_links": len(found.links),
+        "num_network_interfaces": len(found.network),
+        "read_ns": metrics.read_ns,
+        "num_warnings": len(metrics.warnings),
+    }
+
+
+def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, without: str = "") -> typer.Typer:
+    """Make the app of one kind of module, with its command `stats`."""
+    app = new_app(f"Watch the {title} of a running engine.")
+
+    def stats(
+        *,
+        engine: EngineName = None,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="Print JSON; with --watch one line each.")
+        ] = False,
+        watch: Annotated[
+            float | None,
+            typer.Option("--watch", metavar="SECONDS", min=0.1, help="Again and again, until Ctrl-C."),
+        ] = None,
+    ) -> None:
+        running, client = connect(engine)
+        with client:
+            try:
+                while True:
+                    figures = read(client)
+                    show(f"{title} of engine {running.name}", figures or without, as_json, watch is not None)
+                    if watch is None:
+                        return
+                    time.sleep(watch)
+            except KeyboardInterrupt:
+                return
+
+    stats.__doc__ = f"Show the figures of the {title} of a running engine, counted since its start."
+    app.command()(stats)
+    return app
+
+
+def show(title: str, figures: Figures | str, as_json: bool, is_watched: bool) -> None:  # noqa: FBT001
+    """Print figures, or why there are none."""
+    if as_json:
+        value: Mapping[str, Any] = figures if isinstance(figures, dict) else {"provider": None}
+        if is_watched:
+            typer.echo(json.dumps(value, ensure_ascii=False, default=str))
+        else:
+            print_json(value)
+        return
+    text = figures if isinstance(figures, str) else figures_table(figures)
+    clear = _CLEAR if is_watched and sys.stdout.isatty() else ""
+    typer.echo(f"{clear}{title}\n\n{text}" + ("\n" if is_watched else ""))
+
+
+def _app(name: str) -> typer.Typer:
+    module = MODULES[name]
+    return make_app(module.title, lambda client: read_module(client, module), without=module.without)
+
+
+cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")
+scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
+comm = make_app("topology", read_machine)

@@ -1,0 +1,159 @@
+"""`engine status|stop`: all that run, and one that is ended; processes that are stopped are real ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sagellm.engines.serving import RunningEngine
+from sagellm.engines.serving.runtime_folder import runtime_folder
+
+# A front as far as stopping goes; {answer} is what it does when it is asked to end.
+_FRONT = """
+import signal, sys, time
+from sagellm.engines.serving import RunningEngine
+import os
+engine = RunningEngine(name="front", pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")
+def end(*_):
+    {answer}
+signal.signal(signal.SIGTERM, end)
+engine.announce()
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+GOES = "engine.withdraw(); sys.exit(0)"
+STAYS = "pass"
+
+
+@pytest.fixture
+def start_front(run_engine):
+    """Start a process that announces itself and ends in its own way; it is not waited for."""
+    fronts: list[subprocess.Popen] = []
+
+    def start(answer: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _FRONT.format(answer=answer)], stdout=subprocess.PIPE
+        )
+        fronts.append(process)
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in fronts:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_status_shows_every_engine_that_runs(make_engine, run_engine, sage):
+    engine = make_engine(num_blocks=32)
+    engine.add_request([5, 6, 7])
+    run_engine(make_engine(num_blocks=64), "idle")
+    one = run_engine(engine, "one")
+    for _ in range(100):  # its request runs to its end
+        shown = {each["name"]: each for each in sage("llm", "engine", "status", "--json").json["engines"]}
+        if shown["one"]["num_running"] == 0:
+            break
+    assert (shown["one"]["state"], shown["one"]["num_blocks"], shown["idle"]["num_blocks"]) == (
+        "ready",
+        32,
+        64,
+    )
+    assert shown["one"]["pid"] == os.getpid()
+    assert shown["one"]["uptime_s"] > 0
+    text = sage("llm", "engine", "status").out.splitlines()
+    assert text[0].split() == [
+        "NAME",
+        "STATE",
+        "MODEL",
+        "URL",
+        "PID",
+        "UPTIME",
+        "RUNNING",
+        "WAITING",
+        "KV",
+        "USED",
+    ]
+    assert [line.split()[:4] for line in text[1:]] == [
+        ["idle", "ready", "tiny", one.url],
+        ["one", "ready", "tiny", one.url],
+    ]
+
+
+def test_status_without_an_engine_says_how_to_start_one(run_engine, sage):
+    assert "engine start MODEL" in sage("llm", "engine", "status").out
+    assert sage("llm", "engine", "status", "--json").json == {"engines": []}
+
+
+def test_engines_that_do_not_answer_are_shown_so(make_engine, run_engine, sage):
+    run_engine(make_engine(), "well")
+    for name in ("mute", "gone"):
+        RunningEngine(name=name, pid=os.getpid(), url="-", model="m").announce()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(runtime_folder() / "mute.sock"))
+        listener.listen()
+        result = sage("llm", "engine", "status", "--timeout", "0.5")
+        shown = sage("llm", "engine", "status", "--timeout", "0.5", "--json").json["engines"]
+    states = {each["name"]: (each["state"], each["num_running"]) for each in shown}
+    assert states == {"gone": ("down", None), "mute": ("starting or busy", None), "well": ("ready", 0)}
+    assert "mute: the engine does not answer in time" in result.err
+    assert result.code == 0
+
+
+def test_status_is_quick_and_loads_no_torch(run_engine):
+    source = (
+        "import sys, time; begun = time.perf_counter(); from sagellm.engines.cli import main_llm\n"
+        "try: main_llm(['engine', 'status'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_engine_that_is_stopped_is_gone(start_front, sage):
+    process = start_front(GOES)
+    result = sage("llm", "engine", "stop")
+    assert (result.code, result.out.startswith("stopped front after ")) == (0, True)
+    assert result.err == f"stopping front (process {process.pid})\n"
+    assert process.wait(10) == 0
+    assert RunningEngine.all() == []
+
+
+def test_an_engine_that_stays_is_told_and_killed_on_demand(start_front, sage):
+    process = start_front(STAYS)
+    stays = sage("llm", "engine", "stop", "front", "--timeout", "0.2")
+    assert (stays.code, "still runs after 0.2 s" in stays.err, "--force" in stays.err) == (1, True, True)
+    assert process.poll() is None
+    killed = sage("llm", "engine", "stop", "--engine", "front", "--timeout", "0.2", "--force")
+    assert (killed.code, killed.out.startswith("killed front")) == (0, True)
+    assert process.wait(10) == -9
+    assert list(runtime_folder().iterdir()) == []
+
+
+def test_stopping_waits_for_an_engine_that_takes_its_time(start_front, sage):
+    start_front(f"time.sleep(0.5); {GOES}")
+    begun = time.monotonic()
+    assert sage("llm", "engine", "stop").code == 0
+    assert time.monotonic() - begun >= 0.5
+
+
+def test_what_does_not_run_cannot_be_stopped(start_front, sage):
+    assert "no engine runs" in sage("llm", "engine", "stop").err
+    start_front(GOES)
+    result = sage("llm", "engine", "stop", "frond")
+    assert (result.code, "Did you mean 'front'?" in result.err) == (1, True)
+    assert sage("llm", "engine", "stop", "front", "--engine", "other").code == 2
+
+
+def test_an_engine_that_ended_by_itself_in_the_meantime_is_stopped(start_front, sage):
+    process = start_front(GOES)
+    threading.Timer(0.0, process.kill).start()
+    result = sage("llm", "engine", "stop")
+    assert result.code == 0 or "no engine runs" in result.err

@@ -1,0 +1,167 @@
+"""`… stats`: figures of the modules of an engine that runs, read over its socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sagellm.core import EngineDeadError
+from sagellm.engines import SamplingParams
+from sagellm.engines.cli.figures import figures_table, write, write_duration
+from sagellm.engines.serving import AdminClient
+
+PROMPTS = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [3, 4]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(make_engine, run_engine):
+    engine = make_engine(num_blocks=64, block_size=8, max_num_seqs=1)
+    engine.generate(PROMPTS, GREEDY)
+    run_engine(engine)
+    return engine
+
+
+def test_the_cache_says_what_it_saved(engine, sage):
+    shown = sage("llm", "cache", "stats", "--json").json
+    metrics = engine.metrics().modules["prefix_cache"]
+    assert shown["provider"] == "radix"
+    assert shown["num_tokens_saved"] == metrics.num_hit_tokens == 24
+    assert (shown["num_lookups"], shown["num_hits"], shown["num_misses"]) == (3, 1, 2)
+    assert shown["token_hit_rate"] == pytest.approx(24 / (24 + 25 + 2))
+    assert shown["num_nodes"] == metrics.num_nodes
+    rows = dict(line.split("  ", 1) for line in sage("llm", "cache", "stats").out.splitlines()[3:])
+    assert {name: rows[name].strip() for name in ("hits", "misses", "tokens saved", "token hit rate")} == {
+        "hits": "1",
+        "misses": "2",
+        "tokens saved": "24",
+        "token hit rate": "47.1%",
+    }
+
+
+def test_the_pool_counts_its_blocks(engine, sage):
+    shown = sage("llm", "pool", "stats", "--json").json
+    assert (shown["provider"], shown["total_blocks"]) == ("paged", 64)
+    assert shown["num_used_blocks"] + shown["num_free_blocks"] == 64
+    assert shown["used_share"] == shown["num_used_blocks"] / 64
+    assert "external fragmentation" in sage("llm", "pool", "stats").out
+
+
+@pytest.mark.parametrize(
+    ("name", "provider", "figures"),
+    [
+        ("eviction", "lru", {"num_inserted", "num_hits", "num_victims", "num_candidates"}),
+        ("scheduler", "base", {"num_steps", "num_admitted", "num_running", "mean_tokens_of_busy_steps"}),
+        ("predictor", "statistical", {"num_predictions", "mae_tokens", "within_10_percent"}),
+    ],
+)
+def test_other_modules_say_what_they_count(engine, sage, name, provider, figures):
+    shown = sage("llm", name, "stats", "--json").json
+    assert shown["provider"] == provider
+    assert figures <= shown.keys()
+    text = sage("llm", name, "stats").out
+    assert (" of engine one\n\nFIGURE" in text, provider in text) == (True, True)
+
+
+def test_without_a_quantizer_that_is_said(engine, sage):
+    assert "no quantizer is used" in sage("llm", "accel", "stats").out
+    assert sage("llm", "accel", "stats", "--json").json == {"provider": None}
+
+
+def test_a_quantizer_says_what_remains(make_engine, run_engine, sage):
+    run_engine(make_engine(quantization="int8"))
+    shown = sage("llm", "accel", "stats", "--json").json
+    assert (shown["provider"], shown["num_tensors"] > 0) == ("int8", True)
+    assert 0.2 < shown["remaining_share"] < 0.5  # of float32
+
+
+def test_the_topology_is_summed_up(engine, sage):
+    shown = sage("llm", "comm", "stats", "--json").json
+    assert (shown["provider"], shown["memory_bytes"] > 0) == ("local", True)
+    assert "cpu cores" in sage("llm", "comm", "stats").out
+
+
+def test_a_cache_that_is_switched_off_is_the_null_one(make_engine, run_engine, sage):
+    run_engine(make_engine(enable_prefix_caching=False))
+    assert sage("llm", "cache", "stats", "--json").json["provider"] == "null"
+
+
+def test_of_two_engines_one_is_named(engine, make_engine, run_engine, sage):
+    run_engine(make_engine(num_blocks=32), "two")
+    told = sage("llm", "pool", "stats")
+    assert (told.code, "choose one with --engine NAME" in told.err) == (1, True)
+    assert sage("llm", "pool", "stats", "--engine", "two", "--json").json["total_blocks"] == 32
+    assert "Did you mean 'two'?" in sage("llm", "pool", "stats", "--engine", "tow").err
+
+
+@pytest.mark.parametrize("name", ["cache", "pool", "eviction", "scheduler", "predictor", "accel", "comm"])
+def test_without_an_engine_it_is_told_how_to_start_one(sage, run_engine, name):
+    result = sage("llm", name, "stats")
+    assert (result.code, "sage llm engine start MODEL" in result.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["cache", "stats", "--watch", "0.1", "--json"], ["pool", "stats", "--watch", "0.1"]]
+)
+def test_watching_goes_on_until_it_is_interrupted_and_loads_no_torch(engine, arguments):
+    source = (
+        "import atexit, sys; from sagellm.engines.cli import main_llm;"
+        "heavy = lambda: [name for name in ('torch', 'numpy') if name in sys.modules];"
+        "atexit.register(lambda: print('heavy:', heavy(), file=sys.stderr));"
+        f"main_llm({arguments!r})"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    watching = subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    lines = [watching.stdout.readline() for _ in range(40 if "--json" not in arguments else 3)]
+    watching.send_signal(signal.SIGINT)
+    _, told = watching.communicate(timeout=30)
+    assert (watching.returncode, told.strip()) == (0, "heavy: []")
+    if "--json" in arguments:
+        assert [json.loads(line)["num_lookups"] for line in lines] == [3, 3, 3]
+    else:
+        assert lines.count("KV pool of engine one\n") >= 2
+        assert "\x1b" not in "".join(lines)
+
+
+def test_an_engine_that_goes_away_ends_the_watching(engine, sage, monkeypatch):
+    def fail(*_):
+        raise EngineDeadError("the engine is gone")
+
+    monkeypatch.setattr(time, "sleep", lambda _: monkeypatch.setattr(AdminClient, "call", fail))
+    result = sage("llm", "cache", "stats", "--watch", "1", "--json")
+    assert (result.code, result.json["num_lookups"], result.err) == (1, 3, "Error: the engine is gone\n")
+
+
+def test_a_pause_is_positive(sage):
+    assert sage("llm", "cache", "stats", "--watch", "-1").code == 2
+
+
+def test_figures_are_written_in_the_unit_of_their_name():
+    assert write("read_ns", 1_500_000) == "1.500 ms"
+    assert write("memory_bytes", 3 << 20) == "3 MiB"
+    assert write("hit_rate", 0.125) == "12.5%"
+    assert write("num_blocks", 12_345) == "12,345"
+    assert write("mae_tokens", 1.5) == "1.50"
+    assert write("is_on", True) == "True"
+    assert [write_duration(each) for each in (3.4, 75, 7_260, 200_000)] == [
+        "3 s",
+        "1 min 15 s",
+        "2 h 1 min",
+        "2 d 7 h",
+    ]
+    assert figures_table({"num_free_blocks": 3, "cpu": None}).splitlines() == [
+        "FIGURE       VALUE",
+        "free blocks  3",
+    ]
