@@ -22,7 +22,8 @@ ConfigFile = Annotated[
 _METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", dict: "MAPPING"}
 
 
-def _flag(name: str, key: str) -> inspect.Parameter:
+def setting_flag(name: str, key: str) -> inspect.Parameter:
+    """Make the flag of a setting; its text is read by the schema."""
     field = field_of(key)
     kind, _ = kind_of(field)
     help_text = command_help(field.description or "", field.get_default(call_default_factory=True))
@@ -51,5 +52,5 @@ def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
     return complete
 
 
-ENGINE_FLAGS = tuple(_flag(name, key) for name, key in FLAT_NAMES.items())
+ENGINE_FLAGS = tuple(setting_flag(name, key) for name, key in FLAT_NAMES.items())
 """All but switches arrive as text, so that one place, the schema, says what a value may be."""

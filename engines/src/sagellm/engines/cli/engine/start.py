@@ -1,0 +1,132 @@
+"""`engine start`: serves a model in the background and comes back when it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from sagellm.core import EngineError, PluginRegistry
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.serve import EngineOwnName, ModelArgument, run_service, with_model
+from sagellm.engines.cli.server_flags import SERVER_FLAGS
+from sagellm.engines.cli.status_line import status_line
+from sagellm.engines.config.sources import load_config
+from sagellm.engines.serving.runtime_folder import runtime_folder
+
+if TYPE_CHECKING:
+    from sagellm.engines.config.schema import EngineConfig
+    from sagellm.engines.serving import RunningEngine
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+SYNONYMS = (
+    make_flag("engine_kind", str, typer.Option(hidden=True)),
+    make_flag("prefix_cache_size", str, typer.Option(hidden=True)),
+    make_flag(
+        "prefix_cache_enable", bool, typer.Option("--prefix-cache-enable/--prefix-cache-disable", hidden=True)
+    ),
+)
+"""Spellings that people may know; what they mean stands in `_in_our_words`."""
+
+
+@app.command()
+@with_flags(SERVER_FLAGS, ENGINE_FLAGS, SYNONYMS)
+def start(
+    model_argument: ModelArgument = None,
+    *,
+    name: EngineOwnName = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as `serve` does.")] = False,
+    log_level: Annotated[str, typer.Option(help="Log from this level on.")] = "WARNING",
+    config: ConfigFile = None,
+    **options: Any,
+) -> None:
+    """Start an engine that serves a model over HTTP, and leave it running.
+
+    Returns when it takes requests. Its log stands in the runtime folder; `engine status` shows it,
+    `engine stop` ends it.
+    """
+    settings = load_config(with_model(_in_our_words(options), model_argument), config_file=config).config
+    if foreground:
+        run_service(settings, name=name, log_level=log_level, on_ready=_say_running)
+        return
+    with status_line(f"starting {settings.model.name}"):
+        answer = _run_detached(settings, name=name, log_level=log_level)
+    if "error" in answer:
+        raise EngineError(answer["error"])
+    typer.echo(
+        f"{answer['name']} serves {answer['model']} at {answer['url']}/v1 (process {answer['pid']}); "
+        f"end it with: sage llm engine stop {answer['name']}"
+    )
+
+
+def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
+    """Replace the synonyms. Raises UnknownProviderError for an engine that is not installed."""
+    given = dict(options)
+    PluginRegistry.load().find("engine", given.pop("engine_kind", "llm"))
+    for synonym, name in (
+        ("prefix_cache_size", "prefix_cache_max_blocks"),
+        ("prefix_cache_enable", "enable_prefix_caching"),
+    ):
+        if synonym in given:
+            given.setdefault(name, given.pop(synonym))
+    return given
+
+
+def _run_detached(config: EngineConfig, *, name: str | None, log_level: str) -> dict[str, Any]:
+    """Fork a process that serves, and wait for what it says: its entry, or an error."""
+    reading, writing = os.pipe()
+    log = runtime_folder() / f"{name or f'engine-{config.server.port}'}.log"
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _be_the_engine(config, name, log_level, log, writing)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            said = pipe.read()
+    except KeyboardInterrupt:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+        raise
+    if not said:
+        return {"error": f"the engine's process ended before it was ready; its log is {log}"}
+    answer: dict[str, Any] = json.loads(said)
+    return answer
+
+
+def _be_the_engine(
+    config: EngineConfig, name: str | None, log_level: str, log: Path, writing: int
+) -> NoReturn:
+    """Run as the forked process: a session of its own, its output in the log. Never returns."""
+
+    def say(answer: dict[str, Any]) -> None:
+        with suppress(OSError):
+            os.write(writing, json.dumps(answer).encode())
+            os.close(writing)
+
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+        os.dup2(source, target)
+    code = 0
+    try:
+        run_service(config, name=name, log_level=log_level, on_ready=lambda engine: say(asdict(engine)))
+    except BaseException as error:
+        say({"error": str(error) or type(error).__name__})
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _say_running(engine: RunningEngine) -> None:
+    typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)

@@ -1,0 +1,65 @@
+"""`serve`: the OpenAI API over one model, until a signal ends it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.server_flags import SERVER_FLAGS
+from sagellm.engines.config.sources import load_config
+
+if TYPE_CHECKING:
+    from sagellm.engines.config.schema import EngineConfig
+    from sagellm.engines.serving import RunningEngine
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+EngineOwnName = Annotated[
+    str | None,
+    typer.Option("--name", help="Name for admin commands; engine-PORT by default.", show_default=False),
+]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="A directory or a hub id; --model does the same."),
+]
+
+
+@app.command()
+@with_flags(SERVER_FLAGS, ENGINE_FLAGS)
+def serve(
+    model_argument: ModelArgument = None,
+    *,
+    name: EngineOwnName = None,
+    log_level: Annotated[str, typer.Option(help="Log from this level on.")] = "WARNING",
+    config: ConfigFile = None,
+    **options: Any,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API.
+
+    Ctrl-C or SIGTERM lets running requests end first; a second one stops at once.
+    """
+    settings = load_config(with_model(options, model_argument), config_file=config).config
+    run_service(settings, name=name, log_level=log_level, on_ready=_say_ready)
+
+
+def with_model(options: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Put the model of the argument where the flag would put it."""
+    return options if model is None else {**options, "model": model}
+
+
+def run_service(config: EngineConfig, *, name: str | None, log_level: str, on_ready: Any) -> None:
+    """Serve in this process."""
+    from sagellm.core.logging import configure
+    from sagellm.engines.serving.service import serve as run
+
+    configure(os.environ.get("SAGELLM_LOG_LEVEL", log_level))
+    typer.echo(f"loading {config.model.name}", err=True)
+    run(config, name=name, log_level=log_level, on_ready=on_ready)
+
+
+def _say_ready(engine: RunningEngine) -> None:
+    typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)

@@ -1,0 +1,32 @@
+"""One flag for each setting of the HTTP server."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import typer
+
+from sagellm.engines.cli.engine_flags import setting_flag
+from sagellm.engines.cli.flags import command_help, make_flag
+from sagellm.engines.config.settings import SERVER_NAMES
+from sagellm.engines.config.text import field_of
+
+
+def _repeatable(name: str, key: str, metavar: str) -> inspect.Parameter:
+    help_text = command_help(field_of(key).description or "")
+    option: Any = typer.Option(
+        f"--{name.replace('_', '-')}",
+        help=f"{help_text} May be given more than once.",
+        metavar=metavar,
+        show_default=False,
+    )
+    return make_flag(name, list[str], option)
+
+
+_REPEATABLE = {"api_key": "KEY", "allowed_hosts": "HOST", "served_model_name": "NAME"}
+
+SERVER_FLAGS = tuple(
+    _repeatable(name, key, _REPEATABLE[name]) if name in _REPEATABLE else setting_flag(name, key)
+    for name, key in SERVER_NAMES.items()
+)

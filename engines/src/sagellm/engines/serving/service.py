@@ -1,0 +1,120 @@
+"""One served engine from its start to its end: port, core, HTTP, and its entry in the runtime folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sagellm.core import ConfigError, EngineError, get_logger
+from sagellm.engines.config.schema import EngineConfig, ServerConfig
+from sagellm.engines.loading.source import resolve_source
+from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.server import create_app, make_server
+from sagellm.engines.serving.front import Front
+from sagellm.engines.serving.runtime_folder import RunningEngine, check_name
+
+logger = get_logger(__name__)
+
+_BACKLOG = 2048
+
+Told = Callable[[RunningEngine], None]
+
+
+def serve(config: EngineConfig, *, name: str | None = None, log_level: str, on_ready: Told) -> None:
+    """Serve until a signal ends it; `on_ready` is called when requests are taken.
+
+    The first SIGTERM or SIGINT drains, the second stops at once. Raises ConfigError for a port or a
+    name in use, and whatever is wrong with the model.
+    """
+    listener = bind(config.server)
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
+        runner.run(_serve(config, listener, name=name, log_level=log_level, on_ready=on_ready))
+
+
+def bind(settings: ServerConfig) -> socket.socket:
+    """Take the port before anything is loaded; who connects meanwhile waits. Raises ConfigError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"server.port {settings.port} on {settings.host} cannot be listened on ({error.strerror}); "
+            f"name another with --port, or 0 for any that is free"
+        ) from error
+    return listener
+
+
+async def _serve(
+    config: EngineConfig, listener: socket.socket, *, name: str | None, log_level: str, on_ready: Told
+) -> None:
+    host, port = listener.getsockname()[:2]
+    engine = RunningEngine(
+        name=check_name(name or f"engine-{port}"),
+        pid=os.getpid(),
+        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        model=config.model.name or "",
+    )
+    for other in RunningEngine.all():
+        if other.name == engine.name:
+            raise ConfigError(f"an engine {other.name!r} runs already ({other.url}); choose another --name")
+    with _cancelled_by_signals():
+        engine.announce()
+        try:
+            path = resolve_source(engine.model, revision=config.model.revision)
+            tokenizer_path = resolve_source(config.model.tokenizer) if config.model.tokenizer else path
+            front = await Front.start(
+                config, engine.socket, tokenizer=load_tokenizer(Path(tokenizer_path)), log_level=log_level
+            )
+            try:
+                await _warm_up(front)
+                app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs)
+                server = make_server(app, config.server)
+                serving = asyncio.create_task(server.serve(sockets=[listener]))
+                while not server.started and not serving.done():
+                    await asyncio.sleep(0.01)
+                on_ready(engine)
+                await serving
+            finally:
+                await front.close()
+        finally:
+            engine.withdraw()
+
+
+async def _warm_up(front: Front) -> None:
+    """Run a prefill and a decode step, so that the first request finds everything in place."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+    async for output in await front.add_request([0] * min(16, front.max_model_len - 2), params):
+        if output.outputs[0].error is not None:
+            raise EngineError(f"the engine failed at its first request: {output.outputs[0].error}")
+
+
+@contextmanager
+def _cancelled_by_signals() -> Iterator[None]:
+    """Have SIGINT and SIGTERM cancel this task; the HTTP server takes them for itself while it runs."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "called by a coroutine"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
