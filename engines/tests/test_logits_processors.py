@@ -132,3 +132,14 @@ def test_words_have_a_form_with_and_without_a_space_as_in_vllm(tokenizer):
     assert [list(word) for word in ours] == vllm_bad_words(words, tokenizer)
     assert len(ours) > len(words)  # some have two forms
     assert max(map(len, ours)) > 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("contract", [TestLogitBias, TestMinTokens, TestAllowedTokenIds, TestBadWords])
+def test_a_cuda_device_gives_what_the_cpu_gives(contract):
+    kit = contract()
+    processor, logits = kit.make(kit.vocab_size), kit.logits(torch)
+    on_device = logits.cuda()
+    processor.apply(logits, kit.rows(processor))
+    processor.apply(on_device, kit.rows(processor))
+    assert torch.equal(on_device.cpu(), logits)

@@ -92,7 +92,11 @@ class InputProcessor:
             namespace=namespace,
         )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        sequences = [self._sequence(request, params, seed, index) for index in range(params.n)]
+        # One sequence scores the prompt for all.
+        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        sequences = [
+            self._sequence(request, others if index else params, seed, index) for index in range(params.n)
+        ]
         text = prompt if isinstance(prompt, str) else None
         return ProcessedRequest(request=request, prompt=text, params=params, sequences=sequences)
 

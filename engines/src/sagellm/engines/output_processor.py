@@ -51,6 +51,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # of tokens that log-probabilities were reported of
         self._clock = runtime.clock
         self._live: dict[RequestId, _Live] = {}
         self._owner: dict[SequenceId, RequestId] = {}
@@ -132,6 +133,8 @@ class OutputProcessor:
             metrics.num_output_tokens += 1
             live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
             self._append(output, token_output.token)
+            if token_output.prompt_scores is not None and output.index == 0:
+                self._set_prompt_logprobs(live, token_output.prompt_scores)
             metrics.num_longest_output_tokens = max(metrics.num_longest_output_tokens, len(output.token_ids))
             matched = self._extend_text(live, continuation, token_output)
             if matched is not None:
@@ -198,6 +201,10 @@ class OutputProcessor:
         output.logprobs.append(self._logprobs_of(token))
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + token.logprob
 
+    def _set_prompt_logprobs(self, live: _Live, scores: list[SampledToken]) -> None:
+        if live.processed.params.prompt_logprobs is not None:
+            live.output.prompt_logprobs = [None, *(self._logprobs_of(score) for score in scores)]
+
     def _logprobs_of(self, token: SampledToken) -> dict[int, Logprob]:
         """Return the token itself, first, and the most likely ones, best first."""
         ranked = [(token.token_id, token.logprob or 0.0, token.rank)]
@@ -205,7 +212,11 @@ class OutputProcessor:
         return {token_id: Logprob(value, rank, self._text_of(token_id)) for token_id, value, rank in ranked}
 
     def _text_of(self, token_id: int) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        if self._tokenizer is None:
+            return ""
+        if token_id not in self._texts:
+            self._texts[token_id] = str(self._tokenizer.decode([token_id]))
+        return self._texts[token_id]
 
     def _continuation(self, processed: ProcessedRequest, index: int) -> _Continuation:
         params = processed.params

@@ -80,7 +80,11 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The state of a request after a step, or at its end."""
+    """The state of a request after a step, or at its end.
+
+    `prompt_logprobs`, where they were asked for, are there from the first output token on: an entry for
+    each prompt token, None for the first, which follows nothing, else the token and the most likely ones.
+    """
 
     request_id: RequestId
     prompt: str | None
@@ -89,6 +93,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose KV was reused, by the continuation that reused most
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def snapshot(self) -> RequestOutput:
         """Return a copy that later steps leave alone."""

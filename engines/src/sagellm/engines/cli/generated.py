@@ -93,6 +93,7 @@ def _entry(output: RequestOutput) -> dict[str, Any]:
         "prompt": output.prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "prompt_logprobs": output.prompt_logprobs,
         "outputs": output.outputs,
         "metrics": {
             "ttft_s": metrics.ttft,

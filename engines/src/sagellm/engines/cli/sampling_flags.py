@@ -33,6 +33,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "frequency_penalty": (float, "make tokens less likely the more often they occur in the output"),
     "repetition_penalty": (float, "divide the chance of tokens that occur in prompt or output"),
     "logprobs": (int, "report log-probabilities of this many tokens (--json shows them)"),
+    "prompt_logprobs": (int, "the same of the tokens of the prompt (--json shows them)"),
     "ignore_eos": (bool, "go on after the end of the text"),
     "skip_special_tokens": (bool, "leave special tokens out of the text"),
     "include_stop_str_in_output": (bool, "keep the stop text in the output"),

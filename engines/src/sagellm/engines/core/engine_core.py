@@ -25,8 +25,8 @@ from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.scheduler import Scheduler
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
-from sagellm.engines.core.step_runner import StepRunner
-from sagellm.engines.sampling.rows import SampledToken
+from sagellm.engines.core.step_runner import StepResults, StepRunner
+from sagellm.engines.core.token_output import TokenOutput as TokenOutput
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.sampling.stop import check_stop_conditions
 
@@ -41,18 +41,6 @@ _STATUS: dict[FinishReason, RequestStatus] = {
     "abort": RequestStatus.FINISHED_ABORTED,
     "error": RequestStatus.FINISHED_ERROR,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """What one step did to one sequence: a new token, its end, or both."""
-
-    sequence_id: SequenceId
-    token: SampledToken | None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token id that ended it
-    num_cached_tokens: int = 0
-    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +90,9 @@ class EngineCore:
         try:
             scheduled = self.scheduler.schedule()
             self._require_progress(scheduled)
-            sampled = self._steps.run(scheduled)
+            results = self._steps.run(scheduled)
             for entry in scheduled:
-                output = self._advance(entry, sampled.get(entry.sequence.sequence_id))
+                output = self._advance(entry, results)
                 if output is not None:
                     outputs.append(output)
         except Exception as error:
@@ -158,31 +146,37 @@ class EngineCore:
                 f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
             )
 
-    def _advance(
-        self, entry: ScheduledSequence, result: SampledToken | Exception | None
-    ) -> TokenOutput | None:
+    def _advance(self, entry: ScheduledSequence, results: StepResults) -> TokenOutput | None:
         sequence = entry.sequence
-        if isinstance(result, Exception):
-            return self._fail(sequence.sequence_id, result)
+        sequence_id = sequence.sequence_id
+        if sequence_id in results.errors:
+            return self._fail(sequence_id, results.errors[sequence_id])
         sequence.schedule.num_computed_tokens = entry.stop
-        if result is None:
+        if sequence_id in results.scores:
+            sequence.prompt_scores += results.scores[sequence_id]
+            sequence.num_scored = entry.scored.stop
+        token = results.tokens.get(sequence_id)
+        if token is None:
             return None
+        prompt_scores = None
         if not sequence.output_token_ids:
-            self._first_token_ns[sequence.sequence_id] = self._clock.now_ns()
+            self._first_token_ns[sequence_id] = self._clock.now_ns()
             self.kv.share_computed(sequence)
-        sequence.output_token_ids.append(result.token_id)
+            prompt_scores, sequence.prompt_scores = sequence.prompt_scores, []
+        sequence.output_token_ids.append(token.token_id)
         sequence.schedule.num_tokens += 1
         reason, stop_reason = check_stop_conditions(
             sequence.params, sequence.output_token_ids, sequence.stop_token_ids, sequence.request.max_tokens
         )
         if reason is not None:
-            self._finish(sequence.sequence_id, reason)
+            self._finish(sequence_id, reason)
         return TokenOutput(
-            sequence.sequence_id,
-            result,
+            sequence_id,
+            token,
             reason,
             stop_reason,
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            prompt_scores=prompt_scores,
         )
 
     def _fail(self, sequence_id: SequenceId, error: Exception) -> TokenOutput:

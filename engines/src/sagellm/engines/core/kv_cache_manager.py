@@ -52,7 +52,7 @@ class KVCacheManager:
     def probe(self, sequence: Sequence) -> None:
         """Note on the sequence's schedule what its admission would reuse and what it would take."""
         tokens = sequence.token_ids()
-        match = self._cache.match_prefix(self._reusable(tokens), sequence.request.namespace)
+        match = self._cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
         new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
         sequence.schedule.prefix_cache_hit = match.match_length
         sequence.schedule.kv_blocks_needed = new_blocks + self._cache.num_idle_blocks(match)
@@ -64,7 +64,7 @@ class KVCacheManager:
         """
         tokens = sequence.token_ids()
         first_time = sequence.num_cached_tokens is None
-        match = self._cache.match_prefix(self._reusable(tokens), sequence.request.namespace)
+        match = self._cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
         match = self._cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
         with ExitStack() as undo:
             undo.callback(self._cache.unlock, match)
@@ -151,9 +151,9 @@ class KVCacheManager:
         sequence.schedule.num_computed_tokens = 0
         sequence.schedule.num_blocks = 0
 
-    def _reusable(self, tokens: TokenIds) -> TokenIds:
-        # The last token is always computed, since its logits are wanted.
-        return tokens[: (len(tokens) - 1) // self._block_size * self._block_size]
+    def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
+        # What logits are wanted of is computed: the last token at least.
+        return tokens[: sequence.first_wanted // self._block_size * self._block_size]
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
         if num_blocks == 0:

@@ -25,7 +25,11 @@ class ModelRunner:
         self.backend.initialize_kv_caches(self._layout, num_blocks)
 
     def prepare_inputs(self, scheduled: Seq[ScheduledSequence]) -> InputBatch:
-        """Lay the tokens of all sequences one after another."""
+        """Lay the tokens of all sequences one after another.
+
+        Logits are asked for where a token is sampled, in the order of the sequences, and after these
+        where prompts are scored.
+        """
         query_lens = [entry.num_tokens for entry in scheduled]
         ends = np.cumsum(query_lens)
         num_tokens = int(ends[-1])
@@ -48,6 +52,9 @@ class ModelRunner:
             input_ids[begin:end] = sequence.tokens_between(entry.start, entry.stop)
             slots[begin:end] = tables[row, span // size] * size + span % size
         wanted = [end - 1 for entry, end in zip(scheduled, ends.tolist(), strict=True) if entry.is_sampled]
+        for entry, end in zip(scheduled, ends.tolist(), strict=True):
+            if entry.sequence.num_to_score:
+                wanted += [end - entry.stop + position for position in entry.scored]
         return InputBatch(
             input_ids=self._tensor(input_ids),
             position_ids=self._tensor(positions),
@@ -59,7 +66,7 @@ class ModelRunner:
         )
 
     def execute_model(self, batch: InputBatch) -> torch.Tensor:
-        """Run the forward pass; returns float32 logits (sampled sequences, vocab)."""
+        """Run the forward pass; returns float32 logits (sampled sequences + scored positions, vocab)."""
         return self.backend.forward(batch)
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import replace
 
 from sagellm.core import (
     OutOfBlocksError,
@@ -15,6 +16,9 @@ from sagellm.core import (
 )
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
+
+MAX_SCORED_POSITIONS = 256
+"""Positions of prompts that one step scores; each has a row of logits as long as the vocabulary."""
 
 
 class Scheduler:
@@ -74,7 +78,7 @@ class Scheduler:
         )
         for request in plan.preempted_requests:
             self._preempt(self._sequences[_sequence_id(request)])
-        return self._grow_running(plan) + self._admit(plan)
+        return limit_scored(self._grow_running(plan) + self._admit(plan), MAX_SCORED_POSITIONS)
 
     def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
         """Free the blocks of a sequence and take it out. Raises UnknownRequestError if it is not live.
@@ -128,6 +132,21 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, sequence.schedule, key=_admission_order)
+
+
+def limit_scored(scheduled: list[ScheduledSequence], most: int) -> list[ScheduledSequence]:
+    """Cut sequences short where a step would score more than `most` positions; the rest waits its turn."""
+    if all(entry.sequence.num_scored >= entry.sequence.num_to_score for entry in scheduled):
+        return scheduled
+    kept = []
+    for entry in scheduled:
+        scored = entry.scored
+        if len(scored) > most:
+            entry = replace(entry, num_tokens=scored.start + most - entry.start)
+        most -= len(entry.scored)
+        if entry.num_tokens:
+            kept.append(entry)
+    return kept
 
 
 def _admission_order(request: ScheduleRequest) -> tuple[int, float]:

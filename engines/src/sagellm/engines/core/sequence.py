@@ -17,7 +17,7 @@ from sagellm.core import (
     TokenIds,
 )
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.sampling.rows import LogitsStates
+from sagellm.engines.sampling.rows import LogitsStates, SampledToken
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -43,6 +43,9 @@ class Sequence:
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
     logits_states: LogitsStates | None = None  # of the logits processors, from the first sampling on
+    num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
+    num_scored: int = 0  # those for which that is done
+    prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is handed out
 
     @classmethod
     def of(
@@ -69,7 +72,13 @@ class Sequence:
             seed=seed,
             stop_token_ids=stop_token_ids,
             schedule=schedule,
+            num_to_score=0 if params.prompt_logprobs is None else len(request.token_ids) - 1,
         )
+
+    @property
+    def first_wanted(self) -> int:
+        """The first position whose logits are still wanted; KV of what is before it may come from a cache."""
+        return self.num_scored if self.num_scored < self.num_to_score else self.num_tokens - 1
 
     @property
     def num_tokens(self) -> int:
@@ -107,3 +116,9 @@ class ScheduledSequence:
     def is_sampled(self) -> bool:
         """Whether the step reaches the sequence's last known token, so that the next one is sampled."""
         return self.stop == self.sequence.num_tokens
+
+    @property
+    def scored(self) -> range:
+        """Positions of this step whose logits score the next prompt token."""
+        sequence = self.sequence
+        return range(max(self.start, sequence.num_scored), min(self.stop, sequence.num_to_score))

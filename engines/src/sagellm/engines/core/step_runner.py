@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from sagellm.core import LogitsRequest, SequenceId, get_logger
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
 from sagellm.engines.sampling.rows import SampledToken, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
 
+if TYPE_CHECKING:
+    import torch
+
 logger = get_logger(__name__)
 
-StepResults = dict[SequenceId, SampledToken | Exception]
-"""What became of each sequence that was sampled, or failed."""
+
+@dataclass(slots=True)
+class StepResults:
+    """What became of each sequence; one that only computed a part of its prompt may be in none of these."""
+
+    tokens: dict[SequenceId, SampledToken] = field(default_factory=dict)
+    scores: dict[SequenceId, list[SampledToken]] = field(default_factory=dict)  # of prompt tokens
+    errors: dict[SequenceId, Exception] = field(default_factory=dict)
+
+    def __or__(self, other: StepResults) -> StepResults:
+        return StepResults(self.tokens | other.tokens, self.scores | other.scores, self.errors | other.errors)
 
 
 class StepRunner:
@@ -29,14 +44,14 @@ class StepRunner:
     def run(self, scheduled: list[ScheduledSequence]) -> StepResults:
         """Compute what is scheduled. Never raises."""
         if not scheduled:
-            return {}
+            return StepResults()
         try:
             return self._forward_and_sample(scheduled)
         except Exception as error:
             if len(scheduled) == 1:
                 sequence_id = scheduled[0].sequence.sequence_id
                 logger.error("request %s ends with an error", sequence_id, exc_info=error)
-                return {sequence_id: error}
+                return StepResults(errors={sequence_id: error})
         middle = len(scheduled) // 2
         return self.run(scheduled[:middle]) | self.run(scheduled[middle:])
 
@@ -44,8 +59,28 @@ class StepRunner:
         batch = self._runner.prepare_inputs(scheduled)
         logits = self._runner.execute_model(batch)
         sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
-        tokens = self._sampler.sample(logits, [self._row(sequence) for sequence in sampled])
-        return {sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)}
+        rows = [self._row(sequence) for sequence in sampled]
+        tokens = self._sampler.sample(logits[: len(rows)], rows)
+        return StepResults(
+            tokens={sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)},
+            scores=self._score(logits[len(rows) :], scheduled),
+        )
+
+    def _score(
+        self, logits: torch.Tensor, scheduled: list[ScheduledSequence]
+    ) -> dict[SequenceId, list[SampledToken]]:
+        scores: dict[SequenceId, list[SampledToken]] = {}
+        begin = 0
+        for entry in scheduled:
+            sequence, scored = entry.sequence, entry.scored if entry.sequence.num_to_score else range(0)
+            if not scored:
+                continue
+            end = begin + len(scored)
+            token_ids = sequence.tokens_between(scored.start + 1, scored.stop + 1)
+            num_top = sequence.params.prompt_logprobs or 0
+            scores[sequence.sequence_id] = self._sampler.score(logits[begin:end], token_ids, num_top)
+            begin = end
+        return scores
 
     def _row(self, sequence: Sequence) -> SamplingRow:
         if sequence.logits_states is None:
