@@ -9,10 +9,11 @@ import argparse
 import random
 from pathlib import Path
 
-from common import peak_rss_mib, report
+from common import report
 from make_model import ensure
 
 from sagellm.engines import LLMEngine, SamplingParams
+from sagellm.engines.machine import peak_rss_mib
 
 
 def main() -> None:

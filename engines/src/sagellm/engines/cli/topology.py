@@ -10,17 +10,12 @@ import typer
 
 from sagellm.core import PluginRegistry
 from sagellm.engines.cli.output import format_bytes, print_json
+from sagellm.engines.machine import kernel_flags
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
     from sagellm.core import CPU, GPU, Topology, TopologyMetrics, TopologyProtocol
-
-KERNEL_FLAGS = (
-    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8",
-    "asimd", "bf16", "i8mm", "sve",
-)  # fmt: skip
-"""The CPU flags that choose kernels, x86 first, then Arm."""
 
 _WIDE = 1000  # columns, so that a program that reads the tree gets whole lines
 
@@ -61,11 +56,6 @@ def id_ranges(ids: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def kernel_flags(flags: Sequence[str]) -> list[str]:
-    """Pick the flags that choose kernels, in the order of `KERNEL_FLAGS`."""
-    return [flag for flag in KERNEL_FLAGS if flag in flags]
 
 
 def _tree(found: Topology) -> Tree:

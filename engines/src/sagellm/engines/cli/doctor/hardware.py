@@ -8,7 +8,8 @@ from typing import Any
 
 from sagellm.engines.cli.doctor.report import Patient, Section
 from sagellm.engines.cli.output import format_bytes
-from sagellm.engines.cli.topology import id_ranges, kernel_flags
+from sagellm.engines.cli.topology import id_ranges
+from sagellm.engines.machine import kernel_flags
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",

@@ -1,0 +1,61 @@
+"""What a measured figure stands on: the machine, and the versions of what ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from sagellm.core import PluginRegistry, Topology, TopologyProtocol
+
+KERNEL_FLAGS = (
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8",
+    "asimd", "bf16", "i8mm", "sve",
+)  # fmt: skip
+"""The CPU flags that choose kernels, x86 first, then Arm."""
+
+_VERSIONS = {"torch": "torch", "transformers": "transformers", "sagellm": "sagellm-engines"}
+
+
+def kernel_flags(flags: Sequence[str]) -> list[str]:
+    """Pick the flags that choose kernels, in the order of `KERNEL_FLAGS`."""
+    return [flag for flag in KERNEL_FLAGS if flag in flags]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Name the CPU with the flags that choose kernels, memory, GPUs, threads and versions.
+
+    Loads no torch; `torch_threads` is there when something else has loaded it.
+    """
+    reader = cast("type[TopologyProtocol]", PluginRegistry.load().resolve("topology", "local"))
+    found: Topology = reader().read()
+    torch = sys.modules.get("torch")
+    return {
+        "cpu": found.cpu.model or platform.machine(),
+        "flags": kernel_flags(found.cpu.flags),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(found.memory_bytes / 2**30, 1),
+        "gpus": [gpu.name for gpu in found.gpus],
+        **({"torch_threads": torch.get_num_threads()} if torch is not None else {}),
+        "python": platform.python_version(),
+        **{name: _installed(distribution) for name, distribution in _VERSIONS.items()},
+    }
+
+
+def peak_rss_mib() -> float:
+    """Return the peak resident memory of this process (VmHWM), in MiB; Linux only."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
