@@ -31,6 +31,7 @@ class LLMGroup(LazyGroup):
 
     table = {  # noqa: RUF012  (typed in the base)
         "generate": Entry(f"{_HERE}.generate:app", "Continue prompts with a model."),
+        "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
         **{
             name: Entry(f"{_HERE}.stats:{name}", f"Watch the {what} of a running engine.")

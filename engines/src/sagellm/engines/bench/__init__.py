@@ -1,0 +1,60 @@
+"""Measures servers (`run_serve`) and engines in this process (`measure_throughput`, `measure_latency`)."""
+
+from typing import TYPE_CHECKING
+
+from sagellm.core import lazy
+
+if TYPE_CHECKING:
+    from sagellm.engines.bench.compare import Comparison as Comparison, compare_results as compare_results
+    from sagellm.engines.bench.errors import BenchmarkError as BenchmarkError
+    from sagellm.engines.bench.figures import (
+        Limits as Limits,
+        ServeFigures as ServeFigures,
+        Spread as Spread,
+        spread as spread,
+    )
+    from sagellm.engines.bench.lengths import Lengths as Lengths
+    from sagellm.engines.bench.offline import (
+        OfflineSettings as OfflineSettings,
+        measure_latency as measure_latency,
+        measure_throughput as measure_throughput,
+    )
+    from sagellm.engines.bench.serve import ServeResult as ServeResult, run_serve as run_serve
+    from sagellm.engines.bench.settings import LoadSettings as LoadSettings
+
+__all__ = [
+    "BenchmarkError",
+    "Comparison",
+    "Lengths",
+    "Limits",
+    "LoadSettings",
+    "OfflineSettings",
+    "ServeFigures",
+    "ServeResult",
+    "Spread",
+    "compare_results",
+    "measure_latency",
+    "measure_throughput",
+    "run_serve",
+    "spread",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "BenchmarkError": ".errors",
+        "Comparison": ".compare",
+        "Lengths": ".lengths",
+        "Limits": ".figures",
+        "LoadSettings": ".settings",
+        "OfflineSettings": ".offline",
+        "ServeFigures": ".figures",
+        "ServeResult": ".serve",
+        "Spread": ".figures",
+        "compare_results": ".compare",
+        "measure_latency": ".offline",
+        "measure_throughput": ".offline",
+        "run_serve": ".serve",
+        "spread": ".figures",
+    },
+)

@@ -1,0 +1,135 @@
+"""Sends planned requests: at their times, or each when the one before it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from sagellm.engines.bench.answer import AnswerReader
+from sagellm.engines.bench.http import HTTPClient
+from sagellm.engines.bench.records import RequestFailedError, RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    """A request whose body is ready, so that nothing but sending is left to do under load."""
+
+    due_s: float  # after the start; ignored in a closed loop
+    body: bytes
+    num_prompt_tokens: int
+    num_asked_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRun:
+    """What was sent and came back, in the order of the plan, between two moments."""
+
+    records: list[RequestRecord]
+    start_ns: int
+    end_ns: int
+    max_running: int
+    late_s: list[float]  # how much later than due each request left the plan; empty in a closed loop
+
+
+class LoadDriver:
+    """Sends requests to one path of a server and reads their answers in this event loop."""
+
+    def __init__(self, client: HTTPClient, path: str, *, timeout_s: float) -> None:
+        self._client = client
+        self._path = path
+        self._timeout_s = timeout_s
+        self._num_running = 0
+        self._max_running = 0
+        self._late_s: list[float] = []
+
+    async def run(
+        self,
+        plan: Sequence[PlannedRequest],
+        *,
+        concurrency: int | None,
+        is_closed_loop: bool,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> LoadRun:
+        """Send all and wait for all answers. `concurrency` limits how many run at once.
+
+        In a closed loop so many callers each send their next request when the last one is answered;
+        otherwise requests leave at their times, and what waits for a place has already arrived.
+        """
+        records = [
+            RequestRecord(
+                arrival_ns=0, num_asked_tokens=one.num_asked_tokens, num_prompt_tokens=one.num_prompt_tokens
+            )
+            for one in plan
+        ]
+        pairs = list(zip(plan, records, strict=True))
+        start_ns = time.perf_counter_ns()
+        if is_closed_loop:
+            queue = iter(pairs)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency or 1):
+                    group.create_task(self._work_off(queue, on_end))
+        else:
+            await self._send_in_time(pairs, concurrency, on_end)
+        return LoadRun(
+            records=records,
+            start_ns=start_ns,
+            end_ns=max((record.end_ns for record in records), default=start_ns),
+            max_running=self._max_running,
+            late_s=self._late_s,
+        )
+
+    async def _work_off(
+        self, queue: Iterable[tuple[PlannedRequest, RequestRecord]], on_end: Callable[[], None]
+    ) -> None:
+        for planned, record in queue:
+            record.arrival_ns = time.perf_counter_ns()
+            await self._send(planned, record)
+            on_end()
+
+    async def _send_in_time(
+        self,
+        pairs: list[tuple[PlannedRequest, RequestRecord]],
+        concurrency: int | None,
+        on_end: Callable[[], None],
+    ) -> None:
+        places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+        start_ns = time.perf_counter_ns()
+
+        async def one(planned: PlannedRequest, record: RequestRecord) -> None:
+            async with places:
+                await self._send(planned, record)
+            on_end()
+
+        async with asyncio.TaskGroup() as group:
+            for planned, record in pairs:
+                wait_s = planned.due_s - (time.perf_counter_ns() - start_ns) / 1e9
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                record.arrival_ns = time.perf_counter_ns()
+                self._late_s.append((record.arrival_ns - start_ns) / 1e9 - planned.due_s)
+                group.create_task(one(planned, record))
+
+    async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
+        answer = AnswerReader(record)
+
+        def note_sent() -> None:
+            record.sent_ns = time.perf_counter_ns()
+
+        self._num_running += 1
+        self._max_running = max(self._max_running, self._num_running)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._client.request(
+                    self._path, answer.take, body=planned.body, sent=note_sent
+                )
+            answer.finish(response)
+        except TimeoutError:
+            record.fail(RequestFailedError("timeout", f"no complete answer within {self._timeout_s:g} s"))
+        except RequestFailedError as error:
+            record.fail(error)
+        finally:
+            self._num_running -= 1
+            record.end_ns = time.perf_counter_ns()

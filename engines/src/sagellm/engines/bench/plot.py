@@ -1,0 +1,36 @@
+"""Draws a saved load: each request's time to first token and to its end, over its arrival."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from sagellm.core import ConfigError
+from sagellm.engines.bench.results import Result, check_place
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ConfigError when a plot is wanted and cannot be drawn or written."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise ConfigError("a plot needs matplotlib: pip install 'sagellm-engines[plot]'")
+    check_place(path)
+
+
+def plot_result(result: Result, path: Path) -> None:
+    """Write a picture of a saved load; its format is the file's ending."""
+    from matplotlib.figure import Figure
+
+    rows = result["requests"]
+    good = [index for index, error in enumerate(rows["error"]) if error is None]
+    arrivals_s = [rows["arrival_ms"][index] / 1e3 for index in good]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, label in {"first_token_ms": "first token", "end_ms": "end"}.items():
+        waits_ms = [rows[name][index] - rows["arrival_ms"][index] for index in good]
+        axes.plot(arrivals_s, waits_ms, ".", label=label)
+    axes.set(xlabel="arrival (s)", ylabel="after the arrival (ms)", yscale="log")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the plot cannot be written to {path}") from error

@@ -1,0 +1,89 @@
+"""Synthetic prompts: random token ids, or common words, with prefixes that some of them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from sagellm.core import ConfigError
+
+FIRST_ID = 3  # below stand most vocabularies' padding, begin and end
+
+Prompt = list[int] | str
+
+# Short words that most vocabularies hold as one token each, with the space before.
+_TEXT = """
+the of and to in is that it for was on are as with his they at be this from have or by one had not
+but what all were when we there can an your which their said if do will each about how up out them
+then she many some so these would other into has more her two like him see time could no make than
+first been its who now people my made over did down only way find use may water long little very
+after words called just where most know
+"""
+_WORDS = _TEXT.split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """What prompts are made of.
+
+    `prefix_share` is the share of every prompt, from its start, that it has in common with others;
+    there are `num_prefixes` such beginnings. Ids are drawn from 3 … vocab_size − 1.
+    """
+
+    as_ids: bool = True
+    vocab_size: int = 10_000
+    prefix_share: float = 0.0
+    num_prefixes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.vocab_size <= FIRST_ID:
+            raise ConfigError(f"vocab_size is {self.vocab_size}; it must be at least {FIRST_ID + 1}")
+        if not 0 <= self.prefix_share <= 1:
+            raise ConfigError(f"prefix_share is {self.prefix_share}; it must be between 0 and 1")
+        if self.num_prefixes < 1:
+            raise ConfigError(f"num_prefixes is {self.num_prefixes}; it must be at least 1")
+
+
+class PromptMaker:
+    """Makes prompts; the same seed makes the same ones, another seed shares nothing with them.
+
+    A prompt as text has as many words as tokens were asked; how many tokens these are only the server knows.
+    """
+
+    def __init__(self, settings: PromptSettings, seed: int | str) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._rng = Random(f"prompts {seed}")
+        self._common: dict[str, tuple[Random, list[int]]] = {}
+
+    def make(self, num_tokens: int) -> Prompt:
+        """Make the next prompt."""
+        settings = self._settings
+        num_common = round(num_tokens * settings.prefix_share)
+        common: list[int] = []
+        if num_common:
+            common = self._beginning(f"prefix {self._rng.randrange(settings.num_prefixes)}", num_common)
+        return self._form(common + self._draw(self._rng, num_tokens - num_common))
+
+    def make_of_blocks(self, block_ids: tuple[int, ...], block_tokens: int, num_tokens: int) -> Prompt:
+        """Make a prompt of named blocks: prompts that begin with the same names begin alike."""
+        ids: list[int] = []
+        for block_id in block_ids:
+            wanted = min(block_tokens, num_tokens - len(ids))
+            ids += self._draw(Random(f"block {block_id} {self._seed}"), max(0, wanted))
+        return self._form(ids + self._draw(self._rng, num_tokens - len(ids)))
+
+    def _beginning(self, name: str, num_tokens: int) -> list[int]:
+        """Return the start of a common stream of tokens, which grows as far as it is asked for."""
+        rng, ids = self._common.setdefault(name, (Random(f"{name} {self._seed}"), []))
+        ids += self._draw(rng, num_tokens - len(ids))
+        return ids[:num_tokens]
+
+    def _draw(self, rng: Random, num_tokens: int) -> list[int]:
+        span = self._settings.vocab_size - FIRST_ID
+        return [FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]
+
+    def _form(self, ids: list[int]) -> Prompt:
+        if self._settings.as_ids:
+            return ids
+        return " ".join(_WORDS[number % len(_WORDS)] for number in ids)

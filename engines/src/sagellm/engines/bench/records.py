@@ -1,0 +1,71 @@
+"""What is written down about one request, and how a request fails."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from sagellm.core import RequestTimes
+
+
+class RequestFailedError(Exception):
+    """One request failed; the load goes on. `kind` is what failures are counted by.
+
+    `connect` no connection · `cut` the connection ended in the middle · `timeout` · `http_<status>` ·
+    `bad_response` no HTTP, no stream or no JSON · `stream_error` the server reported one in the
+    stream, or ended it with the finish reason error or abort · `empty` not one token.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request, in nanoseconds of `time.perf_counter_ns`.
+
+    `event_times_ns` are the times at which bytes arrived that hold something visible: text,
+    reasoning, a tool call or token ids. A server may put several tokens into one event.
+    """
+
+    arrival_ns: int
+    num_asked_tokens: int
+    num_prompt_tokens: int
+    sent_ns: int = 0
+    end_ns: int = 0
+    event_times_ns: array[int] = field(default_factory=lambda: array("q"))
+    finish_reason: str | None = None
+    finish_ns: int | None = None
+    num_reported_tokens: int | None = None  # output tokens by the server's own count
+    num_cached_tokens: int | None = None
+    error_kind: str | None = None
+    error: str | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the whole answer came."""
+        return self.error_kind is None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens by the server's count, else events."""
+        return len(self.event_times_ns) if self.num_reported_tokens is None else self.num_reported_tokens
+
+    @property
+    def times(self) -> RequestTimes:
+        """Return what the metric formulas take; only of a request that succeeded.
+
+        Text that the server held back to the end became visible with the end.
+        """
+        seen = self.event_times_ns or array("q", [self.finish_ns or self.end_ns])
+        return RequestTimes(
+            arrival_ns=self.arrival_ns,
+            first_token_ns=seen[0],
+            last_token_ns=seen[-1],
+            num_output_tokens=self.num_output_tokens,
+        )
+
+    def fail(self, error: RequestFailedError) -> None:
+        """Note a failure."""
+        self.error_kind, self.error = error.kind, str(error)

@@ -1,0 +1,69 @@
+"""Opens a trace, compressed or not, with the reader that knows its format."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from sagellm.core import ConfigError, InvalidInputError, nearest
+from sagellm.engines.bench.trace_readers.azure import AzureTraceReader
+from sagellm.engines.bench.trace_readers.base import TraceReaderProtocol, TraceRequest
+from sagellm.engines.bench.trace_readers.jsonl import JSONLTraceReader
+
+READERS: Mapping[str, type[TraceReaderProtocol]] = {"azure": AzureTraceReader, "jsonl": JSONLTraceReader}
+"""Name → reader, asked in this order."""
+
+_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+
+
+def read_trace(path: Path, *, name: str | None = None, limit: int | None = None) -> list[TraceRequest]:
+    """Read the first `limit` requests, ordered by arrival, on a clock that starts with the first.
+
+    Requests without a prompt or an output are left out. Without a name the reader is found by the
+    file. Raises ConfigError for a file that is not there or that no reader knows.
+    """
+    try:
+        with _open(path) as file:
+            first_line = file.readline()
+            file.seek(0)
+            chosen = _choose(path, first_line, name)
+            usable = (one for one in chosen.read(file) if one.num_prompt_tokens and one.num_output_tokens)
+            found = sorted(islice(usable, limit), key=lambda one: one.arrival_s)
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace {path} cannot be read") from error
+    except InvalidInputError as error:
+        raise ConfigError(f"the trace {path}: {error}") from error
+    if not found:
+        raise ConfigError(f"the trace {path} holds no request with a prompt and an output")
+    return list(_from_zero(found))
+
+
+def _from_zero(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
+    start_s = requests[0].arrival_s
+    return (replace(one, arrival_s=one.arrival_s - start_s) for one in requests)
+
+
+def _open(path: Path) -> IO[str]:
+    opened: IO[str] = _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")
+    return opened
+
+
+def _choose(path: Path, first_line: str, name: str | None) -> TraceReaderProtocol:
+    if name is not None:
+        if name not in READERS:
+            raise ConfigError(
+                f"no trace reader is named {name!r}; there are {', '.join(READERS)}.{nearest(name, READERS)}"
+            )
+        return READERS[name]()
+    plain_name = path.name.removesuffix(path.suffix) if path.suffix in _OPENERS else path.name
+    for kind in READERS.values():
+        reader = kind()
+        if reader.can_read(plain_name, first_line):
+            return reader
+    raise ConfigError(f"no trace reader knows the format of {path}; there are {', '.join(READERS)}")

@@ -1,0 +1,1 @@
+"""`bench`: the commands, their flags, and how they print."""

@@ -1,0 +1,27 @@
+"""The group of `bench`; each of its commands is imported when it is called."""
+
+from __future__ import annotations
+
+import typer
+
+from sagellm.engines.cli.lazy import Entry, LazyGroup
+
+_HERE = "sagellm.engines.cli.bench"
+
+
+class BenchGroup(LazyGroup):
+    """The commands of `sage llm bench`."""
+
+    table = {  # noqa: RUF012  (typed in the base)
+        "serve": Entry(f"{_HERE}.serve:app", "Put load on an OpenAI-compatible server."),
+        "throughput": Entry(f"{_HERE}.throughput:app", "Run many prompts through an engine in this process."),
+        "latency": Entry(f"{_HERE}.latency:app", "Time one batch in an engine in this process."),
+    }
+
+
+app = typer.Typer(cls=BenchGroup, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure servers and engines: throughput and latency."""

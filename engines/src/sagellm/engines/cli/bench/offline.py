@@ -1,0 +1,50 @@
+"""What `throughput` and `latency` share: an engine is loaded, measured, and the result shown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sagellm.core import ConfigError
+from sagellm.engines.bench.offline import OfflineSettings
+from sagellm.engines.bench.results import check_place, make_result, save_result
+from sagellm.engines.cli.bench.show import print_result
+from sagellm.engines.config.sources import load_config
+from sagellm.engines.machine import peak_rss_mib
+
+
+def run_offline(  # noqa: PLR0913  (what a command was given)
+    name: str,
+    measure: Callable[..., Any],
+    own: dict[str, Any],
+    engine_settings: dict[str, Any],
+    *,
+    config: Path | None,
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    """Load the engine, measure, print and save. Raises ConfigError before anything is loaded."""
+    settings = OfflineSettings(**own)
+    loaded = load_config(engine_settings, config_file=config)
+    if loaded.config.model.name is None:
+        raise ConfigError(
+            "no model is named; name one with --model DIRECTORY or --model HUB_ID, or set model.name"
+        )
+    check_place(save)
+    started = time.perf_counter()
+    from sagellm.engines import LLMEngine
+
+    engine = LLMEngine(loaded.config)
+    start_s = time.perf_counter() - started
+    figures = measure(engine, settings, progress=True)
+    result = make_result(
+        name,
+        settings.shown() | {"engine": engine.config.values()},
+        figures,
+        engine={"start_s": start_s, "peak_rss_mib": peak_rss_mib()},
+    )
+    print_result(result, as_json=as_json)
+    if save is not None:
+        save_result(result, save)

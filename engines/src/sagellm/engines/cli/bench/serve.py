@@ -1,0 +1,97 @@
+"""`bench serve`: measures any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from sagellm.core import ConfigError, nearest
+from sagellm.engines.bench.lengths import Lengths
+from sagellm.engines.bench.settings import Endpoint, LoadSettings, PromptForm
+from sagellm.engines.cli.bench.flags import SERVE_FLAGS, AsJSON, Compare, Save, parse_goodput
+from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.variadic import VariadicCommand
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(cls=VariadicCommand)
+@with_flags(SERVE_FLAGS)
+def serve(
+    *,
+    save: Save = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw all requests' times (needs matplotlib).")
+    ] = None,
+    compare: Compare = None,
+    as_json: AsJSON = False,
+    **options: Any,
+) -> None:
+    """Put load on an OpenAI-compatible server of any make, and measure its streamed answers.
+
+    TTFT counts from a request's arrival to the first bytes with something visible, TPOT the time
+    after them by further token, as the server counts tokens.
+    """
+    from sagellm.engines.cli.bench.show import print_comparison, print_serve_result
+
+    if compare:
+        print_comparison(compare, as_json=as_json)
+        return
+    settings = load_settings(options)
+    from sagellm.engines.bench.plot import check_plot, plot_result
+    from sagellm.engines.bench.results import check_place, make_result, request_rows, save_result
+    from sagellm.engines.bench.serve import run_serve
+
+    check_place(save)
+    check_plot(plot)
+    measured = run_serve(settings, progress=True)
+    result = make_result(
+        "serve",
+        settings.shown() | {"model": measured.model},
+        measured.figures,
+        client=measured.client,
+        server=measured.server,
+        warnings=measured.warnings,
+    )
+    print_serve_result(result, as_json=as_json)
+    result["requests"] = request_rows(measured.run)
+    if save is not None:
+        save_result(result, save)
+    if plot is not None:
+        plot_result(result, plot)
+
+
+def load_settings(options: dict[str, Any]) -> LoadSettings:
+    """Read what arrives as text. Raises ConfigError."""
+    read: dict[str, Any] = {
+        "input_len": Lengths.parse,
+        "output_len": Lengths.parse,
+        "goodput": parse_goodput,
+        "extra_body": _parse_object,
+        "endpoint": lambda value: _choice("--endpoint", value, get_args(Endpoint)),
+        "prompt_form": lambda value: _choice("--prompt-form", value, get_args(PromptForm)),
+    }
+    return LoadSettings(**{name: read.get(name, _as_is)(value) for name, value in options.items()})
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _choice(flag: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ConfigError(f"{flag} is {value!r}; it must be {' or '.join(choices)}.{nearest(value, choices)}")
+    return value
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra-body is {text!r}; it must be a JSON object")
+    return found

@@ -1,0 +1,39 @@
+"""`bench throughput`: how much an engine in this process does with many prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from sagellm.engines.cli.bench.flags import THROUGHPUT_FLAGS, AsJSON, Compare, Save, throughput_options
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.variadic import VariadicCommand
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(cls=VariadicCommand)
+@with_flags(THROUGHPUT_FLAGS, ENGINE_FLAGS)
+def throughput(
+    *,
+    save: Save = None,
+    compare: Compare = None,
+    as_json: AsJSON = False,
+    config: ConfigFile = None,
+    **options: Any,
+) -> None:
+    """Run many prompts of random tokens at once through an engine in this process.
+
+    Greedy, to the full output length. Prints requests, output tokens and all tokens a second.
+    """
+    from sagellm.engines.bench.offline import measure_throughput
+    from sagellm.engines.cli.bench.offline import run_offline
+    from sagellm.engines.cli.bench.show import print_comparison
+
+    if compare:
+        print_comparison(compare, as_json=as_json)
+        return
+    own = throughput_options(options)
+    run_offline("throughput", measure_throughput, own, options, config=config, save=save, as_json=as_json)
