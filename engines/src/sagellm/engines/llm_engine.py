@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence as Seq
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from sagellm.engines.input_processor import ProcessedRequest, Prompt
 from sagellm.engines.output_processor import OutputProcessor
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.text.chat import ChatTemplate
+from sagellm.engines.text.messages import Message, read_conversations
 
 if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime
@@ -80,6 +83,35 @@ class LLMEngine(EngineProtocol):
         requests = self._input.process_requests(batch, each, namespace=namespace)
         finished = self._run_to_end(requests, progress=progress)
         return [finished[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        namespace: Namespace = DEFAULT,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, by the model's chat template.
+
+        A message is `{"role": "user", "content": "Hello"}`; `chat_template_kwargs` are variables of the
+        template. All else is as in `generate`; outputs have the prompt's token ids and no text of it.
+        Raises InvalidRequestError, also where the model has no chat template.
+        """
+        prompts = [
+            self.chat_template.render(
+                conversation, add_generation_prompt=add_generation_prompt, options=chat_template_kwargs
+            )
+            for conversation in read_conversations(messages)
+        ]
+        return self.generate(prompts, params, namespace=namespace, progress=progress)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """What turns messages into token ids."""
+        return ChatTemplate(self.tokenizer)
 
     def add_request(
         self,

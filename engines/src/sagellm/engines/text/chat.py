@@ -1,0 +1,130 @@
+"""From messages to token ids, through the chat template of the tokenizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from sagellm.core import InvalidRequestError
+from sagellm.engines.text.control_tokens import ControlTokens
+from sagellm.engines.text.holes import Holes
+from sagellm.engines.text.messages import ChatMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_TOLD = 200  # characters of what a template says
+
+
+class ChatTemplate:
+    """Renders conversations as the model was trained to read them.
+
+    What looks like a control token in a message stays text. An answer whose token ids are known gets
+    just these, so that its KV is found again, unless the template edits it (some leave out what a
+    model has thought): then the template's text holds.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self) -> None:
+        """Raise InvalidRequestError if there is no template."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer; chatting needs one with a chat template")
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                "the model's tokenizer has no chat template; it is no chat model: give it plain prompts"
+            )
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation; `options` are variables of the template.
+
+        With `add_generation_prompt` the assistant's turn is begun. Raises InvalidRequestError, with what
+        the template says of its own accord and nothing of its insides.
+        """
+        self.check()
+        call = {"add_generation_prompt": add_generation_prompt, **self._checked(options or {})}
+        holes = Holes()
+        exact = {index for index, message in enumerate(messages) if message.token_ids}
+        if exact:
+            exact = self._unedited(messages, exact, holes, call)
+        text = self._apply(self._as_read(messages, exact, holes), call)
+        return holes.encode(text, self._encode)
+
+    def _unedited(
+        self, messages: Sequence[ChatMessage], answers: set[int], holes: Holes, call: Mapping[str, Any]
+    ) -> set[int]:
+        """Return which of the answers the template takes in as they are, but for space around them."""
+        expected = self._apply(self._as_read(messages, (), holes), call)
+
+        def is_unedited(some: Collection[int]) -> bool:
+            rendered = self._apply(self._as_read(messages, some, holes), call)
+            contents = {index: self._control.hide(messages[index].content, holes) for index in some}
+            marks = {index: holes.mark(index, messages[index].token_ids) for index in some}
+            whole = stripped = rendered
+            for index in some:
+                whole = whole.replace(marks[index], contents[index])
+                stripped = stripped.replace(marks[index], contents[index].strip())
+            return expected in (whole, stripped)
+
+        return answers if is_unedited(answers) else {index for index in answers if is_unedited((index,))}
+
+    def _as_read(
+        self, messages: Sequence[ChatMessage], exact: Collection[int], holes: Holes
+    ) -> list[dict[str, str]]:
+        """Write messages as templates want them, with marks for control tokens and exact answers."""
+        read: list[dict[str, str]] = []
+        for index, message in enumerate(messages):
+            if index in exact:
+                content = holes.mark(index, message.token_ids)
+            else:
+                content = self._control.hide(message.content, holes)
+            entry = {"role": self._control.hide(message.role, holes), "content": content}
+            if message.name is not None:
+                entry["name"] = self._control.hide(message.name, holes)
+            read.append(entry)
+        return read
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
+
+    def _apply(self, messages: list[dict[str, str]], call: Mapping[str, Any]) -> str:
+        assert self._tokenizer is not None, "checked"
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))
+        except Exception as error:  # of the template, which may refuse roles and their order
+            raise InvalidRequestError(f"the model's chat template {_said(error)}") from None
+
+    def _encode(self, text: str) -> Sequence[int]:
+        assert self._tokenizer is not None, "checked"
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the messages are no valid Unicode text: {error}") from error
+        token_ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return token_ids
+
+    def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._tokenizer is not None, "checked"
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in options:
+            if not isinstance(name, str) or name in taken:
+                raise InvalidRequestError(f"{name!r} is no variable of a chat template that can be given")
+        return options
+
+
+def _said(error: Exception) -> str:
+    """Phrase what a template says with raise_exception, and nothing else."""
+    from jinja2 import TemplateError
+
+    told = str(error) if type(error) is TemplateError else ""
+    return f"refuses these messages: {told[:_MAX_TOLD]}" if told else "cannot render these messages"
