@@ -192,6 +192,10 @@ def test_min_tokens_above_max_tokens(post):
     assert post(COMPLETIONS, '{"prompt": "a", "max_tokens": 4, "min_tokens": 5}')["param"] == "min_tokens"
 
 
+def test_more_than_the_memory_for_kv_takes(post):
+    assert post(COMPLETIONS, '{"prompt": "a", "max_tokens": 4000}')["param"] == "max_tokens"
+
+
 def test_two_limits_of_a_chat_are_one_too_many(post):
     body = '{"messages": [{"role": "user"}], "max_tokens": 1, "max_completion_tokens": 1}'
     assert post(CHATS, body)["param"] == "max_tokens"

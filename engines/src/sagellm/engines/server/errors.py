@@ -13,7 +13,7 @@ logger = get_logger(__name__)
 
 RETRY_AFTER_S = 1
 _MAX_MESSAGE = 400
-_NAMED_FIRST = re.compile(r"([a-z][a-z0-9_]*)(?: is | has |: )")
+_NAMED = re.compile(r"([a-z][a-z0-9_]*)(?: is | has |: )|.*; lower ([a-z_]+)")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -78,8 +78,9 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, InvalidRequestError):
-        named = _NAMED_FIRST.match(str(error))
-        return APIError(400, str(error), param=named[1] if named else None, code="invalid_value")
+        named = _NAMED.match(str(error))
+        param = named[1] or named[2] if named else None
+        return APIError(400, str(error), param=param, code="invalid_value")
     if isinstance(error, EngineDeadError):
         logger.error("the engine is gone: %s", error)
         return APIError(

@@ -76,9 +76,10 @@ def _top(entry: Entry, num_top: int) -> Iterable[Logprob]:
 
 def _top_texts(token_id: int, entry: Entry, num_top: int) -> dict[str, float]:
     """Return the most likely tokens and the chosen one."""
-    chosen = entry[token_id]
-    top = {one.decoded_token: finite(one.logprob) for one in _top(entry, num_top)}
-    return {chosen.decoded_token: finite(chosen.logprob)} | top
+    texts: dict[str, float] = {}
+    for one in (entry[token_id], *_top(entry, num_top)):
+        texts.setdefault(one.decoded_token, finite(one.logprob))  # tokens may have the same text
+    return texts
 
 
 def _chat_token(one: Logprob) -> dict[str, Any]:

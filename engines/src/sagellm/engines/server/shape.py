@@ -141,7 +141,7 @@ def end_of(output: CompletionOutput) -> bytes:
 
 def prompt_entries(request: RequestOutput) -> Sequence[Entry | None]:
     """Return the log-probabilities of a prompt's tokens; the first one has none."""
-    return getattr(request, "prompt_logprobs", None) or [None] * len(request.prompt_token_ids)
+    return request.prompt_logprobs or [None] * len(request.prompt_token_ids)
 
 
 def raise_if_failed(output: CompletionOutput) -> None:

@@ -1,0 +1,249 @@
+"""How much the server takes on, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from sagellm.core import EngineError
+from sagellm.engines.server.runner import MAX_HEADER_BYTES
+
+BODY = {"prompt": [1, 2], "max_tokens": 5}
+SLOW = {"prompt": "The river", "max_tokens": 300, "ignore_eos": True}
+
+
+class Pending:
+    """Requests that are sent from threads of their own."""
+
+    def __init__(self, server, bodies):
+        self.answers = []
+        self._url = server.url
+        self._threads = [threading.Thread(target=self._post, args=(body,)) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+
+    def _post(self, body):
+        self.answers.append(httpx.post(f"{self._url}/v1/completions", json=body, timeout=60))
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(60)
+        return self.answers
+
+
+@pytest.fixture
+def busy(scripted, until):
+    """A server whose engine never answers, full."""
+    connections = []
+
+    def start(num, **settings):
+        server = scripted(None, **settings)
+        for _ in range(num):
+            connection = socket.create_connection(("127.0.0.1", server.port))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 15\r\n\r\n{"prompt": [1]}'
+            )
+            connections.append(connection)
+        until(lambda: server.app.state.admission.num_live == num)
+        return server, connections
+
+    yield start
+    for connection in connections:
+        connection.close()
+
+
+def test_beyond_the_queue_requests_are_refused_and_then_taken_again(busy, until):
+    server, connections = busy(5, max_num_seqs=2, max_queued_requests=3)
+    answer = server.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"] == {
+        "message": "5 sequences are waiting or running; try again later",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "queue_full",
+    }
+    with pytest.raises(openai.RateLimitError):
+        server.openai().completions.create(model="small", prompt=[1])
+    assert server.http.get("/health").status_code == 200
+    connections[0].close()
+    until(lambda: server.app.state.admission.num_live == 4)
+    server.front.script = ("a", "length")
+    assert server.http.post("/v1/completions", json=BODY).status_code == 200
+    assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2]]}).status_code == 429
+
+
+def test_a_request_larger_than_the_queue_is_taken_when_it_is_alone(scripted):
+    server = scripted("a", "length", max_num_seqs=1, max_queued_requests=0)
+    assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2], [3]]}).status_code == 200
+    assert server.app.state.admission.num_live == 0
+
+
+def test_an_overload_is_answered_to_the_last_request(serve):
+    server = serve(max_num_seqs=2, max_queued_requests=2, engine={"max_num_seqs": 2})
+    answers = Pending(server, [{**SLOW, "max_tokens": 40}] * 30).join()
+    assert len(answers) == 30
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+    assert server.app.state.admission.num_live == 0
+
+
+def test_a_draining_server_takes_nothing_new(scripted):
+    server = scripted("a", "length")
+    admission = server.app.state.admission
+    admission.start_draining()
+    answer = server.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "shutting_down"
+    assert server.http.get("/ready").status_code == 503
+    assert server.http.get("/health").status_code == 200
+
+
+def test_a_server_that_stops_lets_streams_end(serve, until):
+    server = serve()
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**SLOW, "stream": True}, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.server.handle_exit(15, None)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    until(lambda: not server.thread.is_alive())
+
+
+def test_a_second_signal_stops_at_once(busy, until):
+    server, _ = busy(2, shutdown_timeout=60)
+    server.server.handle_exit(15, None)
+    time.sleep(0.3)
+    assert server.thread.is_alive()
+    server.server.handle_exit(15, None)
+    until(lambda: not server.thread.is_alive(), timeout_s=5)
+
+
+def test_the_shutdown_timeout_ends_what_does_not(busy, until):
+    server, _ = busy(2, shutdown_timeout=1)
+    began = time.monotonic()
+    server.server.handle_exit(15, None)
+    until(lambda: not server.thread.is_alive(), timeout_s=10)
+    assert 0.5 < time.monotonic() - began < 5
+    assert server.app.state.admission.num_live == 0
+
+
+def test_wait_idle(busy, until):
+    server, connections = busy(1)
+
+    async def wait():
+        await asyncio.wait_for(server.app.state.admission.wait_idle(), 0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
+    connections[0].close()
+    until(lambda: server.app.state.admission.num_live == 0)
+    asyncio.run(wait())
+
+
+def exchange(server, data, *, then=b"", timeout=8):
+    """Send bytes and return what comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as connection:
+        connection.sendall(data)
+        answer = b""
+        try:
+            while chunk := connection.recv(65536):
+                answer += chunk
+                if then:
+                    connection.sendall(then)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        return answer
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(scripted):
+    server = scripted("a", body_timeout=0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    answer = exchange(server, head + b'Content-Length: 100\r\n\r\n{"prompt"')
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"body_timeout" in answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"a" * (2 * MAX_HEADER_BYTES),
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X-Many: a\r\n" * (MAX_HEADER_BYTES // 5),
+        b"GET /" + b"a" * (2 * MAX_HEADER_BYTES),
+    ],
+    ids=["one header", "many headers", "a path"],
+)
+def test_headers_have_an_end(scripted, data):
+    began = time.monotonic()
+    answer = exchange(scripted(), data)
+    assert answer.startswith(b"HTTP/1.1 400 ") or not answer
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"\x80\x04\x95\x10cos\nsystem\n(S'true'\ntR.",
+    ],
+    ids=["nothing", "no path", "below zero", "two lengths", "no chunk", "a pickle"],
+)
+def test_what_is_no_http_is_closed(scripted, data):
+    server = scripted()
+    answer = exchange(server, data)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
+    assert b"Traceback" not in answer
+    assert server.http.get("/health").status_code == 200
+
+
+def test_health_says_whether_the_engine_answers(scripted):
+    server = scripted()
+    assert server.http.get("/health").status_code == 200
+    server.front.metrics_error = EngineError("secret")
+    time.sleep(0.3)  # an answer is good for a moment
+    answer = server.http.get("/health")
+    assert (answer.status_code, answer.text) == (503, "")
+
+
+def test_health_does_not_wait_for_a_frozen_engine(scripted, monkeypatch):
+    server = scripted()
+
+    async def never():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("sagellm.engines.server.health.TIMEOUT_S", 0.2)
+    server.front.metrics = never
+    began = time.monotonic()
+    assert [server.http.get("/health").status_code for _ in range(3)] == [503] * 3
+    assert time.monotonic() - began < 5
+
+
+def test_ready_is_what_the_engine_says(scripted):
+    server = scripted()
+    assert server.http.get("/ready").status_code == 200
+    server.front.is_ready = False
+    assert server.http.get("/ready").status_code == 503
+
+
+def test_a_long_prompt_does_not_stop_the_others(server):
+    """The loop goes on while a long text is tokenized."""
+    slow = Pending(server, [{"prompt": "a" * 100_000, "max_tokens": 1}] * 4)
+    waits = []
+    for _ in range(20):
+        began = time.monotonic()
+        assert httpx.get(f"{server.url}/version").status_code == 200
+        waits.append(time.monotonic() - began)
+    assert {answer.status_code for answer in slow.join()} <= {200, 400}
+    assert sorted(waits)[10] < 0.5

@@ -1,0 +1,150 @@
+"""Streams that fail, clients that leave, engines that die."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import openai
+import pytest
+
+from sagellm.core import EngineDeadError, EngineError, InvalidRequestError
+
+BODY = {"prompt": [1, 2], "max_tokens": 5}
+CHAT = {"messages": [{"role": "user", "content": "Tell me"}], "ignore_eos": True, "max_tokens": 1800}
+LONG = {"prompt": "The river", "max_tokens": 1800, "ignore_eos": True, "n": 2}
+
+
+def events(answer):
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    parts = answer.text.split("\n\n")
+    assert parts[-1] == ""
+    assert all(part.startswith("data: ") for part in parts[:-1])
+    return [part.removeprefix("data: ") for part in parts[:-1]]
+
+
+def test_a_stream_ends_with_done(scripted):
+    lines = events(scripted("a", "b", "length").http.post("/v1/completions", json={**BODY, "stream": True}))
+    assert lines[-1] == "[DONE]"
+    assert [json.loads(line)["choices"][0]["text"] for line in lines[:-1]] == ["a", "b", ""]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "status"),
+    [
+        (EngineDeadError("process 4711 at /secret is gone"), "engine_dead", 503),
+        (EngineError("KeyError: /secret"), "internal_error", 500),
+        (ValueError("0xdeadbeef /secret"), "internal_error", 500),
+        ("error", "internal_error", 500),
+        ("abort", "aborted", 503),
+    ],
+    ids=str,
+)
+class TestFaults:
+    def test_before_the_first_token_it_is_a_status(self, scripted, fault, code, status):
+        for is_streamed in (True, False):
+            answer = scripted(fault).http.post("/v1/completions", json={**BODY, "stream": is_streamed})
+            assert answer.status_code == status
+            assert answer.json()["error"]["code"] == code
+            assert "secret" not in answer.text
+            assert ("retry-after" in answer.headers) == (status == 503)
+
+    def test_after_it_the_stream_ends_with_an_event(self, scripted, fault, code, status):
+        server = scripted("a", fault)
+        answer = server.http.post("/v1/completions", json={**BODY, "stream": True})
+        assert answer.status_code == 200
+        lines = events(answer)
+        assert json.loads(lines[-1])["error"]["code"] == code
+        assert "secret" not in answer.text
+        assert server.app.state.admission.num_live == 0
+
+    def test_the_client_raises(self, scripted, fault, code, status):
+        stream = scripted("a", fault).openai().completions.create(model="small", prompt=[1], stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            list(stream)
+        assert caught.value.code == code
+
+    def test_a_whole_answer_fails_whole(self, scripted, fault, code, status):
+        server = scripted("a", fault)
+        assert server.http.post("/v1/completions", json=BODY).status_code == status
+        assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2]]}).status_code == status
+        assert server.front.closed == 3
+
+
+def test_one_of_many_that_fails_ends_all(scripted):
+    server = scripted("a", EngineError("broken"))
+    lines = events(server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2]], "stream": True}))
+    assert "error" in json.loads(lines[-1])
+    assert server.front.closed == 2
+
+
+def test_what_the_engine_refuses_is_the_callers_fault(scripted):
+    error = InvalidRequestError("stop_token_ids has 9, which the model does not know")
+    answer = scripted("refuse", error).http.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stop_token_ids"
+
+
+def test_an_engine_that_is_gone_takes_nothing(scripted):
+    answer = scripted("refuse", EngineDeadError("gone")).http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+def send_and_read_a_little(server, path, body, num_bytes):
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    if num_bytes:
+        assert connection.recv(num_bytes)
+    return connection
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/v1/chat/completions", CHAT)])
+def test_a_client_that_leaves_frees_its_blocks(server, until, all_blocks_are_back, is_streamed, path, body):
+    engine = server.front.engine
+    connection = send_and_read_a_little(server, path, {**body, "stream": is_streamed}, 100 * is_streamed)
+    until(engine.has_unfinished_requests)
+    until(lambda: engine.client.core.kv.available_blocks != engine.client.core.kv.total_blocks)
+    began = time.monotonic()
+    connection.close()
+    until(lambda: not engine.has_unfinished_requests(), timeout_s=5)
+    assert time.monotonic() - began < 1.0  # a step and 100 ms, and room for a busy machine
+    assert all_blocks_are_back(engine)
+    until(lambda: server.app.state.admission.num_live == 0)
+    assert server.http.get("/health").status_code == 200
+
+
+def test_many_clients_that_leave_leave_nothing(server, until, all_blocks_are_back):
+    connections = [
+        send_and_read_a_little(server, "/v1/completions", {**LONG, "stream": bool(index % 2)}, 0)
+        for index in range(20)
+    ]
+    for index, connection in enumerate(connections):
+        time.sleep(0.003 * (index % 3))
+        connection.close()
+    until(
+        lambda: server.app.state.admission.num_live == 0 and not server.front.engine.has_unfinished_requests()
+    )
+    assert all_blocks_are_back(server.front.engine)
+
+
+def test_a_client_that_leaves_before_the_first_token_is_noticed(scripted, until):
+    server = scripted(None)
+    for is_streamed in (True, False):
+        connection = send_and_read_a_little(server, "/v1/completions", {**BODY, "stream": is_streamed}, 0)
+        until(lambda: server.app.state.admission.num_live == 1)
+        connection.close()
+        until(lambda: server.app.state.admission.num_live == 0)
+    assert server.front.closed >= 2
+
+
+def test_a_connection_serves_one_request_after_another(server):
+    with server.http.stream(
+        "POST", "/v1/completions", json={**LONG, "max_tokens": 5, "stream": True}
+    ) as answer:
+        first = answer.read()
+    assert first.endswith(b"data: [DONE]\n\n")
+    assert server.http.post("/v1/completions", json={**LONG, "max_tokens": 5}).status_code == 200
