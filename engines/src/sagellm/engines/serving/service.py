@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from sagellm.core import ConfigError, EngineError, get_logger
 from sagellm.engines.config.schema import EngineConfig, ServerConfig
@@ -67,27 +66,35 @@ async def _serve(
     for other in RunningEngine.all():
         if other.name == engine.name:
             raise ConfigError(f"an engine {other.name!r} runs already ({other.url}); choose another --name")
-    with _cancelled_by_signals():
-        engine.announce()
+    engine.announce()
+    try:
+        with _cancelled_by_signals():
+            front = await _start(config, engine, log_level)
         try:
-            path = resolve_source(engine.model, revision=config.model.revision)
-            tokenizer_path = resolve_source(config.model.tokenizer) if config.model.tokenizer else path
-            front = await Front.start(
-                config, engine.socket, tokenizer=load_tokenizer(Path(tokenizer_path)), log_level=log_level
-            )
-            try:
-                await _warm_up(front)
-                app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs)
-                server = make_server(app, config.server)
-                serving = asyncio.create_task(server.serve(sockets=[listener]))
-                while not server.started and not serving.done():
-                    await asyncio.sleep(0.01)
-                on_ready(engine)
-                await serving
-            finally:
-                await front.close()
+            app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs)
+            server = make_server(app, config.server)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            on_ready(engine)
+            await serving
         finally:
-            engine.withdraw()
+            await front.close()
+    finally:
+        engine.withdraw()
+
+
+async def _start(config: EngineConfig, engine: RunningEngine, log_level: str) -> Front:
+    """Load the model and let it run once."""
+    path = resolve_source(engine.model, revision=config.model.revision)
+    tokenizer = load_tokenizer(resolve_source(config.model.tokenizer) if config.model.tokenizer else path)
+    front = await Front.start(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
+    try:
+        await _warm_up(front)
+    except BaseException:
+        await front.close()
+        raise
+    return front
 
 
 async def _warm_up(front: Front) -> None:
@@ -100,7 +107,7 @@ async def _warm_up(front: Front) -> None:
 
 @contextmanager
 def _cancelled_by_signals() -> Iterator[None]:
-    """Have SIGINT and SIGTERM cancel this task; the HTTP server takes them for itself while it runs."""
+    """Have SIGINT and SIGTERM cancel this task."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "called by a coroutine"
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,0 +1,159 @@
+"""`serve` and `engine start` as real processes: started, asked, drained, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import httpx
+import pytest
+
+READY_S = 90
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch) -> dict[str, str]:
+    folder = tmp_path / "runtime"
+    return {**os.environ, "SAGELLM_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def sage_process(environment) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sagellm.engines.cli", "llm", *map(str, arguments)]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=READY_S, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def serving(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(checkpoint)]
+    command += ["--port", str(port), "--num-blocks", "512", "--dtype", "float32"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def wait_until_ready(process: subprocess.Popen[str], port: int) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=READY_S).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError("the server did not become ready")
+
+
+def stream(port: int, num_tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> Iterator[dict]:
+    body = {
+        "model": httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"],
+        "prompt": list(prompt),
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=READY_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port):
+    started = sage_process(
+        *("engine", "start", checkpoint, "--engine-kind", "llm", "--prefix-cache-size", "1000"),
+        *("--prefix-cache-enable", "--port", port, "--num-blocks", "512"),
+    )
+    assert started.returncode == 0, started.stderr
+    try:
+        assert f"http://127.0.0.1:{port}/v1" in started.stdout
+        for _ in range(2):
+            assert sum(1 for _ in stream(port, 4, [7] * 40)) >= 1
+        cache = json.loads(sage_process("cache", "stats", "--json").stdout)
+        assert cache["num_hits"] >= 1
+        (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)
+        assert (engine["name"], engine["num_running"]) == (f"engine-{port}", 0)
+        second = sage_process("engine", "start", checkpoint, "--port", port)
+        assert (second.returncode, "--port" in second.stderr) == (2, True)
+    finally:
+        stopped = sage_process("engine", "stop")
+    assert (stopped.returncode, "stopped" in stopped.stdout) == (0, True)
+    assert "no engine runs" in sage_process("cache", "stats").stderr
+
+
+def test_what_keeps_an_engine_from_starting_is_said(sage_process, tmp_path, port):
+    result = sage_process("engine", "start", tmp_path / "nowhere", "--port", port)
+    assert result.returncode == 1
+    assert "nowhere" in result.stderr
+    assert "did you mean 'llm'" in sage_process("engine", "start", "x", "--engine-kind", "lm").stderr.lower()
+
+
+def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, port):
+    wait_until_ready(serving, port)
+    chunks: list[dict] = []
+    reading = threading.Thread(target=lambda: chunks.extend(stream(port, 1500)))
+    reading.start()
+    while not chunks:
+        time.sleep(0.01)
+        assert reading.is_alive() or chunks
+    serving.send_signal(signal.SIGTERM)
+    reading.join(READY_S)
+    assert chunks[-1].get("choices", [chunks[-1]])[0].get("finish_reason") == "length", chunks[-1]
+    assert serving.wait(READY_S) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+
+
+def test_a_second_signal_stops_at_once(serving, port):
+    wait_until_ready(serving, port)
+    chunks: list[dict] = []
+
+    def read() -> None:
+        with suppress(httpx.TransportError):
+            chunks.extend(stream(port, 4000))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    while not chunks and reading.is_alive():
+        time.sleep(0.01)
+    begun = time.monotonic()
+    serving.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    serving.send_signal(signal.SIGINT)
+    serving.wait(READY_S)
+    assert time.monotonic() - begun < 15
+    reading.join(READY_S)
+
+
+def test_a_signal_while_the_model_loads_ends_it(serving, environment):
+    entries = environment["SAGELLM_RUNTIME_DIR"]
+    deadline = time.monotonic() + READY_S
+    while not (os.path.isdir(entries) and any(name.endswith(".json") for name in os.listdir(entries))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    serving.send_signal(signal.SIGINT)
+    serving.wait(READY_S)
+    assert os.listdir(entries) == []
+    assert "Traceback" not in serving.stderr.read()
