@@ -93,7 +93,7 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port):
             assert sum(1 for _ in stream(port, 4, [7] * 40)) >= 1
         cache = json.loads(sage_process("cache", "stats", "--json").stdout)
         assert cache["num_hits"] >= 1
-        (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)
+        (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]
         assert (engine["name"], engine["num_running"]) == (f"engine-{port}", 0)
         second = sage_process("engine", "start", checkpoint, "--port", port)
         assert (second.returncode, "--port" in second.stderr) == (2, True)
