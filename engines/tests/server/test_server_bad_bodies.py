@@ -192,6 +192,14 @@ def test_min_tokens_above_max_tokens(post):
     assert post(COMPLETIONS, '{"prompt": "a", "max_tokens": 4, "min_tokens": 5}')["param"] == "min_tokens"
 
 
+def test_nothing_a_caller_wrote_reaches_a_terminal(post):
+    error = post(COMPLETIONS, json.dumps({"prompt": "a", "\x1b[31m\r\nx": 1}))
+    assert error["param"] == "?[31m??x"
+    assert error["message"].isprintable()
+    error = post(CHATS, json.dumps({"messages": [{"role": "\x1b[31m\n", "content": "a"}]}))
+    assert error["message"].isprintable()
+
+
 def test_more_than_the_memory_for_kv_takes(post):
     assert post(COMPLETIONS, '{"prompt": "a", "max_tokens": 4000}')["param"] == "max_tokens"
 

@@ -208,6 +208,28 @@ def test_what_is_no_http_is_closed(scripted, data):
     assert server.http.get("/health").status_code == 200
 
 
+def test_all_bodies_together_are_bounded(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.server.body.MAX_HELD_BYTES", 1000)
+    server = scripted("a", "length")
+    answer = server.http.post("/v1/completions", json={**BODY, "user": "a" * 1000})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    for _ in range(100):  # nothing is held after an answer
+        assert server.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.server.runner._STALL_TIMEOUT_S", 0.3)
+    server = scripted(*["a" * 100_000] * 500, "length")
+    body = b'{"prompt": [1], "stream": true}'
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        until(lambda: server.front.requests)
+        until(lambda: server.app.state.admission.num_live == 0, timeout_s=10)
+
+
 def test_health_says_whether_the_engine_answers(scripted):
     server = scripted()
     assert server.http.get("/health").status_code == 200

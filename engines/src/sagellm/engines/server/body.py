@@ -14,12 +14,52 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 64
+MAX_HELD_BYTES = 256 << 20
+"""Of all bodies that are being read or answered."""
 LONG_BODY_BYTES = 64 << 10
 """What is longer is read on another thread, so that the others' tokens go on."""
 
 # Strings are skipped whole, and possessively: each byte is looked at once, whatever it is.
 _BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+
+
+class HeldBody:
+    """A body that has been read, or as much of it as has come. It counts until somebody takes it."""
+
+    def __init__(self, gate: BodyGate) -> None:
+        self._gate = gate
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def append(self, part: bytes) -> None:
+        """Hold more. Raises APIError, 413 for too long a body and 429 for too many."""
+        self._parts.append(part)
+        self._size += len(part)
+        self._gate.num_held_bytes += len(part)
+        if self._size > MAX_BODY_BYTES:
+            raise _too_large()
+        if self._gate.num_held_bytes > MAX_HELD_BYTES:
+            raise APIError(429, "too many bodies at once; try again later", code="queue_full")
+
+    def take(self) -> bytes:
+        """Return the body and hold it no longer; the next time there is none."""
+        body = b"".join(self._parts)
+        self._gate.num_held_bytes -= self._size
+        self._parts, self._size = [], 0
+        return body
+
+    async def check_depth(self) -> None:
+        """Raise APIError if the body is nested too deep."""
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = [body]
+        if len(body) > LONG_BODY_BYTES:
+            is_deep = await asyncio.to_thread(is_too_deep, body)
+        else:
+            is_deep = is_too_deep(body)
+        if is_deep:
+            raise APIError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
 
 
 class BodyGate:
@@ -28,37 +68,35 @@ class BodyGate:
     def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
         self._app = app
         self._timeout_s = timeout_s
+        self.num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body and go on, or answer 408, 413, 415 or 400."""
-        if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-            try:
-                _check_headers(scope)
-                body = await self._read(receive)
-                if body is None:
-                    return  # the client is gone
-                await _check_depth(body)
-            except APIError as error:
-                await send_error(send, error)
-                return
-            scope["state"]["body"] = body
-        await self._app(scope, receive, send)
+        """Read the body and go on, or answer 408, 413, 415, 429 or 400."""
+        if scope["type"] != "http" or scope["method"] not in _WITH_BODY:
+            await self._app(scope, receive, send)
+            return
+        body = scope["state"]["body"] = HeldBody(self)
+        try:
+            _check_headers(scope)
+            if not await self._read(receive, body):
+                return  # the client is gone
+            await body.check_depth()
+            await self._app(scope, receive, send)
+        except APIError as error:
+            await send_error(send, error)
+        finally:
+            body.take()
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        parts: list[bytes] = []
-        size = 0
+    async def _read(self, receive: Receive, body: HeldBody) -> bool:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > MAX_BODY_BYTES:
-                        raise _too_large()
+                        return False
+                    body.append(message.get("body", b""))
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        return True
         except TimeoutError:
             message_text = f"the body did not arrive within {self._timeout_s:g} s"
             raise APIError(408, message_text, code="body_timeout") from None
@@ -78,15 +116,6 @@ def _check_headers(scope: Scope) -> None:
 
 def _too_large() -> APIError:
     return APIError(413, f"the body may have at most {MAX_BODY_BYTES} bytes", code="body_too_large")
-
-
-async def _check_depth(body: bytes) -> None:
-    if len(body) > LONG_BODY_BYTES:
-        is_deep = await asyncio.to_thread(is_too_deep, body)
-    else:
-        is_deep = is_too_deep(body)
-    if is_deep:
-        raise APIError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
 
 
 def is_too_deep(body: bytes) -> bool:

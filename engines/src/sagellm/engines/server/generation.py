@@ -65,7 +65,7 @@ class Generation(ABC, Generic[B]):
         reply = EventReply(send)
         try:
             with self.service.admission.seat() as seat:
-                body = await parse(scope["state"]["body"], self.kind)
+                body = await parse(scope["state"]["body"].take(), self.kind)
                 job = await self._job(body)
                 seat.take(len(job.prompts) * job.params.n)
                 namespace = scope["state"]["namespace"]._replace(salt=body.cache_salt or "")

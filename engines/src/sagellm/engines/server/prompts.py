@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sagellm.engines.server.errors import APIError, invalid
+from sagellm.core import InvalidRequestError
+from sagellm.engines.server.errors import invalid
 from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody
+from sagellm.engines.text import ChatMessage, ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,8 +37,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._max_characters = max(_MIN_TEXT_LIMIT, _CHARACTERS_A_TOKEN * max_model_len)
         self._max_model_len = max_model_len
-        self._special = sorted(_special_texts(tokenizer), key=len, reverse=True)
-        self._plain = _plain_tokenizer(tokenizer) if self._special else None
+        self._template = ChatTemplate(tokenizer)
 
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
         """Return the prompts of a completion: one of a text or of ids, many of a list. Raises APIError."""
@@ -70,7 +70,7 @@ class PromptEncoder:
             return EncodedPrompt(token_ids=self._checked(self._token_ids(prompt), "prompt"), text=prompt)
         return EncodedPrompt(token_ids=self._checked(prompt, "prompt"))
 
-    def _checked(self, token_ids: list[int], param: str) -> list[int]:
+    def _checked(self, token_ids: Sequence[int], param: str) -> Sequence[int]:
         if not token_ids:
             raise invalid(param, f"{param}: there is no token in it")
         if len(token_ids) >= self._max_model_len:
@@ -88,45 +88,15 @@ class PromptEncoder:
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def _render(self, body: ChatBody) -> EncodedPrompt:
-        """Apply the template. What looks like a control token in a message stays text.
-
-        Such texts are replaced by marks before the template and encoded by themselves after it.
-        """
-        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
-            raise invalid("messages", "messages: the model has no chat template; use /v1/completions")
-        marks = {text: f"\ue000{secrets.token_hex(8)}\ue001" for text in self._special}
-        messages = [_as_template_reads(message, marks) for message in body.messages]
-        add_prompt = body.add_generation_prompt is not False
+        """Apply the model's template. What looks like a control token in a message stays text."""
+        messages = [ChatMessage(message.role, message.text, message.name) for message in body.messages]
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_prompt
+            token_ids = self._template.render(
+                messages, add_generation_prompt=body.add_generation_prompt is not False
             )
-        except Exception as error:  # of the template, which may refuse roles and their order
-            raise _template_error(error) from error
-        return EncodedPrompt(
-            token_ids=self._checked(self._with_plain_texts(str(rendered), marks), "messages")
-        )
-
-    def _with_plain_texts(self, rendered: str, marks: dict[str, str]) -> list[int]:
-        assert self._tokenizer is not None
-        pieces = [(rendered, False)]
-        for text, mark in marks.items():
-            if mark in rendered:
-                pieces = [piece for entry in pieces for piece in _split(*entry, mark, text)]
-        token_ids: list[int] = []
-        for piece, is_plain in pieces:
-            if is_plain and self._plain is not None:
-                token_ids += self._plain(piece)
-            elif piece:
-                token_ids += self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        return token_ids
-
-
-def _split(piece: str, is_plain: bool, mark: str, text: str) -> list[tuple[str, bool]]:  # noqa: FBT001
-    if is_plain or mark not in piece:
-        return [(piece, is_plain)]
-    first, *rest = piece.split(mark)
-    return [(first, False)] + [entry for part in rest for entry in ((text, True), (part, False))]
+        except InvalidRequestError as error:
+            raise invalid("messages", f"messages: {error}") from error
+        return EncodedPrompt(token_ids=self._checked(token_ids, "messages"))
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -140,41 +110,6 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if len(prompt) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt: {len(prompt)} prompts; there may be at most {MAX_PROMPTS}")
     return prompt
-
-
-def _as_template_reads(message: Any, marks: dict[str, str]) -> dict[str, str]:
-    content = message.text
-    for text, mark in marks.items():
-        if text in content:
-            content = content.replace(text, mark)
-    read = {"role": message.role, "content": content}
-    return read if message.name is None else {**read, "name": message.name}
-
-
-def _template_error(error: Exception) -> APIError:
-    """Pass on what a template says with raise_exception, and nothing else."""
-    from jinja2 import TemplateError
-
-    said = str(error)[:200] if type(error) is TemplateError else "it fails on these messages"
-    return invalid("messages", f"messages: the model's chat template refuses them: {said}")
-
-
-def _special_texts(tokenizer: PreTrainedTokenizerBase | None) -> set[str]:
-    if tokenizer is None:
-        return set()
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-
-
-def _plain_tokenizer(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Return what encodes text without looking for control tokens: a copy, as the switch is its state."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # written in Python: the switch is an argument
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        return lambda text: list(tokenizer(text, **options)["input_ids"])
-    plain = type(backend).from_str(backend.to_str())
-    plain.encode_special_tokens = True
-    return lambda text: list(plain.encode(text, add_special_tokens=False).ids)
 
 
 async def _aside(work: Callable[[], T], num_characters: int) -> T:

@@ -14,10 +14,14 @@ from sagellm.engines.config.schema import ServerConfig
 
 MAX_HEADER_BYTES = 64 << 10
 _HEADER_TIMEOUT_S = 10.0
+_STALL_TIMEOUT_S = 60.0
+"""How long a client may leave a full buffer unread before it counts as gone."""
 
 
 class BoundedHTTP(HttpToolsProtocol):
-    """HTTP/1.1 with an end to its headers, in bytes and in time; the parser itself knows none."""
+    """HTTP/1.1 with an end to its headers, in bytes and in time, and to waiting for who does not read."""
+
+    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for headers."""
@@ -29,7 +33,19 @@ class BoundedHTTP(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._deadline.cancel()
+        self._end_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that reads slowly."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(_STALL_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop waiting: it reads."""
+        self._end_stall()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Read on, unless the headers have become too long."""
@@ -52,6 +68,11 @@ class BoundedHTTP(HttpToolsProtocol):
         self._is_in_headers = False
         self._deadline.cancel()
         super().on_headers_complete()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def _give_up(self) -> None:
         if not self.transport.is_closing():
