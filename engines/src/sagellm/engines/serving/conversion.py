@@ -11,10 +11,9 @@ from sagellm.engines.serving.messages import NewRequest
 
 
 def make_requests(sequences: Seq[Sequence]) -> list[NewRequest]:
-    """Write sequences as messages, one for each request."""
-    return [
-        _make_request(list(group)) for _, group in groupby(sequences, lambda each: each.request.request_id)
-    ]
+    """Write sequences as messages, one for those of a request that have their parameters in common."""
+    groups = groupby(sequences, lambda each: (each.request.request_id, each.params))
+    return [_make_request(list(group)) for _, group in groups]
 
 
 def _make_request(sequences: list[Sequence]) -> NewRequest:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from sagellm.core import EngineError, PluginRegistry
+from sagellm.core import ConfigError, EngineError, PluginRegistry
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.serve import EngineOwnName, ModelArgument, run_service, with_model
@@ -60,7 +60,7 @@ def start(
     with status_line(f"starting {settings.model.name}"):
         answer = _run_detached(settings, name=name, log_level=log_level)
     if "error" in answer:
-        raise EngineError(answer["error"])
+        raise (ConfigError if answer.get("is_usage") else EngineError)(answer["error"])
     typer.echo(
         f"{answer['name']} serves {answer['model']} at {answer['url']}/v1 (process {answer['pid']}); "
         f"end it with: sage llm engine stop {answer['name']}"
@@ -121,7 +121,8 @@ def _be_the_engine(
     try:
         run_service(config, name=name, log_level=log_level, on_ready=lambda engine: say(asdict(engine)))
     except BaseException as error:
-        say({"error": str(error) or type(error).__name__})
+        is_usage = isinstance(error, ConfigError)
+        say({"error": str(error) or type(error).__name__, "is_usage": is_usage})
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         code = 1
     finally:
