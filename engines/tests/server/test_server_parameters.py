@@ -231,6 +231,7 @@ def test_prompt_logprobs(complete, chat, reference):
     for written, entry in zip(answer[1:], expected[1:], strict=True):
         assert set(written) == {str(token_id) for token_id in entry}
         for token_id, one in entry.items():
+            assert written[str(token_id)]["rank"] == one.rank
             assert written[str(token_id)]["logprob"] == pytest.approx(one.logprob, abs=1e-4)
     of_chat = chat(PROMPT, temperature=0, prompt_logprobs=0)
     assert len(of_chat["prompt_logprobs"]) == of_chat["usage"]["prompt_tokens"]

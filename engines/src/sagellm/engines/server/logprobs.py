@@ -52,7 +52,11 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | No
         None
         if entry is None
         else {
-            str(token_id): {"logprob": finite(one.logprob), "decoded_token": one.decoded_token}
+            str(token_id): {
+                "logprob": finite(one.logprob),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
             for token_id, one in entry.items()
         }
         for entry in entries
