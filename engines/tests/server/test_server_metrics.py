@@ -111,6 +111,20 @@ def test_requests_are_counted_by_their_end(scripted, script, reason):
         assert counted == (each == reason)
 
 
+def test_what_is_refused_is_no_request(server):
+    before = read(server)
+    assert (
+        server.http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [515]}).status_code == 400
+    )
+    assert server.http.post("/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
+    after = read(server)
+    for reason in ("stop", "length", "abort", "error"):
+        name = "request_success_total"
+        assert value(after, "request_success", name, finished_reason=reason) == value(
+            before, "request_success", name, finished_reason=reason
+        )
+
+
 def test_a_model_name_is_escaped(scripted):
     server = scripted(served_model_name=('a"b\\c\nd',))
     samples = read(server)["sagellm:num_requests_running"].samples

@@ -79,6 +79,19 @@ def test_one_of_many_that_fails_ends_all(scripted):
     assert server.front.closed == 2
 
 
+def test_one_of_many_that_fails_does_not_wait_for_the_others(scripted):
+    server = scripted(None)
+    add_request, scripts = server.front.add_request, iter([(None,), (EngineError("broken"),), (None,)])
+
+    async def add(*args, **options):
+        server.front.script = next(scripts)
+        return await add_request(*args, **options)
+
+    server.front.add_request = add
+    assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2], [3]]}).status_code == 500
+    assert server.front.closed == 3
+
+
 def test_what_the_engine_refuses_is_the_callers_fault(scripted):
     error = InvalidRequestError("stop_token_ids has 9, which the model does not know")
     answer = scripted("refuse", error).http.post("/v1/completions", json={**BODY, "stream": True})

@@ -26,6 +26,7 @@ class EngineProbe:
             return self.last
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._front.metrics())
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
         try:
             self.last = await asyncio.wait_for(asyncio.shield(self._asking), TIMEOUT_S)
         except Exception:  # also when it is late

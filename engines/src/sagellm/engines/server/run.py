@@ -62,7 +62,7 @@ class Run:
         self._watch.cancel()
         for stream in self._streams:
             stream.close()
-        for timer in self._timers:
+        for timer in self._timers[: len(self._streams)]:  # what was refused never was a request
             timer.end(reason)
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
@@ -79,6 +79,7 @@ class Run:
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Read all streams, each on a task of its own; of each the latest output is kept."""
         latest: dict[int, RequestOutput] = {}
+        faults: list[Exception] = []
         has_news = asyncio.Event()
 
         async def pump(index: int, stream: Stream) -> None:
@@ -86,6 +87,8 @@ class Run:
                 async for output in stream:
                     latest[index] = output
                     has_news.set()
+            except Exception as error:
+                faults.append(error)
             finally:
                 has_news.set()
 
@@ -98,8 +101,8 @@ class Run:
                 latest.clear()
                 for entry in changed:
                     yield entry
-            for task in tasks:
-                task.result()
+                if faults:
+                    raise faults[0]
         finally:
             for task in tasks:
                 task.cancel()
