@@ -50,3 +50,12 @@ def test_every_setting_has_a_flag(sage):
 def test_a_missing_file_is_told(sage):
     result = sage("config", "show", "--config", "absent.yaml")
     assert (result.code, result.err) == (2, "Error: --config is 'absent.yaml'; there is no such file\n")
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--json", "--origin"), ("--origin",)])
+def test_api_keys_are_not_shown(sage, monkeypatch, form):
+    monkeypatch.setenv("SAGELLM_SERVER__API_KEYS", "hush-1,hush-2")
+    result = sage("llm", "config", "show", *form)
+    assert result.code == 0
+    assert "hush" not in result.out + result.err
+    assert "2 API keys are set" in result.err

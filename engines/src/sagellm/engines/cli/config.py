@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -27,9 +28,12 @@ def show(
     """Show all settings.
 
     Flags go over environment variables, these over files, these over defaults. The output is a
-    configuration file that `--config` reads.
+    configuration file that `--config` reads; API keys are left out of it.
     """
     loaded = load_config(settings, config_file=config)
+    if loaded.config.server.api_keys:
+        typer.echo(f"{len(loaded.config.server.api_keys)} API keys are set; they are not shown", err=True)
+        loaded = replace(loaded, config=loaded.config.with_values({"server.api_keys": ()}))
     if not as_json:
         typer.echo(_as_yaml(loaded, origin=origin))
     elif origin:
