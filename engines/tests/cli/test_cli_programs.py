@@ -58,6 +58,7 @@ def test_answers_load_nothing_heavy(program, arguments):
 def test_showing_the_configuration_loads_no_torch():
     assert "torch" not in loaded_by("main", "config", "show")
     assert "torch" not in loaded_by("main", "llm", "generate", "--help")
+    assert "torch" not in loaded_by("main", "llm", "chat", "--help")
 
 
 def test_help_takes_less_than_three_tenths_of_a_second():
@@ -67,11 +68,25 @@ def test_help_takes_less_than_three_tenths_of_a_second():
 def test_help_lists_the_commands(sage):
     assert [name in sage("--help").out for name in ("llm", "plugins", "config", "doctor")] == [True] * 4
     shown = sage("llm", "--help").out
-    names = ("generate", "bench", "plugins", "config", "doctor", "topology")
+    names = (
+        "generate",
+        "chat",
+        "bench",
+        "engine",
+        "cache",
+        "comm",
+        "plugins",
+        "config",
+        "doctor",
+        "topology",
+    )
     assert [name for name in names if name not in shown] == []
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "plugins", "config", "doctor", "topology"])
+@pytest.mark.parametrize(
+    "command",
+    ["generate", "chat", "bench", "engine", "cache", "comm", "plugins", "config", "doctor", "topology"],
+)
 def test_every_command_has_help(sage, command):
     result = sage("llm", command, "--help")
     assert (result.code, result.out.startswith(f"Usage: sage llm {command}")) == (0, True)

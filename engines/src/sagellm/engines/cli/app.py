@@ -31,6 +31,8 @@ class LLMGroup(LazyGroup):
 
     table = {  # noqa: RUF012  (typed in the base)
         "generate": Entry(f"{_HERE}.generate:app", "Continue prompts with a model."),
+        "chat": Entry(f"{_HERE}.chat.command:app", "Converse with a model."),
+        "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
         **{

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +11,7 @@ import typer
 from sagellm.core import ConfigError, EngineError
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
 from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.model import loading, model_of
 from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS, SAMPLING_NAMES
 from sagellm.engines.config.sources import load_config
 
@@ -51,13 +50,10 @@ def generate(
     given = {"max_tokens": DEFAULT_MAX_TOKENS} | given
     SamplingParams(**given)  # a wrong flag is an error before the model is loaded
     loaded = load_config(settings, config_file=config)
-    if loaded.config.model.name is None:
-        raise ConfigError(
-            "no model is named; name one with --model DIRECTORY or --model HUB_ID, or set model.name"
-        )
+    model = model_of(loaded.config)
     texts = _read_prompts(prompts)
 
-    with _loading(loaded.config.model.name):
+    with loading(model):
         from sagellm.engines import LLMEngine
 
         engine = LLMEngine(loaded.config)
@@ -66,16 +62,6 @@ def generate(
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:
         raise EngineError(f"{len(failed)} of {len(texts)} prompts failed: {failed[0]}")
-
-
-def _loading(model: str) -> AbstractContextManager[object]:
-    """Show on a terminal that a model is being loaded; a hub id has the hub's own bars."""
-    if not sys.stderr.isatty() or not Path(model).is_dir():
-        return nullcontext()
-    from rich.console import Console
-    from rich.text import Text
-
-    return Console(stderr=True).status(Text(f"loading {model}"))
 
 
 def _read_prompts(prompts: list[str]) -> list[str]:

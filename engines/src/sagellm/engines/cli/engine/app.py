@@ -12,6 +12,7 @@ class EngineGroup(LazyGroup):
     """The commands of `sage llm engine`, in the order of an engine's life."""
 
     table = {  # noqa: RUF012  (typed in the base)
+        "start": Entry(f"{_HERE}.start:app", "Serve a model in the background."),
         "status": Entry(f"{_HERE}.status:app", "Show the engines that run."),
         "stop": Entry(f"{_HERE}.stop:app", "End an engine."),
     }

@@ -1,0 +1,1 @@
+"""`sage llm chat`: a conversation with a model in this process."""

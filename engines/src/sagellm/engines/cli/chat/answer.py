@@ -1,0 +1,71 @@
+"""One answer: streamed, and stopped by Ctrl-C without ending the program."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sagellm.engines import LLMEngine
+
+
+def stream_answer(
+    engine: LLMEngine,
+    token_ids: list[int],
+    params: SamplingParams,
+    *,
+    write: Callable[[str], None],
+    is_stopped: Callable[[], bool],
+) -> RequestOutput:
+    """Generate an answer, hand on its text as it comes, and return it whole or as far as it came.
+
+    Raises InvalidRequestError before anything is run.
+    """
+    num_written = 0
+
+    def write_new(output: RequestOutput) -> RequestOutput:
+        nonlocal num_written
+        text = output.outputs[0].text
+        write(text[num_written:])
+        num_written = len(text)
+        return output
+
+    request_id = engine.add_request(token_ids, params)
+    output: RequestOutput | None = None
+    while engine.has_unfinished_requests():
+        if is_stopped():
+            output = write_new(engine.abort_with_output(request_id))
+            break
+        for output in engine.step():
+            write_new(output)
+    assert output is not None, "a request ends with an output"
+    return output
+
+
+@contextmanager
+def ctrl_c_stops(*, enabled: bool) -> Iterator[Callable[[], bool]]:
+    """Yield what says whether Ctrl-C was pressed, which then interrupts nothing: steps are whole.
+
+    A second Ctrl-C does what it did before.
+    """
+    if not enabled:
+        yield lambda: False
+        return
+    is_stopped = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(*_: Any) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield lambda: is_stopped
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,62 @@
+"""What has been said, and the prompt that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.text.chat import ChatTemplate
+from sagellm.engines.text.messages import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question and its answer, which keeps the token ids that the model wrote."""
+
+    question: ChatMessage
+    answer: ChatMessage
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far.
+
+    A prompt begins with the tokens of the one before and of its answer, whose KV is cached.
+    """
+
+    template: ChatTemplate
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    def messages(self, num_dropped: int = 0) -> list[ChatMessage]:
+        """Return what has been said, without the oldest turns."""
+        system = [] if self.system is None else [ChatMessage("system", self.system)]
+        said = chain.from_iterable((turn.question, turn.answer) for turn in self.turns[num_dropped:])
+        return [*system, *said]
+
+    def render(self, question: str, *, num_dropped: int = 0) -> list[int]:
+        """Return the prompt that asks a question next. Raises InvalidRequestError."""
+        return self.template.render([*self.messages(num_dropped), ChatMessage("user", question)])
+
+    def num_excess_turns(self, question: str, max_tokens: int) -> int:
+        """Return how many of the oldest turns have to go for the next prompt to fit."""
+        for num_dropped in range(len(self.turns)):
+            if len(self.render(question, num_dropped=num_dropped)) <= max_tokens:
+                return num_dropped
+        return len(self.turns)
+
+    def add(self, question: str, output: RequestOutput) -> None:
+        """Keep a turn, also one whose answer was stopped on its way."""
+        self.turns.append(Turn(ChatMessage("user", question), answer_message(output)))
+
+
+def answer_message(output: RequestOutput) -> ChatMessage:
+    """Return the answer as a message. The token that ended it is the template's to write."""
+    [answer] = output.outputs
+    token_ids = list(answer.token_ids)
+    if isinstance(answer.stop_reason, str):
+        token_ids = []  # the text was cut within them
+    elif answer.finish_reason == "stop":
+        token_ids = token_ids[:-1]
+    return ChatMessage("assistant", answer.text, token_ids=token_ids)

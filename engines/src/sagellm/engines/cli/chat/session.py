@@ -1,0 +1,98 @@
+"""A session: questions and commands in, answers out, until it is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sagellm.core import EngineError, InvalidInputError
+from sagellm.engines.cli.chat.answer import ctrl_c_stops, stream_answer
+from sagellm.engines.cli.chat.commands import run_command
+from sagellm.engines.cli.chat.conversation import Conversation
+from sagellm.engines.cli.chat.terminal import Terminal
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sagellm.engines import LLMEngine
+
+_ROOM_SHARE = 4  # an answer may count on this part of the context, or on its max_tokens if these are fewer
+
+
+@dataclass(slots=True)
+class ChatSession:
+    """A conversation on a terminal; in a pipe each line is a question, and only answers are printed."""
+
+    engine: LLMEngine
+    params: SamplingParams
+    conversation: Conversation
+    terminal: Terminal
+
+    def run(self) -> None:
+        """Converse until the end of the input. Raises what a question did wrong only in a pipe."""
+        while (line := self.terminal.read()) is not None:
+            if self.terminal.is_interactive and line.startswith("/"):
+                if (told := run_command(line, self.conversation)) is None:
+                    return
+                self.terminal.tell(told)
+                continue
+            try:
+                self._answer(line)
+            except (InvalidInputError, EngineError) as error:
+                if not self.terminal.is_interactive:
+                    raise
+                self.terminal.tell(f"Error: {error}")
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its answer together: what the model takes, and the KV blocks hold."""
+        kv = self.engine.config.kv
+        capacity = (kv.num_blocks or 0) * kv.block_size + 1  # the last token is never written to KV
+        return min(self.engine.max_model_len, capacity)
+
+    def _answer(self, question: str) -> None:
+        with ctrl_c_stops(enabled=self.terminal.is_interactive) as is_stopped:
+            token_ids = self._fitting_prompt(question)
+            left = max(1, self.max_context - len(token_ids))
+            params = replace(self.params, max_tokens=min(self.params.max_tokens or left, left))
+            output = stream_answer(
+                self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped
+            )
+        self.terminal.end_answer()
+        [answer] = output.outputs
+        if answer.error is not None:
+            raise EngineError(f"the answer failed: {answer.error}")
+        if answer.token_ids:
+            self.conversation.add(question, output)
+        self.terminal.whisper(describe(output))
+
+    def _fitting_prompt(self, question: str) -> list[int]:
+        """Return the prompt, without the oldest turns where they leave no room; that is said first."""
+        share = self.max_context // _ROOM_SHARE
+        room = min(share, self.params.max_tokens or share)
+        token_ids = self.conversation.render(question)
+        if not self.conversation.turns or len(token_ids) <= self.max_context - room:
+            return token_ids
+        excess = self.conversation.num_excess_turns(question, self.max_context - room)
+        turns = "turn is" if excess == 1 else f"{excess} turns are"
+        self.terminal.tell(
+            f"the conversation has {len(token_ids)} tokens of the {self.max_context} that there is room for; "
+            f"the oldest {turns} left out from here on"
+        )
+        del self.conversation.turns[:excess]
+        return self.conversation.render(question)
+
+
+def describe(output: RequestOutput) -> str:
+    """Say in one line how long an answer took, and how it ended if not by itself."""
+    metrics, [answer] = output.metrics, output.outputs
+    parts = [f"{len(answer.token_ids)} tokens"]
+    if metrics.ttft is not None:
+        parts.append(f"first after {metrics.ttft * 1e3:.0f} ms")
+    if metrics.throughput is not None:
+        parts.append(f"{metrics.throughput:.1f} tokens/s")
+    parts.append(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached")
+    endings = {"length": "cut off by --max-tokens or the context", "abort": "stopped"}
+    if answer.finish_reason in endings:
+        parts.append(endings[answer.finish_reason])
+    return f"[{', '.join(parts)}]"

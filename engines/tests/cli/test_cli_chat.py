@@ -1,0 +1,269 @@
+"""`chat`: one conversation, token-exact, with commands; on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
+
+import pytest
+
+from sagellm.core import InvalidRequestError
+from sagellm.engines import SamplingParams
+from sagellm.engines.cli.chat.conversation import Conversation
+from sagellm.engines.cli.chat.session import ChatSession
+from sagellm.engines.cli.chat.terminal import Terminal
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temperature", "0")
+
+
+class FakeTerminal:
+    """Types lines and keeps what it is shown."""
+
+    def __init__(self, *lines, is_interactive=True):
+        self.lines = list(lines)
+        self.is_interactive = is_interactive
+        self.shown = []
+
+    def read(self):
+        return self.lines.pop(0) if self.lines else None
+
+    def write(self, text):
+        self.shown.append(("answer", text))
+
+    def end_answer(self):
+        self.shown.append(("answer", "\n"))
+
+    def tell(self, text):
+        self.shown.append(("told", text))
+
+    def whisper(self, text):
+        self.shown.append(("whispered", text))
+
+    def texts(self, kind):
+        return [text for each, text in self.shown if each == kind]
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    return make_engine(num_blocks=512, block_size=8)
+
+
+def converse(engine, *lines, params=PARAMS, system=None, **options):
+    terminal = FakeTerminal(*lines, **options)
+    session = ChatSession(engine, params, Conversation(engine.chat_template, system), terminal)
+    session.run()
+    return session
+
+
+def test_answers_are_those_of_the_engine(engine):
+    session = converse(engine, "Hello", "How far?", system="Be brief.")
+    first, second = session.conversation.turns
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    expected = engine.chat(messages, PARAMS)[0].outputs[0].text
+    assert (first.answer.content, "".join(session.terminal.texts("answer"))) == (
+        expected,
+        f"{expected}\n{second.answer.content}\n",
+    )
+
+
+def test_the_next_prompt_finds_the_turn_before_in_the_cache(engine):
+    session = converse(engine, "Is it far to the harbour?")
+    [turn] = session.conversation.turns
+    before = Conversation(engine.chat_template).render("Is it far to the harbour?")
+    known = [*before, *turn.answer.token_ids]
+    following = session.conversation.render("And then?")
+    assert following[: len(known)] == known
+    [output] = engine.generate([following], PARAMS)
+    assert output.num_cached_tokens >= (len(known) - 1) // 8 * 8
+
+
+def test_an_answer_that_was_cut_by_a_stop_string_is_kept_as_text(engine):
+    text = converse(engine, "Hello").conversation.turns[0].answer.content
+    stop = text[3:5]
+    [turn] = converse(engine, "Hello", params=replace(PARAMS, stop=stop)).conversation.turns
+    assert (turn.answer.content, turn.answer.token_ids) == (text[: text.index(stop)], [])
+
+
+def test_commands_change_the_conversation(engine, tmp_path):
+    path = tmp_path / "chat.json"
+    lines = ["/system", "/undo", "/system Be brief.", "/system", "One", "Two", "/undo", f"/save {path}"]
+    session = converse(
+        engine, *lines, f"/save {path}", "/save", "/reset", "/sav x", "/help", "/exit", "Three"
+    )
+    told = session.terminal.texts("told")
+    assert told[:5] == [
+        "there is no system message",
+        "there is nothing to take back",
+        "the system message is set",
+        "Be brief.",
+        "taken back: Two",
+    ]
+    assert told[5] == f"3 messages are in {path}"
+    assert told[6] == f"{path} cannot be written: File exists"
+    assert told[7:9] == ["name a file: /save FILE", "a new conversation begins"]
+    assert "Did you mean '/save'?" in told[9]
+    assert [f"/{name}" in told[10] for name in ("reset", "system", "undo", "save", "exit")] == [True] * 5
+    saved = json.loads(path.read_text())
+    assert [each["role"] for each in saved] == ["system", "user", "assistant"]
+    assert engine.chat(saved[:2], PARAMS)[0].outputs[0].text == saved[2]["content"]
+    assert session.conversation.turns == []
+    assert session.terminal.lines == ["Three"]
+
+
+def test_times_are_whispered(engine):
+    [line] = converse(engine, "Hello").terminal.texts("whispered")
+    assert [part in line for part in ("tokens, first after", " ms, ", "tokens/s", "cached")] == [True] * 4
+
+
+def test_turns_that_no_longer_fit_go_after_it_was_said(make_engine, all_blocks_are_back):
+    engine = make_engine(num_blocks=12, block_size=8)  # 97 tokens
+    session = converse(engine, *(f"Question {number}" for number in range(8)))
+    kinds = [kind for kind, _ in session.terminal.shown]
+    told = session.terminal.texts("told")
+    assert told, "eight turns do not fit"
+    assert "97 that there is room for; the oldest turn is left out from here on" in told[0]
+    assert kinds.index("told") < len(kinds) - 1 - kinds[::-1].index("answer")
+    assert 0 < len(session.conversation.turns) < 8
+    assert session.conversation.turns[-1].question.content == "Question 7"
+    assert all_blocks_are_back(engine)
+
+
+def test_a_question_that_is_too_long_is_told_and_the_conversation_goes_on(make_engine):
+    engine = make_engine(max_model_len=64)
+    session = converse(engine, "Hello", "long " * 100, "Hello")
+    assert "Error: the prompt has" in session.terminal.texts("told")[-1]
+    assert [turn.question.content for turn in session.conversation.turns][-1] == "Hello"
+    with pytest.raises(InvalidRequestError):
+        converse(engine, "long " * 100, is_interactive=False)
+
+
+def test_in_a_pipe_each_line_is_a_question_and_answers_alone_are_printed(
+    sage, checkpoint, engine, monkeypatch
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n/help\n"))
+    result = sage("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "12", "--system", "Be brief.")
+    session = converse(engine, "Hello", "/help", system="Be brief.", is_interactive=False)
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "".join(session.terminal.texts("answer"))
+    assert len(session.conversation.turns) == 2
+
+
+def test_without_a_model_the_message_says_how_to_name_one(sage):
+    result = sage("llm", "chat")
+    assert (result.code, "--model DIRECTORY or --model HUB_ID" in result.err) == (2, True)
+
+
+def test_a_wrong_flag_is_told_before_anything_is_loaded(sage):
+    assert "top_p is 2.0" in sage("llm", "chat", "--model", "m", "--top-p", "2").err
+    assert "No such option" in sage("llm", "chat", "--model", "m", "-n", "2").err
+
+
+def test_a_checkpoint_without_a_chat_template_is_told(sage, checkpoint, tmp_path):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name != "chat_template.jinja":
+            (plain / file.name).symlink_to(file)
+    result = sage("llm", "chat", "--model", plain, *FLAGS)
+    assert (result.code, "has no chat template" in result.err) == (2, True)
+
+
+class TerminalProgram:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.keys, theirs = pty.openpty()
+        attributes = termios.tcgetattr(theirs)
+        attributes[3] &= ~termios.ECHO
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        command = [sys.executable, "-m", "sagellm.engines.cli", *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _OWN_TERMINAL, *command], stdin=theirs, stdout=theirs, stderr=theirs,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = ""
+
+    def wait_for(self, text, timeout_s=120.0):
+        """Read until a text comes, and return what came with it."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.seen:
+            if not select.select([self.keys], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"{text!r} did not come; there is {self.seen!r}")
+            try:
+                self.seen += os.read(self.keys, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"{text!r} did not come; at the end {self.seen!r}") from None
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+    def type(self, text):
+        os.write(self.keys, text.encode())
+
+    def end(self, key):
+        """Type a key that leaves, read to the end and return the exit code."""
+        self.type(key)
+        if not select.select([self.keys], [], [], 5)[0]:
+            self.type(key)  # the first one came just before it was waited for
+        try:
+            while os.read(self.keys, 4096):
+                pass
+        except OSError:  # Linux says so that nobody writes any more
+            pass
+        os.close(self.keys)
+        return self.process.wait(30)
+
+
+# Makes standard input the terminal that sends this process its signals, then becomes the program.
+_OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(checkpoint, tmp_path):
+    program = TerminalProgram(
+        "llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "3900", "--ignore-eos"
+    )
+    program.wait_for("/help lists commands")
+    program.wait_for("> ")
+    program.type("Hello\n")
+    deadline = time.monotonic() + 60
+    while len(program.seen) < 200 and time.monotonic() < deadline:  # the answer has begun
+        program.seen += os.read(program.keys, 4096).decode(errors="replace")
+    program.type("\x03")
+    ended = program.wait_for("stopped]")
+    assert int(ended.rpartition("[")[2].partition(" tokens")[0]) < 3900
+    program.wait_for("> ")
+    program.type(f"/save {tmp_path / 'chat.json'}\n")
+    program.wait_for("2 messages are in")
+    program.wait_for("> ")
+    assert program.end("\x04") == 0
+    question, answer = json.loads((tmp_path / "chat.json").read_text())
+    assert question == {"role": "user", "content": "Hello"}
+    assert (answer["role"], len(answer["content"]) > 50) == ("assistant", True)
+
+
+def test_an_answer_cannot_control_the_terminal(monkeypatch, capfd):
+    terminal = Terminal()
+    terminal.write("a\x1b[2J\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Terminal().write("a\x1b[2J\x9b\tb\n")
+    assert capfd.readouterr().out == "a\na\ufffd[2J\ufffd\tb\n"
+
+
+def test_ctrl_c_at_the_prompt_leaves(checkpoint):
+    program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS)
+    program.wait_for("> ")
+    assert program.end("\x03") == 0
