@@ -1,0 +1,108 @@
+"""`chat` on a terminal of its own: what Ctrl-C and Ctrl-D do there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+
+from sagellm.engines.cli.chat.terminal import Terminal
+
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temperature", "0")
+
+
+class TerminalProgram:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.keys, theirs = pty.openpty()
+        attributes = termios.tcgetattr(theirs)
+        attributes[3] &= ~termios.ECHO
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        command = [sys.executable, "-m", "sagellm.engines.cli", *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _OWN_TERMINAL, *command], stdin=theirs, stdout=theirs, stderr=theirs,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = ""
+
+    def wait_for(self, text, timeout_s=120.0):
+        """Read until a text comes, and return what came with it."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.seen:
+            if not select.select([self.keys], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"{text!r} did not come; there is {self.seen!r}")
+            try:
+                self.seen += os.read(self.keys, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"{text!r} did not come; at the end {self.seen!r}") from None
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+    def type(self, text):
+        os.write(self.keys, text.encode())
+
+    def end(self, key):
+        """Type a key that leaves, read to the end and return the exit code."""
+        self.type(key)
+        if not select.select([self.keys], [], [], 5)[0]:
+            self.type(key)  # the first one came just before it was waited for
+        try:
+            while os.read(self.keys, 4096):
+                pass
+        except OSError:  # Linux says so that nobody writes any more
+            pass
+        os.close(self.keys)
+        return self.process.wait(30)
+
+
+# Makes standard input the terminal that sends this process its signals, then becomes the program.
+_OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(checkpoint, tmp_path):
+    program = TerminalProgram(
+        "llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "3900", "--ignore-eos"
+    )
+    program.wait_for("/help lists commands")
+    program.wait_for("> ")
+    program.type("Hello\n")
+    deadline = time.monotonic() + 60
+    while len(program.seen) < 200 and time.monotonic() < deadline:  # the answer has begun
+        program.seen += os.read(program.keys, 4096).decode(errors="replace")
+    program.type("\x03")
+    ended = program.wait_for("stopped]")
+    assert int(ended.rpartition("[")[2].partition(" tokens")[0]) < 3900
+    program.wait_for("> ")
+    program.type(f"/save {tmp_path / 'chat.json'}\n")
+    program.wait_for("2 messages are in")
+    program.wait_for("> ")
+    assert program.end("\x04") == 0
+    question, answer = json.loads((tmp_path / "chat.json").read_text())
+    assert question == {"role": "user", "content": "Hello"}
+    assert (answer["role"], len(answer["content"]) > 50) == ("assistant", True)
+
+
+def test_an_answer_cannot_control_the_terminal(monkeypatch, capfd):
+    terminal = Terminal()
+    terminal.write("a\x1b[2J\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Terminal().write("a\x1b[2J\x9b\tb\n")
+    assert capfd.readouterr().out == "a\na\ufffd[2J\ufffd\tb\n"
+
+
+def test_ctrl_c_at_the_prompt_leaves(checkpoint):
+    program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS)
+    program.wait_for("> ")
+    assert program.end("\x03") == 0
