@@ -17,6 +17,7 @@ from sagellm.core import (
     KVLayout,
     OutOfMemoryError,
 )
+from sagellm.engines.forward.kv_memory import zeroed
 from sagellm.engines.forward.memory import available_memory_bytes
 
 
@@ -55,9 +56,8 @@ class TorchForwardBackend(ForwardBackendProtocol):
         group = layout.group
         dtype = getattr(torch, group.dtype)
         try:
-            # Zeros: KV never written must not hold infinities, and memory once touched cannot run out.
-            flat = torch.zeros(needed // layout.item_bytes, dtype=dtype, device=self._device)
-        except (RuntimeError, MemoryError) as error:
+            flat = zeroed(needed // layout.item_bytes, dtype, self._device)
+        except (RuntimeError, MemoryError, OSError) as error:
             raise OutOfMemoryError(
                 f"KV of {num_blocks} blocks needs {needed} bytes, and {self._device} refused them: {error}"
             ) from error
