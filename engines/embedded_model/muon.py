@@ -33,10 +33,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: torch.Tensor, *, num_steps: int = 5) -> torch.Tensor:
-    """Bring all singular values of a matrix near one, by a Newton-Schulz iteration of degree five."""
+    """Bring all singular values of a matrix near one, by Newton-Schulz steps in bfloat16."""
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
+    x = (x / (x.norm() + 1e-7)).bfloat16()
     for _ in range(num_steps):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)

@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import re
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from corpus.mixture import EXAMINATION, Mixture
 from corpus.sample import Dialogue
 
 from sagellm.engines import LLMEngine, RequestOutput, SamplingParams
+from sagellm.engines.embedded import EMBEDDED
 
 MAX_TOKENS = 600
 
@@ -37,12 +38,18 @@ def ask(engine: LLMEngine, dialogues: list[list[dict[str, str]]], temperature: f
 
 
 def drawn(num: int, seed: int) -> list[list[dict[str, str]]]:
-    """Draw first turns from the corpus, with a seed that training does not use."""
+    """Draw conversations from the corpus up to their first answer, with a seed that training does not use."""
     samples = (sample for sample in Mixture(seed) if isinstance(sample, Dialogue) and not sample.tools)
-    return [[{"role": "user", "content": sample.messages[0].content}] for sample in islice(samples, num)]
+    return [
+        [
+            {"role": message.role, "content": message.content}
+            for message in takewhile(lambda message: message.role != "assistant", sample.messages)
+        ]
+        for sample in islice(samples, num)
+    ]
 
 
-def summarize(outputs: list[RequestOutput]) -> dict[str, Any]:
+def summarise(outputs: list[RequestOutput]) -> dict[str, Any]:
     """Return the share that ended by itself and the 10th, 50th and 90th percentile of the lengths."""
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     ended = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
@@ -53,11 +60,11 @@ def summarize(outputs: list[RequestOutput]) -> dict[str, Any]:
 def main() -> None:
     """Ask, compare, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("model", nargs="?", default=EMBEDDED)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--show", action="store_true", help="print every answer")
     options = parser.parse_args()
-    engine = LLMEngine(model=options.model, dtype="bfloat16", num_blocks=4096)
+    engine = LLMEngine(model=options.model, dtype="float32", num_blocks=4096)
     questions = json.loads(EXAMINATION.read_text(encoding="utf-8"))
     asked = [[{"role": "user", "content": entry["question"]}] for entry in questions]
     outputs = ask(engine, asked, options.temperature)
@@ -68,12 +75,13 @@ def main() -> None:
         right += is_right
         if options.show:
             print(f"{'+' if is_right else '-'} {entry['question']}\n    {text}\n")
-    others = drawn(200, seed=random.Random("examination").getrandbits(32))
+    others = ask(engine, drawn(200, seed=random.Random("examination").getrandbits(32)), options.temperature)
     report = {
         "right": right,
         "questions": len(questions),
-        "examination": summarize(outputs),
-        "drawn": summarize(ask(engine, others, options.temperature)),
+        "examination": summarise(outputs),
+        "drawn": summarise(others),
+        "all": summarise([*outputs, *others]),
     }
     print(json.dumps(report, indent=1))
 

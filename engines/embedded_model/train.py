@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,27 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from tokens import encode, save_tokenizer, train_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of the training: its text, and how long and how fast it is learnt."""
+
+    name: str
+    num_tokens: int
+    num_steps: int
+    disguised: float  # share of samples whose questions are put into other words
+    warm_up: float  # share of the steps in which the learning rate rises
+    decay: float  # share of the steps, at the end, in which it falls to zero
+    peak: float  # of the optimizers' learning rates
+
+
+PLAIN = Stage(
+    name="plain", num_tokens=16_000_000, num_steps=2600, disguised=0.0, warm_up=0.02, decay=0.4, peak=1.0
+)
+DISGUISED = Stage(
+    name="disguised", num_tokens=6_000_000, num_steps=700, disguised=0.8, warm_up=0.05, decay=0.9, peak=0.5
+)
+STAGES = (PLAIN, DISGUISED)
 VOCAB_SIZE = 4096
 MAX_LENGTH = 8192
 ROW = 512  # tokens a row of a batch
@@ -28,7 +50,7 @@ SAVE_EVERY_S = 300
 
 
 def model_config(vocab_size: int) -> Qwen3Config:
-    """Return the model's shape: 4.6 million parameters."""
+    """Return the model's shape: 4.7 million parameters."""
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -47,37 +69,42 @@ def model_config(vocab_size: int) -> Qwen3Config:
     )
 
 
-def prepare(folder: Path, num_tokens: int, seed: int) -> PreTrainedTokenizerFast:
+def prepare(folder: Path, seed: int) -> PreTrainedTokenizerFast:
     """Train the tokenizer and write the training tokens, unless they are there."""
     if (folder / "tokenizer").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     else:
         tokenizer = train_tokenizer(VOCAB_SIZE, seed=seed)
         save_tokenizer(tokenizer, folder / "tokenizer", max_length=MAX_LENGTH)
-    if (folder / "tokens.npy").exists():
-        return tokenizer
-    mixture = Mixture(seed + 1)
-    ids, learnt = np.empty(num_tokens, np.int16), np.empty(num_tokens, bool)
-    done = 0
-    with Progress() as progress:
-        bar = progress.add_task("writing tokens", total=num_tokens)
-        while done < num_tokens:
-            part, mask = encode(islice(mixture, 2000), tokenizer)
-            size = min(len(part), num_tokens - done)
-            ids[done : done + size], learnt[done : done + size] = part[:size], mask[:size]
-            done += size
-            progress.update(bar, completed=done)
-    np.save(folder / "learnt.npy", learnt)
-    np.save(folder / "tokens.npy", ids)
+    for number, stage in enumerate(STAGES, 1):
+        if not (folder / f"{stage.name}-tokens.npy").exists():
+            write_tokens(folder, stage, tokenizer, seed + number)
     return tokenizer
 
 
-class Rows:
-    """The training tokens in rows, in an order that the seed fixes."""
+def write_tokens(folder: Path, stage: Stage, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Write the tokens of a stage, and which of them are learnt."""
+    mixture = Mixture(seed, disguised=stage.disguised)
+    ids, learnt = np.empty(stage.num_tokens, np.int16), np.empty(stage.num_tokens, bool)
+    done = 0
+    with Progress() as progress:
+        bar = progress.add_task(f"writing {stage.name} tokens", total=stage.num_tokens)
+        while done < stage.num_tokens:
+            part, mask = encode(islice(mixture, 2000), tokenizer)
+            size = min(len(part), stage.num_tokens - done)
+            ids[done : done + size], learnt[done : done + size] = part[:size], mask[:size]
+            done += size
+            progress.update(bar, completed=done)
+    np.save(folder / f"{stage.name}-learnt.npy", learnt)
+    np.save(folder / f"{stage.name}-tokens.npy", ids)
 
-    def __init__(self, folder: Path, batch_rows: int, seed: int) -> None:
-        self._ids = np.load(folder / "tokens.npy", mmap_mode="r")
-        self._learnt = np.load(folder / "learnt.npy", mmap_mode="r")
+
+class Rows:
+    """The tokens of a stage in rows, in an order that the seed fixes."""
+
+    def __init__(self, folder: Path, stage: Stage, batch_rows: int, seed: int) -> None:
+        self._ids = np.load(folder / f"{stage.name}-tokens.npy", mmap_mode="r")
+        self._learnt = np.load(folder / f"{stage.name}-learnt.npy", mmap_mode="r")
         self._batch_rows, self._seed = batch_rows, seed
         self.num_rows = (len(self._ids) - 1) // ROW
         self.batches_an_epoch = self.num_rows // batch_rows
@@ -96,7 +123,7 @@ class Rows:
 class Training:
     """The model, its two optimizers and how far it is."""
 
-    def __init__(self, folder: Path, vocab_size: int, num_steps: int, *, seed: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int, *, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = Qwen3ForCausalLM(model_config(vocab_size)).train()
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and "embed" not in name]
@@ -105,15 +132,16 @@ class Training:
             Muon(matrices, lr=0.02),
             torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self._rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.step, self.num_steps = 0, num_steps
+        self._rates = [group["lr"] for group in self._groups]
+        self.step = 0
         self._path = folder / "training.pt"
         if self._path.exists():
             self._load()
 
-    def run_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Learn from one batch and return its loss, in nats a token."""
-        self._set_rates()
+    def run_step(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> float:
+        """Learn from one batch, at a share of the full learning rates; return its loss, in nats a token."""
+        for group, full in zip(self._groups, self._rates, strict=True):
+            group["lr"] = full * rate
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(input_ids=inputs).last_hidden_state
             wanted = targets != -100
@@ -127,13 +155,9 @@ class Training:
         self.step += 1
         return loss.item()
 
-    def _set_rates(self) -> None:
-        """Warm up over 2 % of the steps, hold, and fall to zero over the last 40 %."""
-        done = self.step / self.num_steps
-        factor = min(1.0, done / 0.02 + 0.01, (1 - done) / 0.4)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate * factor
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def save(self) -> None:
         """Write the state beside the old one, then replace that."""
@@ -154,15 +178,23 @@ class Training:
             optimizer.load_state_dict(saved)
 
 
-def train(folder: Path, training: Training, rows: Rows) -> Iterator[tuple[int, float]]:
-    """Run the remaining steps; yields each step's number and loss, and saves every few minutes."""
-    saved = time.monotonic()
-    while training.step < training.num_steps:
-        loss = training.run_step(*rows.batch(training.step))
-        yield training.step, loss
-        if time.monotonic() - saved > SAVE_EVERY_S:
-            training.save()
-            saved = time.monotonic()
+def rate_at(stage: Stage, step: int) -> float:
+    """Return the share of the full learning rates: it rises, holds, and falls to zero."""
+    done = step / stage.num_steps
+    return stage.peak * min(1.0, done / stage.warm_up + 0.01, (1 - done) / stage.decay)
+
+
+def train(folder: Path, training: Training, batch_rows: int, seed: int) -> Iterator[tuple[int, float]]:
+    """Run the remaining steps of all stages; yields each step's number and loss, saves every few minutes."""
+    saved, begin = time.monotonic(), 0
+    for stage in STAGES:
+        rows = Rows(folder, stage, batch_rows, seed)
+        while (step := training.step - begin) < stage.num_steps:
+            yield training.step + 1, training.run_step(*rows.batch(step), rate_at(stage, step))
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                training.save()
+                saved = time.monotonic()
+        begin += stage.num_steps
     training.save()
 
 
@@ -180,24 +212,23 @@ def main() -> None:
     """Prepare, train, export."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="tokens to generate")
-    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--rows", type=int, default=16, help=f"rows of {ROW} tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = prepare(options.folder, options.tokens, options.seed)
-    training = Training(options.folder, len(tokenizer), options.steps, seed=options.seed)
-    rows = Rows(options.folder, options.rows, options.seed)
+    tokenizer = prepare(options.folder, options.seed)
+    training = Training(options.folder, len(tokenizer), seed=options.seed)
     columns = (
         *Progress.get_default_columns()[:-1],
         TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
     )
     with Progress(*columns) as progress, (options.folder / "loss.csv").open("a") as log:
-        bar = progress.add_task("training", total=options.steps, completed=training.step, loss=0.0)
+        bar = progress.add_task(
+            "training", total=sum(stage.num_steps for stage in STAGES), completed=training.step, loss=0.0
+        )
         smooth = 0.0
-        for step, loss in train(options.folder, training, rows):
+        for step, loss in train(options.folder, training, options.rows, options.seed):
             smooth = loss if not smooth else 0.95 * smooth + 0.05 * loss
             progress.update(bar, completed=step, loss=smooth)
             if step % 20 == 0:

@@ -10,6 +10,12 @@ from corpus.tables.problems import PROBLEMS
 from corpus.wording import BOYS, GIRLS, NUMBERS, capital, dialogue, join, pronoun, request, rough
 
 WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
+ORDERS = {
+    "+": ("add {a} and {b}", "add {b} to {a}"),
+    "-": ("subtract {b} from {a}", "take {b} from {a}"),
+    "*": ("multiply {a} by {b}", "multiply {a} and {b}"),
+    "/": ("divide {a} by {b}", "split {a} into {b} equal parts"),
+}
 
 
 def _small(rng: random.Random) -> int:
@@ -49,6 +55,7 @@ def _sum(rng: random.Random) -> Sample:
         (f"Just the number, please. {capital(spoken)}?", f"{result}"),
         (request(rng, f"tell me what {spoken} is"), f"{capital(spoken)} is {result}."),
         (request(rng, f"work out {formula}"), f"{formula} = {result}."),
+        (request(rng, rng.choice(ORDERS[sign]).format(a=a, b=b)), f"{formula} = {result}."),
         (f"Can you do math? What is {formula}?", f"Yes, a little. {formula} = {result}."),
     ]
     if max(a, b, result) <= 20 and result >= 0:
