@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sagellm.core import Namespace, RequestStatus, get_logger, version
+from sagellm.core import ConfigError, Namespace, RequestStatus, get_logger, version
 from sagellm.core.logging import configure
 from sagellm.core.namespace import DEFAULT
 
@@ -70,3 +70,8 @@ def test_a_second_configuration_replaces_the_first(
     assert capsys.readouterr().err.endswith("WARNING sagellm.test: loud\n")
     assert len(root_logger.handlers) == 1
     assert getattr(root_logger.handlers[0], "stream", None) is sys.stderr
+
+
+def test_a_level_that_is_none_is_told() -> None:
+    with pytest.raises(ConfigError, match="log level 'loud'; it must be one of DEBUG"):
+        configure("loud")

@@ -154,7 +154,7 @@ def test_wrong_messages_are_told(messages, told):
 
 def test_content_may_come_in_parts():
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    assert read_conversations([{"role": "user", "content": parts}]) == [[ChatMessage("user", "Hello")]]
+    assert read_conversations([{"role": "user", "content": parts}]) == [[ChatMessage("user", "Hel\nlo")]]
 
 
 def test_the_engine_answers_one_conversation_or_several(make_engine):

@@ -123,6 +123,16 @@ def test_an_interrupted_download_is_not_taken_for_the_model(sharded, tmp_path):
         resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=True)
 
 
+def test_a_repository_of_a_tokenizer_alone_is_found(sharded, tmp_path):
+    snapshot = cached(sharded, tmp_path / "hub")
+    for file in (*snapshot.glob("*.safetensors"), snapshot / INDEX, snapshot / "config.json"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="offline mode"):
+        resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=True)
+    found = resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=True, has_weights=False)
+    assert found == snapshot
+
+
 def test_a_damaged_index_in_the_cache_is_named(sharded, tmp_path):
     edit_json(cached(sharded, tmp_path / "hub") / INDEX, weight_map=["a"])
     with pytest.raises(CheckpointError, match="has no weight_map"):
@@ -130,7 +140,9 @@ def test_a_damaged_index_in_the_cache_is_named(sharded, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("config.json", "is a file; give the directory"), ("no/such/folder", "no hub id")]
+    ("name", "message"),
+    [("config.json", "is a file; give the directory"), ("no/such/folder", "no hub id")]
+    + [(name, "no hub id") for name in ("foo.git", "foo-", "org/foo.", "-org/foo", "a--b", "org/")],
 )
 def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(single, monkeypatch, name, message):
     monkeypatch.chdir(single)

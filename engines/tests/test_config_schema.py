@@ -79,7 +79,7 @@ def test_devices_are_taken(device):
         ({"dtype": "fp16"}, "model.dtype is 'fp16'; it must be one of auto, float32, bfloat16, float16"),
         ({"device": "gpu"}, "model.device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:x"}, "model.device is 'cuda:x'; it must be auto, cpu, cuda or cuda:N"),
-        ({"model": ""}, "model.name (model) is ''; it must be a text that is not empty, or null"),
+        ({"model": ""}, "model.name (model) is ''; it must be a text that is not empty"),
         ({"scheduler_passes": 3}, "scheduler.passes (scheduler_passes) is 3; it must be a list of names"),
         (
             {"enable_prefix_caching": "maybe"},

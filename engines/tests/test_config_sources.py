@@ -102,7 +102,7 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         ("SAGELLM_KV__MEMORY_FRACTION", "5e-1", "kv.memory_fraction", 0.5),
         ("SAGELLM_KV__NUM_BLOCKS", "null", "kv.num_blocks", None),
         ("SAGELLM_MODEL__REVISION", "1e10", "model.revision", "1e10"),
-        ("SAGELLM_MODEL__NAME", "", "model.name", None),
+        ("SAGELLM_MODEL__NAME", "", "model.name", "embedded"),
     ],
 )
 def test_text_becomes_the_type_of_its_setting(place, variable, text, key, value):

@@ -167,11 +167,6 @@ def test_an_unknown_module_is_found_before_a_model_is_looked_for():
         LLMEngine(model="no/such/folder/at all", eviction_policy="lruu")
 
 
-def test_no_model_says_how_to_name_one():
-    with pytest.raises(ConfigError, match="model"):
-        LLMEngine()
-
-
 @pytest.mark.parametrize("num_blocks", [10**10, 10**15])
 def test_more_blocks_than_memory_holds_are_refused_at_once(make_engine, num_blocks):
     started = time.perf_counter()

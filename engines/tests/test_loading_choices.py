@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from sagellm.core import CheckpointError, ConfigError, NullModelFamily, PluginRegistry, UnsupportedModelError
+from sagellm.engines import LLMEngine
 from sagellm.engines.loading import (
     GenerationDefaults,
     installed_families,
@@ -112,3 +115,16 @@ def test_a_checkpoint_may_lack_a_tokenizer_but_not_have_a_damaged_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_loading_shows_its_bytes_on_a_terminal(checkpoint, monkeypatch):
+    read = []
+
+    @contextmanager
+    def bar(label, *, total, enabled=True):
+        yield read.append
+        assert (label, sum(read)) == ("loading weights", total)
+
+    monkeypatch.setattr("sagellm.engines.loading.load.progress_bar", bar)
+    LLMEngine(model=checkpoint, num_blocks=8, device="cpu")
+    assert sum(read) > 1000

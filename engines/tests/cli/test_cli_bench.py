@@ -158,10 +158,16 @@ def test_latency_of_a_small_model(sage, checkpoint):
 
 
 @pytest.mark.parametrize("command", ["throughput", "latency"])
-def test_an_engine_needs_a_model_and_sensible_lengths(sage, command):
-    result = sage("llm", "bench", command)
-    assert (result.code, "no model is named" in result.err) == (2, True)
-    assert sage("llm", "bench", command, "--output-len", "0").code == 2
+def test_lengths_must_be_sensible(sage, command):
+    result = sage("llm", "bench", command, "--output-len", "0")
+    assert (result.code, "no distribution of lengths" in result.err) == (2, True), result.err
+
+
+def test_without_a_model_the_embedded_one_is_measured_and_named(sage):
+    result = sage(
+        "llm", "bench", "latency", *SHORT, "--num-blocks", "64", "--device", "cpu", "--repeats", "2"
+    )
+    assert (result.code, "embedded model" in result.err) == (0, True), result.err
 
 
 @pytest.mark.parametrize("command", ["serve", "throughput", "latency"])

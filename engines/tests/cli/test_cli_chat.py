@@ -150,9 +150,11 @@ def test_in_a_pipe_each_line_is_a_question_and_answers_alone_are_printed(
     assert len(session.conversation.turns) == 2
 
 
-def test_without_a_model_the_message_says_how_to_name_one(sage):
-    result = sage("llm", "chat")
-    assert (result.code, "--model DIRECTORY or --model HUB_ID" in result.err) == (2, True)
+def test_without_a_model_the_embedded_one_answers_and_says_so(sage, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is a KV cache?\n"))
+    result = sage("llm", "chat", "--temperature", "0", "--num-blocks", "64", "--device", "cpu")
+    assert (result.code, "keys" in result.out) == (0, True), result.err
+    assert result.err.startswith("using the small embedded model")
 
 
 def test_a_wrong_flag_is_told_before_anything_is_loaded(sage):

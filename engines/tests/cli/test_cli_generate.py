@@ -11,12 +11,18 @@ import pytest
 import sagellm.engines
 from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from sagellm.engines.cli.generated import TextPrinter
+from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.text import ChatTemplate
+
+SMALL = ("--num-blocks", "64", "--device", "cpu")
+REAL = (*SMALL, "--max-tokens", "8", "--temperature", "0", "--dtype", "float32")
 
 
 class FakeEngine:
     """Answers each prompt with its words in capitals, one a step, the last prompt first."""
 
     made: ClassVar[list] = []
+    chat_template = ChatTemplate(None)
     default_params = SamplingParams(temperature=0.6, top_k=11)
 
     def __init__(self, config):
@@ -149,13 +155,25 @@ def test_the_model_may_come_from_a_file(sage, engine, tmp_path):
     (tmp_path / "sagellm.yaml").write_text("model: {name: from-file}")
     assert sage("llm", "generate", "x").code == 0
     assert engine[0].config.model.name == "from-file"
-    assert engine[0].params[0].max_tokens == 128
+    assert engine[0].params[0].max_tokens == 256
 
 
-def test_without_a_model_the_message_says_how_to_name_one(sage):
-    result = sage("llm", "generate", "x")
-    assert result.code == 2
-    assert "--model DIRECTORY or --model HUB_ID" in result.err
+def test_without_a_model_the_embedded_one_answers_and_says_so(sage):
+    result = sage("llm", "generate", "What is a KV cache?", "--temperature", "0", *SMALL)
+    assert (result.code, "keys" in result.out) == (0, True), result.err
+    assert result.err.startswith("using the small embedded model")
+    assert "--model" in result.err.splitlines()[0]
+
+
+def test_a_prompt_is_what_a_user_says_unless_it_is_raw(sage, checkpoint):
+    prompt = "the quick brown fox"
+    run = ("llm", "generate", prompt, "--model", checkpoint, *REAL, "--json")
+    [asked], [raw] = sage(*run).json["outputs"], sage(*run, "--raw").json["outputs"]
+    tokenizer = load_tokenizer(checkpoint)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    assert asked["num_prompt_tokens"] == len(chat["input_ids"])
+    assert raw["num_prompt_tokens"] == len(tokenizer(prompt)["input_ids"])
+    assert asked["prompt"] == raw["prompt"] == prompt
 
 
 def test_without_a_prompt_it_is_told_what_is_missing(sage):
@@ -226,25 +244,11 @@ def test_a_long_prompt_is_shortened_in_its_heading(capfd):
     assert (len(heading), heading[-1]) == (len("[1/2] ") + 60, "…")
 
 
-def test_a_terminal_is_told_that_a_model_is_being_loaded(sage, engine, monkeypatch, tmp_path):
-    assert "loading" not in sage("llm", "generate", "x", "--model", tmp_path).err
+def test_a_terminal_is_told_that_the_engine_starts(sage, engine, monkeypatch, tmp_path):
+    assert "starting" not in sage("llm", "generate", "x", "--model", tmp_path).err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     result = sage("llm", "generate", "x", "--model", tmp_path)
-    assert (result.code, "loading" in result.err) == (0, True)
-
-
-REAL = (
-    "--num-blocks",
-    "64",
-    "--max-tokens",
-    "8",
-    "--temperature",
-    "0",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-)
+    assert (result.code, "starting" in result.err) == (0, True)
 
 
 def test_a_real_engine_streams_what_it_returns_whole(sage, checkpoint):

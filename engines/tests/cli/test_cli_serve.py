@@ -103,6 +103,16 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port):
     assert "no engine runs" in sage_process("cache", "stats").stderr
 
 
+def test_two_models_are_one_too_many(sage_process):
+    result = sage_process("serve", "one", "--model", "other")
+    assert (result.returncode, "two models are named" in result.stderr) == (2, True)
+
+
+def test_an_open_address_without_a_key_is_refused_before_anything_is_loaded(sage_process):
+    result = sage_process("serve", "absent/model", "--host", "0.0.0.0")
+    assert (result.returncode, "server.api_keys is empty" in result.stderr) == (2, True)
+
+
 def test_what_keeps_an_engine_from_starting_is_said(sage_process, tmp_path, port):
     result = sage_process("engine", "start", tmp_path / "nowhere", "--port", port)
     assert result.returncode == 1
@@ -119,11 +129,13 @@ def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, port):
         time.sleep(0.01)
         assert reading.is_alive() or chunks
     serving.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+    assert reading.is_alive(), "the stream is to run on while others are refused"
     reading.join(READY_S)
     assert chunks[-1].get("choices", [chunks[-1]])[0].get("finish_reason") == "length", chunks[-1]
     assert serving.wait(READY_S) == 0
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{port}/health")
 
 
 def test_a_second_signal_stops_at_once(serving, port):

@@ -103,7 +103,7 @@ def test_of_two_engines_one_is_named(engine, make_engine, run_engine, sage):
 @pytest.mark.parametrize("name", ["cache", "pool", "eviction", "scheduler", "predictor", "accel", "comm"])
 def test_without_an_engine_it_is_told_how_to_start_one(sage, run_engine, name):
     result = sage("llm", name, "stats")
-    assert (result.code, "sage llm engine start MODEL" in result.err) == (1, True)
+    assert (result.code, "sage llm engine start" in result.err) == (1, True)
 
 
 @pytest.mark.parametrize(

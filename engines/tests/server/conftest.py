@@ -130,7 +130,6 @@ class ScriptedStream:
         if self._output.finished or self._closed.is_set():
             raise StopAsyncIteration
         step = next(self._steps, None)
-        await asyncio.sleep(0)
         if step is None:
             await self._closed.wait()
             raise StopAsyncIteration
@@ -144,6 +143,7 @@ class ScriptedStream:
             output.text += step
             output.token_ids.append(7)
             self._output.metrics.num_output_tokens += 1
+        await asyncio.sleep(0)  # as an engine's, the object has grown before its consumer hears of it
         return self._output
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class ScriptedStream:
 class ScriptedFront:
     """An engine without a model."""
 
-    tokenizer = None
+    tokenizer: Any = None
     default_params = SamplingParams()
     model_name = "scripted"
     max_model_len = 1000
@@ -191,8 +191,10 @@ def scripted() -> Iterator[Callable[..., RunningServer]]:
     """Start a server over a ScriptedFront."""
     running: list[RunningServer] = []
 
-    def start(*script: Any, **settings: Any) -> RunningServer:
-        running.append(RunningServer(ScriptedFront(*script), **settings))
+    def start(*script: Any, tokenizer: Any = None, **settings: Any) -> RunningServer:
+        front = ScriptedFront(*script)
+        front.tokenizer = tokenizer
+        running.append(RunningServer(front, **settings))
         return running[-1]
 
     yield start

@@ -30,6 +30,22 @@ def test_a_stream_ends_with_done(scripted):
     assert [json.loads(line)["choices"][0]["text"] for line in lines[:-1]] == ["a", "b", ""]
 
 
+def test_a_failure_is_not_hidden_with_the_output(scripted):
+    body = {**BODY, "stream": True, "echo": True, "max_tokens": 0}
+    answer = scripted("a", "error").http.post("/v1/completions", json=body)
+    assert (answer.status_code, "internal_error" in answer.text) == (500, True)
+
+
+def test_prompts_that_end_at_once_are_counted_once(scripted):
+    """A finished object that grew while it waited to be written is told of twice."""
+    server = scripted("a", "b", "length")
+    answer = server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2], [3]]})
+    assert answer.status_code == 200, answer.text
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["ab"] * 3
+    metrics = server.http.get("/metrics").text
+    assert 'sagellm:e2e_request_latency_seconds_count{engine="0",model_name="small"} 3.0' in metrics
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "status"),
     [

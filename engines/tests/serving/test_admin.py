@@ -60,7 +60,7 @@ def test_a_core_that_cannot_start_says_why(tmp_path):
         def answer():
             peer, _ = listener.accept()
             with peer:
-                peer.sendall(encode(Failed("CheckpointError", "there are no weights")))
+                peer.sendall(encode(Failed("there are no weights")))
 
         thread = threading.Thread(target=answer)
         thread.start()

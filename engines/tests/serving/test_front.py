@@ -85,7 +85,8 @@ def test_every_stream_of_a_killed_core_ends_with_an_error_and_the_next_request_r
             with pytest.raises(EngineDeadError, match="send the request again"):
                 async for _ in stream:
                     pass
-        await asyncio.gather(calling, return_exceptions=True)
+        with pytest.raises(EngineDeadError):
+            await calling
         assert front.num_live == 0
         tokens = await read(front, PROMPTS[0])
         assert front.supervisor.num_restarts == 1
@@ -143,18 +144,6 @@ def test_bad_requests_are_errors_and_leave_nothing(with_front):
     with_front(use)
 
 
-def test_draining_waits_for_what_runs_and_says_whether_it_ended(with_front):
-    async def use(front):
-        streams = [await front.add_request(prompt, GREEDY) for prompt in PROMPTS]
-        assert await front.drain(30)
-        endless = await front.add_request([5], LONG)
-        assert not await front.drain(0)
-        endless.close()
-        return [[output async for output in stream][-1].finished for stream in streams]
-
-    assert with_front(use) == [True] * len(PROMPTS)
-
-
 def test_a_core_that_cannot_start_says_why(tmp_path):
     async def main():
         config = EngineConfig.from_flat(model=tmp_path / "nowhere")
@@ -163,6 +152,42 @@ def test_a_core_that_cannot_start_says_why(tmp_path):
     with pytest.raises(EngineError, match="nowhere"):
         asyncio.run(asyncio.wait_for(main(), 60))
     assert not (tmp_path / "core.sock").exists()
+
+
+def test_a_process_that_cannot_be_started_is_no_endless_wait(config, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("sagellm.engines.serving.core_handle.subprocess.Popen", refuse)
+    with pytest.raises(EngineError, match="Cannot allocate memory"):
+        asyncio.run(asyncio.wait_for(Front.start(config, tmp_path / "core.sock", tokenizer=None), 30))
+
+
+def test_closing_ends_the_waits_for_a_core_that_is_being_started(with_front):
+    async def use(front):
+        os.kill(front.supervisor.core.pid, signal.SIGKILL)
+        while front.is_ready:
+            await asyncio.sleep(0.005)
+        waiting = asyncio.create_task(front.add_request([5], GREEDY))
+        await asyncio.sleep(0.05)
+        await front.close()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await asyncio.wait_for(waiting, 20)
+
+    with_front(use)
+
+
+def test_an_output_that_came_whole_is_read_though_the_core_died_since(with_front):
+    async def use(front):
+        stream = await front.add_request([5], GREEDY)
+        while front.num_live:
+            await asyncio.sleep(0.01)
+        os.kill(front.supervisor.core.pid, signal.SIGKILL)
+        while front.is_ready:
+            await asyncio.sleep(0.005)
+        return [output async for output in stream][-1].outputs[0].finish_reason
+
+    assert with_front(use) == "length"
 
 
 def test_after_closing_nothing_is_left(with_front, tmp_path):

@@ -9,7 +9,10 @@ import json
 import logging
 import sys
 
+from sagellm.core.errors import ConfigError
+
 ROOT = "sagellm"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -34,7 +37,12 @@ class JSONFormatter(logging.Formatter):
 
 
 def configure(level: str = "WARNING", *, as_json: bool = False) -> None:
-    """Send the records of all sageLLM packages to standard error. A second call replaces the first."""
+    """Send the records of all sageLLM packages to standard error. A second call replaces the first.
+
+    Raises ConfigError for a level that is none of LEVELS; case does not matter.
+    """
+    if level.upper() not in LEVELS:
+        raise ConfigError(f"log level {level!r}; it must be one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(JSONFormatter() if as_json else plain)

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine, OutputStream as OutputStream
+    from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from sagellm.engines.client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
     from sagellm.engines.llm_engine import LLMEngine as LLMEngine
+    from sagellm.engines.output_stream import OutputStream as OutputStream
     from sagellm.engines.outputs import (
         CompletionOutput as CompletionOutput,
         Logprob as Logprob,
@@ -58,7 +59,7 @@ __getattr__ = lazy(
         "InputProcessor": ".input_processor",
         "LLMEngine": ".llm_engine",
         "Logprob": ".outputs",
-        "OutputStream": ".async_engine",
+        "OutputStream": ".output_stream",
         "RequestMetrics": ".outputs",
         "RequestOutput": ".outputs",
         "SampledToken": ".sampling.rows",

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from sagellm.core import (
     DEFAULT,
@@ -21,6 +22,7 @@ from sagellm.core import (
 )
 from sagellm.engines.input_processor import Prompt
 from sagellm.engines.llm_engine import LLMEngine
+from sagellm.engines.output_stream import OutputStream
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -29,46 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-
-
-class OutputStream:
-    """The outputs of one request as they come, each whole so far; ends after the last.
-
-    A consumer that goes away (break, cancellation, garbage collection) aborts the request.
-    """
-
-    def __init__(self, engine: AsyncLLMEngine, request_id: RequestId) -> None:
-        self.request_id = request_id
-        self._engine = engine
-        self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self._done = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._done:
-            raise StopAsyncIteration
-        try:
-            item = await self.queue.get()
-        except asyncio.CancelledError:
-            self.close()
-            raise
-        if isinstance(item, BaseException):
-            self._done = True
-            raise item
-        self._done = item.finished
-        return item
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Abort the request unless it has ended. Whoever still waits for an output gets no more."""
-        if not self._done:
-            self._done = True
-            self.queue.put_nowait(StopAsyncIteration())
-            self._engine._drop(self.request_id)
 
 
 class AsyncLLMEngine:
@@ -84,7 +46,7 @@ class AsyncLLMEngine:
             )
         self.engine = engine or LLMEngine(**settings)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sagellm-step")
-        self._queues: dict[RequestId, Callable[[RequestOutput | BaseException], None]] = {}
+        self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -107,7 +69,7 @@ class AsyncLLMEngine:
     @property
     def model_name(self) -> str:
         """The model as it was named."""
-        return self.engine.config.model.name or ""
+        return self.engine.config.model.name
 
     @property
     def max_model_len(self) -> int:
@@ -146,8 +108,7 @@ class AsyncLLMEngine:
         except (asyncio.CancelledError, EngineError):  # nobody will know of it
             adding.add_done_callback(self._forsake)
             raise
-        stream = OutputStream(self, made_id)
-        self._queues[made_id] = stream.queue.put_nowait  # not the stream itself: it must be able to go away
+        stream = self._streams[made_id] = OutputStream(made_id, self._abort_soon)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_until_idle())
         return stream
@@ -172,17 +133,12 @@ class AsyncLLMEngine:
     async def close(self) -> None:
         """Abort everything and end the thread."""
         self._closed = True
-        for request_id in list(self._queues):
+        for request_id in list(self._streams):
             with suppress(UnknownRequestError):  # it has just ended; its last output is on its way
                 await self._abort(request_id)
         if self._stepping is not None:
             await self._stepping
         self._thread.shutdown(wait=True)
-
-    def _drop(self, request_id: RequestId) -> None:
-        """Abort the request of a consumer that is gone; may be called from a destructor."""
-        if self._queues.pop(request_id, None) is not None:
-            self._abort_soon(request_id)
 
     def _forsake(self, adding: Future[RequestId]) -> None:
         """Abort a request whose caller left while it was added."""
@@ -190,6 +146,8 @@ class AsyncLLMEngine:
             self._abort_soon(adding.result())
 
     def _abort_soon(self, request_id: RequestId) -> None:
+        """Abort the request of a consumer that is gone; may be called from a destructor."""
+        self._streams.pop(request_id, None)
         with suppress(RuntimeError):  # the thread has ended, and the engine with it
             self._thread.submit(self._abort_quietly, request_id)
 
@@ -203,8 +161,8 @@ class AsyncLLMEngine:
 
     async def _abort(self, request_id: RequestId) -> None:
         output = await self._call(lambda: self.engine.abort_with_output(request_id).snapshot())
-        if (put := self._queues.pop(request_id, None)) is not None:
-            put(output)
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            stream.put(output)
 
     async def _call(self, function: Callable[[], T]) -> T:
         future: Future[T] = self._thread.submit(function)
@@ -212,7 +170,7 @@ class AsyncLLMEngine:
 
     async def _step_until_idle(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._queues:
+        while self._streams:
             try:
                 outputs = await loop.run_in_executor(self._thread, self._step)
             except Exception as error:
@@ -223,18 +181,16 @@ class AsyncLLMEngine:
                 )
                 return
             for output in outputs:
-                put = self._queues.get(output.request_id)
-                if put is None:
+                if (stream := self._streams.get(output.request_id)) is None:
                     continue
                 if output.finished:
-                    del self._queues[output.request_id]
-                put(output)
+                    del self._streams[output.request_id]
+                stream.put(output)
 
     def _step(self) -> list[RequestOutput]:
         return [output.snapshot() for output in self.engine.step()]
 
     def _fail_all(self, error: BaseException) -> None:
-        queues, self._queues = self._queues, {}
-        for request_id, put in queues.items():
-            put(error)
+        for request_id, stream in list(self._streams.items()):
+            stream.fail(error)
             self._abort_soon(request_id)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Seq[int]
+
+LONG_TEXT = 4096
+"""Characters from which on a text is worth tokenizing on another thread."""
 """Text, or token ids."""
 
 

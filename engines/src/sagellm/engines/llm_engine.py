@@ -189,7 +189,7 @@ class LLMEngine(EngineProtocol):
                     for output in self.step():
                         if output.finished and output.request_id in wanted:
                             finished[output.request_id] = output
-                            advance()
+                            advance(1)
         except BaseException:  # Ctrl-C must not leave requests behind that hold blocks
             for request_id in wanted - finished.keys():
                 if request_id in self._output:

@@ -42,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
         "gpus": [gpu.name for gpu in found.gpus],
         **({"torch_threads": torch.get_num_threads()} if torch is not None else {}),
         "python": platform.python_version(),
-        **{name: _installed(distribution) for name, distribution in _VERSIONS.items()},
+        **{name: installed_version(distribution) for name, distribution in _VERSIONS.items()},
     }
 
 
@@ -54,7 +54,8 @@ def peak_rss_mib() -> float:
     raise OSError("/proc/self/status has no VmHWM")
 
 
-def _installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:

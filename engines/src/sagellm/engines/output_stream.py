@@ -1,4 +1,4 @@
-"""What a consumer of the front holds: the outputs of its request as they come."""
+"""What a consumer in asyncio holds: the outputs of its request as they come."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sagellm.core import RequestId
 from sagellm.engines.outputs import RequestOutput
 
 
-class FrontStream:
-    """Yields a request's output each time it has grown: one object, whole so far; ends after the last.
+class OutputStream:
+    """Yields a request's output each time it has grown, whole so far; ends after the last.
 
     A consumer that is slow misses no token: it finds all that came in the meantime. One that goes
     away (break, cancellation, garbage collection) aborts the request.
@@ -67,7 +67,8 @@ class FrontStream:
         if not self._is_done:
             self._is_done = True
             self._wake()
-            self._drop(self.request_id)
+            if self._output is None or not self._output.finished:  # else the id may be another's by now
+                self._drop(self.request_id)
 
     def put(self, output: RequestOutput) -> None:
         """Say that the output has grown."""

@@ -25,6 +25,13 @@ class EngineMetrics:
     num_output_tokens: int = 0
     modules: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def num_held_blocks(self) -> int:
+        """KV blocks that requests hold: those in use, without what is cached and locked by nobody."""
+        pool, cache = self.modules.get("kv_pool"), self.modules.get("prefix_cache")
+        reclaimable = getattr(cache, "num_blocks", 0) - getattr(cache, "num_locked_blocks", 0)
+        return max(0, getattr(pool, "num_used_blocks", 0) - reclaimable)
+
 
 class EngineProtocol(ABC):
     """Takes requests and produces their outputs step by step.

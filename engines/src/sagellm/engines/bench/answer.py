@@ -62,7 +62,7 @@ class AnswerReader:
             choices = data.get("choices") or ()
             if any(self._take_choice(choice, now_ns) for choice in choices):
                 self._record.event_times_ns.append(now_ns)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise RequestFailedError(
                 "bad_response", f"an event of the stream is {event[:60]!r}: {error}"
             ) from error

@@ -9,7 +9,7 @@ from typing import Any
 from sagellm.core import ConfigError
 from sagellm.engines.bench.results import Result
 
-_OWN = ("base_url", "model", "api_key")  # what may differ without making two loads different
+_OWN = ("base_url", "model")  # what may differ without making two loads different
 
 
 @dataclass(frozen=True, kw_only=True)

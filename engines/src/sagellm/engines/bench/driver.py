@@ -115,16 +115,11 @@ class LoadDriver:
     async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
         answer = AnswerReader(record)
 
-        def note_sent() -> None:
-            record.sent_ns = time.perf_counter_ns()
-
         self._num_running += 1
         self._max_running = max(self._max_running, self._num_running)
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._client.request(
-                    self._path, answer.take, body=planned.body, sent=note_sent
-                )
+                response = await self._client.request(self._path, answer.take, body=planned.body)
             answer.finish(response)
         except TimeoutError:
             record.fail(RequestFailedError("timeout", f"no complete answer within {self._timeout_s:g} s"))

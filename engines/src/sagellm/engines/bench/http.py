@@ -45,7 +45,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def exchange(self, request: bytes, on_body: OnBody) -> ResponseReader:
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             raise RequestFailedError("connect", "the connection was closed at once")
         self._reader, self._on_body = ResponseReader(), on_body
         self._answer = asyncio.get_running_loop().create_future()
@@ -104,25 +104,14 @@ class HTTPClient:
         self._idle: list[_Connection] = []
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"
 
-    async def request(
-        self,
-        path: str,
-        on_body: OnBody,
-        *,
-        body: bytes | None = None,
-        sent: Callable[[], None] = lambda: None,
-    ) -> ResponseReader:
-        """Send a GET, or a POST of JSON; return when the answer is complete.
-
-        `sent` is called when a connection is there and the request leaves. Raises RequestFailedError.
-        """
+    async def request(self, path: str, on_body: OnBody, *, body: bytes | None = None) -> ResponseReader:
+        """Send a GET, or a POST of JSON; return when the answer is complete. Raises RequestFailedError."""
         method = "GET" if body is None else "POST"
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         connection = self._take_idle() or await self._connect()
         try:
-            sent()
             reader = await connection.exchange(f"{head}\r\n".encode() + (body or b""), on_body)
         except BaseException:
             connection.close()

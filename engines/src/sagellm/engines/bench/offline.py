@@ -99,7 +99,7 @@ def measure_latency(
     with progress_bar("batches", total=settings.warmup + settings.repeats, enabled=progress) as advance:
         for repeat in range(-settings.warmup, settings.repeats):
             outputs, start_ns, end_ns = workload.run(settings.num_prompts)
-            advance()
+            advance(1)
             if repeat < 0:
                 continue
             latencies_ms.append((end_ns - start_ns) / 1e6)

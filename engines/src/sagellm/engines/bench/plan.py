@@ -24,14 +24,14 @@ def plan_load(settings: LoadSettings, model: str) -> list[PlannedRequest]:
 
     All bodies are made here and kept, about 6 bytes a prompt token.
     """
-    requests = _from_trace(settings) if settings.trace else list(_synthetic(settings, settings.seed))
+    requests = _from_trace(settings) if settings.trace else list(_synthetic(settings))
     return _make(settings, model, requests, seed=settings.seed)
 
 
 def plan_warmup(settings: LoadSettings, model: str) -> list[PlannedRequest]:
-    """Return the warm-up requests: of the same kind as the load, and no token in common with it."""
+    """Return the warm-up requests: of the same kind as the load, and no beginning in common with it."""
     kind = f"warm-up {settings.seed}"
-    requests = _from_trace(settings) if settings.trace else _synthetic(settings, settings.seed)
+    requests = _from_trace(settings) if settings.trace else _synthetic(settings)
     chosen = [_without_blocks(one) for one in islice(requests, settings.warmup)]
     return _make(settings, model, chosen, seed=kind)
 
@@ -40,10 +40,10 @@ def _without_blocks(request: TraceRequest) -> TraceRequest:
     return TraceRequest(0.0, request.num_prompt_tokens, request.num_output_tokens)
 
 
-def _synthetic(settings: LoadSettings, seed: int) -> Iterator[TraceRequest]:
-    rng = Random(f"lengths {seed}")
+def _synthetic(settings: LoadSettings) -> Iterator[TraceRequest]:
+    rng = Random(f"lengths {settings.seed}")
     rate = float("inf") if settings.rate is None else settings.rate
-    moments = arrival_times(rate, settings.burstiness, seed)
+    moments = arrival_times(rate, settings.burstiness, settings.seed)
     for moment in islice(moments, settings.num_prompts or DEFAULT_NUM_PROMPTS):
         yield TraceRequest(moment, settings.input_len.draw(rng), settings.output_len.draw(rng))
 

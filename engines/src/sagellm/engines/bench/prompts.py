@@ -45,7 +45,7 @@ class PromptSettings:
 
 
 class PromptMaker:
-    """Makes prompts; the same seed makes the same ones, another seed shares nothing with them.
+    """Makes prompts; the same seed makes the same ones, another seed none that begins like them.
 
     A prompt as text has as many words as tokens were asked; how many tokens these are only the server knows.
     """

@@ -32,7 +32,6 @@ class RequestRecord:
     arrival_ns: int
     num_asked_tokens: int
     num_prompt_tokens: int
-    sent_ns: int = 0
     end_ns: int = 0
     event_times_ns: array[int] = field(default_factory=lambda: array("q"))
     finish_reason: str | None = None

@@ -76,7 +76,7 @@ async def _serve(settings: LoadSettings, *, progress: bool) -> ServeResult:
                     plan,
                     concurrency=settings.concurrency,
                     is_closed_loop=settings.is_closed_loop,
-                    on_end=advance,
+                    on_end=lambda: advance(1),
                 )
     finally:
         client.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from sagellm.engines.bench.http import HTTPClient
 from sagellm.engines.bench.records import RequestFailedError
 
 _SHOWN_MODELS = 10
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,13 @@ async def find_model(client: HTTPClient, name: str | None) -> ServedModel:
     """
     body = bytearray()
     try:
-        response = await client.request("/models", lambda _, piece, __: body.extend(piece))
+        async with asyncio.timeout(_TIMEOUT_S):
+            response = await client.request("/models", lambda _, piece, __: body.extend(piece))
+    except TimeoutError:
+        raise BenchmarkError(
+            f"{client.url} takes connections and does not answer within {_TIMEOUT_S:.0f} s; "
+            f"is it still loading its model?"
+        ) from None
     except RequestFailedError as error:
         raise BenchmarkError(
             f"no server answers at {client.url}: {error}; start one, or name another with --base-url"

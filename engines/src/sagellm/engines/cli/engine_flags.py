@@ -54,3 +54,6 @@ def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
 
 ENGINE_FLAGS = tuple(setting_flag(name, key) for name, key in FLAT_NAMES.items())
 """All but switches arrive as text, so that one place, the schema, says what a value may be."""
+
+MODEL_FLAG = ENGINE_FLAGS[:1]
+"""What stands first where a command has other tables too."""

@@ -44,7 +44,9 @@ def with_flags(*tables: Sequence[inspect.Parameter]) -> Callable[[Callable[..., 
 
 
 def command_help(text: str, default: object = None) -> str:
-    """Write a flag's help: a sentence, and its default where there is one."""
+    """Write a flag's help: a sentence, and its default where there is one; `null` is a word of files."""
+    text, _, without = text.partition("; null: ")
+    default = without or default
     sentence = f"{text[:1].upper()}{text[1:]}."
     if default is None or default == () or default == {}:
         return sentence

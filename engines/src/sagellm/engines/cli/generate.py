@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sagellm.core import ConfigError, EngineError
-from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.model import loading, model_of
-from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS, SAMPLING_NAMES
-from sagellm.engines.config.sources import load_config
+from sagellm.engines.cli.model import params_of, read_options, start_engine
+from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS
 
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine, RequestOutput, SamplingParams
     from sagellm.engines.cli.generated import TextPrinter
+    from sagellm.engines.input_processor import Prompt
 
 STDIN = "-"
 
@@ -25,40 +25,37 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
-@with_flags(SAMPLING_FLAGS, ENGINE_FLAGS)
+@with_flags(MODEL_FLAG, SAMPLING_FLAGS, ENGINE_FLAGS)
 def generate(
     prompts: Annotated[
         list[str],
         typer.Argument(
-            metavar="PROMPT", help="Texts to continue; - reads them from standard input, one a line."
+            metavar="PROMPT",
+            help="What to answer or continue; - reads prompts from standard input, one a line.",
         ),
     ],
     *,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, whatever the model.")
+    ] = False,
     stream: Annotated[bool, typer.Option(help="Print the text while it comes.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON at the end.")] = False,
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
-    """Continue prompts with a model.
+    """Answer prompts, or continue them.
+
+    A model with a chat template reads each prompt as what a user says; one without continues it.
 
     The text goes to standard output, what it took to standard error.
     """
-    from sagellm.engines.sampling.params import SamplingParams
-
-    given = {name: value for name, value in options.items() if name in SAMPLING_NAMES}
-    settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
-    given = {"max_tokens": DEFAULT_MAX_TOKENS} | given
-    SamplingParams(**given)  # a wrong flag is an error before the model is loaded
-    loaded = load_config(settings, config_file=config)
-    model = model_of(loaded.config)
+    engine_config, sampling = read_options(options, config, max_tokens=DEFAULT_MAX_TOKENS)
     texts = _read_prompts(prompts)
 
-    with loading(model):
-        from sagellm.engines import LLMEngine
-
-        engine = LLMEngine(loaded.config)
-    params = replace(engine.default_params, **given)  # the checkpoint says how it wants to be sampled
-    outputs = _run(engine, texts, params, stream=stream and not as_json, as_json=as_json)
+    engine = start_engine(engine_config)
+    params = params_of(engine, sampling)
+    asked = texts if raw or not engine.chat_template.exists else _as_users(engine, texts)
+    outputs = _run(engine, texts, asked, params, stream=stream and not as_json, as_json=as_json)
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:
         raise EngineError(f"{len(failed)} of {len(texts)} prompts failed: {failed[0]}")
@@ -76,18 +73,30 @@ def _read_prompts(prompts: list[str]) -> list[str]:
     return texts
 
 
+def _as_users(engine: LLMEngine, texts: list[str]) -> list[list[int]]:
+    from sagellm.engines.text import ChatMessage
+
+    return [engine.chat_template.render([ChatMessage("user", text)]) for text in texts]
+
+
 def _run(
-    engine: LLMEngine, texts: list[str], params: SamplingParams, *, stream: bool, as_json: bool
+    engine: LLMEngine,
+    texts: list[str],
+    asked: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    stream: bool,
+    as_json: bool,
 ) -> list[RequestOutput]:
     from sagellm.engines.cli.generated import TextPrinter, print_outputs_json, print_timings
 
     printer = TextPrinter(texts, params.n)
     if stream:
-        outputs = _generate_streaming(engine, texts, params, printer)
+        outputs = _generate_streaming(engine, asked, params, printer)
     else:
-        outputs = engine.generate(texts, params, progress=True)
+        outputs = engine.generate(asked, params, progress=True)
     if as_json:
-        print_outputs_json(outputs)
+        print_outputs_json(outputs, texts)
         return outputs
     if not stream:
         for index, output in enumerate(outputs):
@@ -97,13 +106,13 @@ def _run(
 
 
 def _generate_streaming(
-    engine: LLMEngine, texts: list[str], params: SamplingParams, printer: TextPrinter
+    engine: LLMEngine, asked: Sequence[Prompt], params: SamplingParams, printer: TextPrinter
 ) -> list[RequestOutput]:
-    place = {engine.add_request(text, params): index for index, text in enumerate(texts)}
+    place = {engine.add_request(prompt, params): index for index, prompt in enumerate(asked)}
     outputs: dict[int, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             index = place[output.request_id]
             outputs[index] = output
             printer.update(index, output)
-    return [outputs[index] for index in range(len(texts))]
+    return [outputs[index] for index in range(len(asked))]

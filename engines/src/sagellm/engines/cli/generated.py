@@ -59,9 +59,10 @@ class TextPrinter:
         return f"{gap}[{self._lane + 1}/{len(self._lanes)}] {short}"
 
 
-def print_outputs_json(outputs: Sequence[RequestOutput]) -> None:
+def print_outputs_json(outputs: Sequence[RequestOutput], prompts: Sequence[str]) -> None:
     """Print everything that is known about each request."""
-    print_json({"outputs": [_entry(output) for output in outputs]})
+    entries = [_entry(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]
+    print_json({"outputs": entries})
 
 
 def print_timings(outputs: Sequence[RequestOutput]) -> None:
@@ -86,11 +87,11 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def _entry(output: RequestOutput) -> dict[str, Any]:
+def _entry(output: RequestOutput, prompt: str) -> dict[str, Any]:
     metrics = output.metrics
     return {
         "request_id": output.request_id,
-        "prompt": output.prompt,
+        "prompt": prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "prompt_logprobs": output.prompt_logprobs,

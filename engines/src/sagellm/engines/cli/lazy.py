@@ -17,7 +17,6 @@ class Entry(NamedTuple):
 
     target: str
     summary: str
-    is_hidden: bool = False
 
 
 class LazyGroup(TyperGroup):
@@ -39,7 +38,6 @@ class LazyGroup(TyperGroup):
             module_name, _, attribute = self.table[cmd_name].target.partition(":")
             command = get_command(getattr(import_module(module_name), attribute))
             command.name = cmd_name
-            command.hidden = self.table[cmd_name].is_hidden
             self._share_debug(command)
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
@@ -47,13 +45,12 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; suggest the nearest for an unknown name."""
         if args[0] not in self.table and not args[0].startswith("-"):
-            visible = [name for name, entry in self.table.items() if not entry.is_hidden]
-            ctx.fail(f"No such command {args[0]!r}.{nearest(args[0], visible)}")
+            ctx.fail(f"No such command {args[0]!r}.{nearest(args[0], self.table)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write names and summaries into the help."""
-        rows = [(name, entry.summary) for name, entry in self.table.items() if not entry.is_hidden]
+        rows = [(name, entry.summary) for name, entry in self.table.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

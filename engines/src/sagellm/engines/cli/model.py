@@ -1,29 +1,57 @@
-"""The model of a command that runs one in its own process."""
+"""What the commands share that load a model in their own process."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sagellm.core import ConfigError
-from sagellm.engines.config.schema import EngineConfig
+import typer
+
+from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
+from sagellm.engines.cli.status_line import status_line
+from sagellm.engines.config.sources import load_config
+from sagellm.engines.embedded import EMBEDDED
+
+if TYPE_CHECKING:
+    from sagellm.engines import LLMEngine, SamplingParams
+    from sagellm.engines.config.schema import EngineConfig
 
 
-def model_of(config: EngineConfig) -> str:
-    """Return what the configuration names. Raises ConfigError if it names none."""
-    if config.model.name is None:
-        raise ConfigError(
-            "no model is named; name one with --model DIRECTORY or --model HUB_ID, or set model.name"
+def read_options(
+    options: Mapping[str, Any], config_file: Path | None, **defaults: Any
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """Split flags into an engine's configuration and what was said of sampling, over `defaults`.
+
+    Both are checked, so that a wrong flag is an error before a model is loaded.
+    """
+    from sagellm.engines.sampling.params import SamplingParams
+
+    sampling = {**defaults, **{name: value for name, value in options.items() if name in SAMPLING_NAMES}}
+    SamplingParams(**sampling)
+    settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
+    return load_config(settings, config_file=config_file).config, sampling
+
+
+def start_engine(config: EngineConfig) -> LLMEngine:
+    """Load the model; on a terminal it shows that something goes on."""
+    say_if_embedded(config.model.name)
+    with status_line("starting") if sys.stderr.isatty() else nullcontext():
+        from sagellm.engines import LLMEngine
+    return LLMEngine(config)
+
+
+def params_of(engine: LLMEngine, sampling: Mapping[str, Any]) -> SamplingParams:
+    """Return what the checkpoint wants to be sampled with, and flags over that."""
+    return replace(engine.default_params, **sampling)
+
+
+def say_if_embedded(model: str) -> None:
+    """Tell who named no model which one answers."""
+    if model == EMBEDDED:
+        typer.echo(
+            "using the small embedded model, made for trying things out; --model names another", err=True
         )
-    return config.model.name
-
-
-def loading(model: str) -> AbstractContextManager[object]:
-    """Show on a terminal that a model is being loaded; a hub id has the hub's own bars."""
-    if not sys.stderr.isatty() or not Path(model).is_dir():
-        return nullcontext()
-    from rich.console import Console
-    from rich.text import Text
-
-    return Console(stderr=True).status(Text(f"loading {model}"))

@@ -10,7 +10,7 @@ import typer
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.engines.sampling.params import SamplingParams
 
-DEFAULT_MAX_TOKENS = 128
+DEFAULT_MAX_TOKENS = 256
 
 # name → type, help; a list is a flag that may be repeated
 _FIELDS: dict[str, tuple[Any, str]] = {

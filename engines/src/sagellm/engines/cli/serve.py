@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.core import ConfigError
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.model import say_if_embedded
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.config.sources import load_config
 
@@ -20,21 +21,31 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 EngineOwnName = Annotated[
     str | None,
-    typer.Option("--name", help="Name for admin commands; engine-PORT by default.", show_default=False),
+    typer.Option(
+        "--name", metavar="NAME", help="Name for admin commands; engine-PORT by default.", show_default=False
+    ),
+]
+LogLevel = Annotated[
+    str,
+    typer.Option(
+        metavar="LEVEL",
+        envvar="SAGELLM_LOG_LEVEL",
+        help="Log from this level on: DEBUG, INFO, WARNING or ERROR.",
+    ),
 ]
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="A directory or a hub id; --model does the same."),
+    typer.Argument(metavar="MODEL", help="A directory or a hub id; --model does the same."),
 ]
 
 
 @app.command()
-@with_flags(SERVER_FLAGS, ENGINE_FLAGS)
+@with_flags(MODEL_FLAG, SERVER_FLAGS, ENGINE_FLAGS)
 def serve(
     model_argument: ModelArgument = None,
     *,
     name: EngineOwnName = None,
-    log_level: Annotated[str, typer.Option(help="Log from this level on.")] = "WARNING",
+    log_level: LogLevel = "WARNING",
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
@@ -43,12 +54,16 @@ def serve(
     Ctrl-C or SIGTERM lets running requests end first; a second one stops at once.
     """
     settings = load_config(with_model(options, model_argument), config_file=config).config
-    run_service(settings, name=name, log_level=log_level, on_ready=_say_ready)
+    run_service(settings, name=name, log_level=log_level, on_ready=say_ready)
 
 
 def with_model(options: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Put the model of the argument where the flag would put it."""
-    return options if model is None else {**options, "model": model}
+    """Put the model of the argument where the flag would put it. Raises ConfigError for two models."""
+    if model is None:
+        return options
+    if options.setdefault("model", model) != model:
+        raise ConfigError(f"two models are named, {model} and --model {options['model']}; name one")
+    return options
 
 
 def run_service(config: EngineConfig, *, name: str | None, log_level: str, on_ready: Any) -> None:
@@ -56,10 +71,12 @@ def run_service(config: EngineConfig, *, name: str | None, log_level: str, on_re
     from sagellm.core.logging import configure
     from sagellm.engines.serving.service import serve as run
 
-    configure(os.environ.get("SAGELLM_LOG_LEVEL", log_level))
+    configure(log_level)
+    say_if_embedded(config.model.name)
     typer.echo(f"loading {config.model.name}", err=True)
     run(config, name=name, log_level=log_level, on_ready=on_ready)
 
 
-def _say_ready(engine: RunningEngine) -> None:
+def say_ready(engine: RunningEngine) -> None:
+    """Tell where the engine is."""
     typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)

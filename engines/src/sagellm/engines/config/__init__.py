@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.config.schema import (
-        EngineConfig as EngineConfig,
+    from sagellm.engines.config.schema import EngineConfig as EngineConfig
+    from sagellm.engines.config.sections import (
         ForwardConfig as ForwardConfig,
         KVConfig as KVConfig,
         ModelConfig as ModelConfig,
@@ -31,12 +31,12 @@ __getattr__ = lazy(
     __name__,
     {
         "EngineConfig": ".schema",
-        "ForwardConfig": ".schema",
-        "KVConfig": ".schema",
-        "ModelConfig": ".schema",
-        "PredictorConfig": ".schema",
-        "PrefixCacheConfig": ".schema",
-        "SchedulerConfig": ".schema",
-        "ServerConfig": ".schema",
+        "ForwardConfig": ".sections",
+        "KVConfig": ".sections",
+        "ModelConfig": ".sections",
+        "PredictorConfig": ".sections",
+        "PrefixCacheConfig": ".sections",
+        "SchedulerConfig": ".sections",
+        "ServerConfig": ".sections",
     },
 )

@@ -1,7 +1,7 @@
 """The one table of flat names: what `LLMEngine(...)` and the command line call each setting.
 
 Names that mean what vLLM's mean are vLLM's. A flag is the flat name with dashes. Type, default,
-limits and help text of a setting stand in `schema.py` and are not repeated here.
+limits and help text of a setting stand in `sections.py` and are not repeated here.
 """
 
 from __future__ import annotations

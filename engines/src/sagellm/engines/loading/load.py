@@ -12,7 +12,6 @@ import torch
 from sagellm.core import (
     BuildContext,
     CausalLM,
-    ConfigError,
     ModelFamilyProtocol,
     ModelGeometry,
     PluginRegistry,
@@ -22,14 +21,15 @@ from sagellm.engines.loading.checkpoint import Checkpoint
 from sagellm.engines.loading.families import installed_families, select_family
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.placement import dtype_name, resolve_dtype
-from sagellm.engines.loading.source import resolve_source
+from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.loading.weights import WeightReader
+from sagellm.engines.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from sagellm.engines.config.schema import ModelConfig
+    from sagellm.engines.config.sections import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,16 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that a configuration names, with the model families that are installed.
 
-    Raises ConfigError if it names none, CheckpointError or UnsupportedModelError with the reason.
+    Raises CheckpointError or UnsupportedModelError with the reason.
     """
-    if settings.name is None:
-        raise ConfigError("model.name is not set; give a directory or a hub id")
     path = resolve_source(settings.name, revision=settings.revision)
-    tokenizer_path = resolve_source(settings.tokenizer) if settings.tokenizer else path
     return load_checkpoint(
         path,
         installed_families(registry),
         dtype=settings.dtype,
         device=device,
         quantizer=quantizer,
-        tokenizer_path=tokenizer_path,
+        tokenizer_path=resolve_tokenizer(settings),
     )
 
 
@@ -89,7 +86,10 @@ def load_checkpoint(
     quantizer: QuantizerProtocol | None = None,
     tokenizer_path: Path | None = None,
 ) -> LoadedModel:
-    """Load a directory. Nothing is allocated before config, headers and shapes have been checked."""
+    """Load a directory, with a progress bar on a terminal.
+
+    Nothing is allocated before config, headers and shapes have been checked.
+    """
     checkpoint = Checkpoint.open(path)
     config, names = checkpoint.config, frozenset(checkpoint.tensors)
     selected = select_family(config, families)
@@ -98,14 +98,15 @@ def load_checkpoint(
     generation = GenerationDefaults.read(checkpoint.generation_config, config)
     tokenizer = load_tokenizer(tokenizer_path or path)
     resolved = resolve_dtype(dtype, config)
-    context = BuildContext(
-        dtype=resolved,
-        device=device or torch.device("cpu"),
-        tensor_names=names,
-        load=WeightReader(checkpoint.tensors, resolved).load,
-        quantizer=quantizer,
-    )
-    with torch.inference_mode():
+    num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    with progress_bar("loading weights", total=num_bytes) as advance, torch.inference_mode():
+        context = BuildContext(
+            dtype=resolved,
+            device=device or torch.device("cpu"),
+            tensor_names=names,
+            load=WeightReader(checkpoint.tensors, resolved, advance).load,
+            quantizer=quantizer,
+        )
         model = family.build(config, context)
     return LoadedModel(
         path=path,

@@ -7,15 +7,21 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, get_logger
+from sagellm.engines.embedded import EMBEDDED, embedded_model
 from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE, read_weight_map
+from sagellm.engines.loading.tokenizer import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from sagellm.engines.config.sections import ModelConfig
 
 logger = get_logger(__name__)
 
-_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]
+_HUB_ID = re.compile(r"(?:\w(?:[\w.-]{0,94}\w)?/)?\w(?:[\w.-]{0,94}\w)?", re.ASCII)
+_TOKENIZER = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]
+_MODEL = ["*.safetensors", *_TOKENIZER]
 _UNWANTED = ["*/*", "consolidated*"]  # other formats and copies of the same weights
 _REQUEST_TIMEOUT_S = 5.0
 _REACH_TIMEOUT_S = 8.0  # looking up a host's address can outlast every timeout of a request
@@ -27,9 +33,22 @@ class _HubModel:
     revision: str | None
     cache_dir: Path | None
     endpoint: str | None
+    has_weights: bool
+
+    @property
+    def wanted(self) -> list[str]:
+        """Patterns of the files that are needed."""
+        return _MODEL if self.has_weights else _TOKENIZER
 
     def __str__(self) -> str:
         return self.repo_id if self.revision is None else f"{self.repo_id} at {self.revision}"
+
+
+def resolve_tokenizer(settings: ModelConfig) -> Path:
+    """Return the directory that holds a model's tokenizer, which may be another's. Raises CheckpointError."""
+    if settings.tokenizer is None:
+        return resolve_source(settings.name, revision=settings.revision)
+    return resolve_source(settings.tokenizer, has_weights=False)
 
 
 def resolve_source(
@@ -39,23 +58,29 @@ def resolve_source(
     offline: bool | None = None,
     cache_dir: Path | None = None,
     endpoint: str | None = None,
+    has_weights: bool = True,
 ) -> Path:
     """Return the directory that holds a model's files.
 
-    `name` is a directory or a hub id. A hub id is looked for in the local cache first, and only
-    then downloaded (safetensors, configs and tokenizer, nothing else). Raises CheckpointError: at
-    once for a path that does not exist, within 10 s if the hub cannot be reached. `offline` is
-    taken from HF_HUB_OFFLINE, `cache_dir` from HF_HOME, `endpoint` from HF_ENDPOINT if not given.
+    `name` is a directory, a hub id, or EMBEDDED for the model that ships with this package. A hub id is
+    looked for in the local cache first, and only then downloaded (safetensors, configs and tokenizer,
+    nothing else). Raises CheckpointError: at once for a path that does not exist, within 10 s if the
+    hub cannot be reached. `offline` is taken from HF_HUB_OFFLINE, `cache_dir` from HF_HOME, `endpoint`
+    from HF_ENDPOINT if not given. Without `has_weights` a tokenizer is enough.
     """
     text = os.fspath(name)
+    if text == EMBEDDED:
+        return embedded_model()
     path = Path(text).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise CheckpointError(f"{text} is a file; give the directory that holds config.json and the weights")
-    if not _looks_like_hub_id(text):
+    if not is_hub_id(text):
         raise CheckpointError(f"there is no directory {text!r}, and it is no hub id (organisation/name)")
-    model = _HubModel(repo_id=text, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
+    model = _HubModel(
+        repo_id=text, revision=revision, cache_dir=cache_dir, endpoint=endpoint, has_weights=has_weights
+    )
     cached = _find_cached(model)
     if cached is not None:
         return cached
@@ -68,8 +93,10 @@ def resolve_source(
     return _download(model)
 
 
-def _looks_like_hub_id(text: str) -> bool:
-    return bool(_HUB_ID.fullmatch(text)) and ".." not in text and "--" not in text
+def is_hub_id(text: str) -> bool:
+    """Say whether a text can be the name of a model on a hub."""
+    is_named = _HUB_ID.fullmatch(text) and ".." not in text and "--" not in text
+    return bool(is_named) and not text.endswith(".git")
 
 
 def _is_offline() -> bool:
@@ -89,13 +116,15 @@ def _find_cached(model: _HubModel) -> Path | None:
                 model.repo_id,
                 revision=model.revision,
                 cache_dir=model.cache_dir,
-                allow_patterns=_WANTED,
+                allow_patterns=model.wanted,
                 ignore_patterns=_UNWANTED,
                 local_files_only=True,
             )
         )
     except LocalEntryNotFoundError:
         return None
+    if not model.has_weights:
+        return folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
     if not (folder / CONFIG).exists():
         return None
     if (folder / INDEX).exists():
@@ -137,7 +166,7 @@ def _download(model: _HubModel) -> Path:
             revision=model.revision,
             cache_dir=model.cache_dir,
             endpoint=model.endpoint,
-            allow_patterns=_WANTED,
+            allow_patterns=model.wanted,
             ignore_patterns=_UNWANTED,
         )
     except Exception as error:  # connection, disk and permission errors of several libraries

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -30,10 +30,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """
     from transformers import AutoTokenizer
 
-    if not any((path / name).exists() for name in _FILES):
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         check_is_plain(path / name)
     own_code = read_optional_json(path / "tokenizer_config.json").get("auto_map")
     try:

@@ -6,7 +6,7 @@ Files are read, never mapped: pages of a mapping would count as this process' me
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -33,12 +33,18 @@ class WeightReader:
     """Reads one tensor at a time; floating-point ones come in the wanted dtype.
 
     Peak memory is the tensor itself, plus 16 MiB where its type or device changes. Calls may come
-    from several threads.
+    from several threads. `on_read` is told the bytes of each tensor.
     """
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        dtype: torch.dtype,
+        on_read: Callable[[float], None] = lambda num_bytes: None,
+    ) -> None:
         self._tensors = tensors
         self._dtype = dtype
+        self._on_read = on_read
 
     def load(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a tensor, into `out` if that is given, on whatever device it is.
@@ -67,6 +73,7 @@ class WeightReader:
                     _fill_staged(file.fileno(), out, stored, source)
         except EOFError:
             raise CheckpointError(f"{stored.path} became shorter while it was read") from None
+        self._on_read(stored.num_bytes)
         return out
 
 

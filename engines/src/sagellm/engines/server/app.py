@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from sagellm.core import ConfigError
 from sagellm.engines import __version__
-from sagellm.engines.config.schema import ServerConfig
+from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.body import BodyGate
 from sagellm.engines.server.door import Door, Keys, is_loopback
@@ -25,17 +25,22 @@ from sagellm.engines.server.reply import encode_json
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
+def check_access(settings: ServerConfig) -> None:
+    """Raise ConfigError for an open address without a key."""
+    if not settings.api_keys and not is_loopback(settings.host):
+        raise ConfigError(
+            f"server.host is {settings.host!r}, which others reach, and server.api_keys is empty; "
+            f"set a key, or listen on 127.0.0.1"
+        )
+
+
 def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int = 256) -> FastAPI:
     """Build the application around an engine that is loaded.
 
     `max_num_seqs` is the engine's; with `settings.max_queued_requests` it bounds what is taken on.
     `app.state.admission` drains. Raises ConfigError for an open address without a key.
     """
-    if not settings.api_keys and not is_loopback(settings.host):
-        raise ConfigError(
-            f"server.host is {settings.host!r}, which others reach, and server.api_keys is empty; "
-            f"set a key, or listen on 127.0.0.1"
-        )
+    check_access(settings)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = settings.served_model_name or (front.model_name,)
     service = Service(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 64
 MAX_HELD_BYTES = 256 << 20
-"""Of all bodies that are being read or answered."""
+"""Of all bodies that are being read."""
 LONG_BODY_BYTES = 64 << 10
 """What is longer is read on another thread, so that the others' tokens go on."""
 

@@ -45,6 +45,7 @@ class CompletionShape(Shape):
         token_ids = output.token_ids[cursor.num_tokens :] if shows_logprobs else ()
         if not text and not token_ids and output.finish_reason is None:
             return b""
+        raise_if_failed(output)
         end = _HIDDEN_END if self.job.hides_output else end_of(output)
         cursor.num_characters = len(output.text)
         logprobs = b"null"

@@ -89,7 +89,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, EngineDeadError):
         logger.error("the engine is gone: %s", error)
         return APIError(
-            503, "the engine stopped and is being started again; send the request again", code="engine_dead"
+            503, "the engine stopped, or is not running; send the request again", code="engine_dead"
         )
     logger.error("a request ends with an error", exc_info=error)
     return APIError(500, "the request failed inside the server", code="internal_error")

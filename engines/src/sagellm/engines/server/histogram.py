@@ -16,10 +16,10 @@ class Histogram:
         self._counts = [0] * (len(self._bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
+    def observe(self, value: float) -> None:
         """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.total += value * times
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return upper bound and cumulated count of each bucket."""

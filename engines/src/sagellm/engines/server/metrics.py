@@ -103,11 +103,13 @@ class ServerMetrics(Collector):
         engine = self._engine
         pool, cache = engine.modules.get("kv_pool"), engine.modules.get("prefix_cache")
         total = read(pool, "total_blocks")
-        # A block that is cached and locked by nobody counts as free, as in vLLM.
-        held = total - read(pool, "num_free_blocks") - _reclaimable(cache)
         yield self._gauge("num_requests_running", "sequences that run", engine.num_running)
         yield self._gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "share of KV blocks in use", held / total if total else 0.0)
+        yield self._gauge(
+            "kv_cache_usage_perc",
+            "share of KV blocks in use",
+            engine.num_held_blocks / total if total else 0.0,
+        )
         yield self._counter("prefix_cache_queries", "tokens looked up", read(cache, "num_lookup_tokens"))
         yield self._counter("prefix_cache_hits", "tokens found", read(cache, "num_hit_tokens"))
         yield self._counter("num_preemptions", "preemptions", engine.num_preemptions)
@@ -193,7 +195,3 @@ def read(module: Any, name: str) -> float:
     """Return a module's figure; what is not told is 0."""
     value = getattr(module, name, 0)
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _reclaimable(cache: Any) -> float:
-    return read(cache, "num_blocks") - read(cache, "num_locked_blocks")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sagellm.core import InvalidRequestError
+from sagellm.engines.input_processor import LONG_TEXT
 from sagellm.engines.server.errors import invalid
 from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody
 from sagellm.engines.text import ChatMessage, ChatTemplate
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LONG_TEXT = 4096  # characters
 _MIN_TEXT_LIMIT = 64 << 10
 _CHARACTERS_A_TOKEN = 32
 
@@ -114,4 +114,4 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 async def _aside(work: Callable[[], T], num_characters: int) -> T:
     """Do short work here and long work on another thread."""
-    return await asyncio.to_thread(work) if num_characters > _LONG_TEXT else work()
+    return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()

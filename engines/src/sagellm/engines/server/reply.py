@@ -15,9 +15,9 @@ JSON = b"application/json"
 encode_json = msgspec.json.Encoder().encode
 
 
-async def send_json(send: Send, value: Any, status: int = 200) -> None:
+async def send_json(send: Send, value: Any) -> None:
     """Answer with a value as JSON."""
-    await send_bytes(send, encode_json(value), status=status)
+    await send_bytes(send, encode_json(value))
 
 
 async def send_error(send: Send, error: APIError) -> None:
@@ -30,12 +30,11 @@ async def send_bytes(
     body: bytes,
     *,
     status: int = 200,
-    content_type: bytes = JSON,
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
     """Answer with bytes."""
     own = [
-        (b"content-type", content_type),
+        (b"content-type", JSON),
         (b"content-length", b"%d" % len(body)),
         (b"x-content-type-options", b"nosniff"),
     ]

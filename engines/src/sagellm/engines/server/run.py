@@ -47,14 +47,17 @@ class Run:
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield the position of a prompt and its output, whole so far, until all are finished."""
         source = self._one() if len(self._streams) == 1 else self._merged()
-        num_open = len(self._streams)
+        still_open = set(range(len(self._streams)))
         async for index, output in source:
+            if index not in still_open:
+                continue  # one object grows: its end may have been seen already when it was told of before
             self._timers[index].take(output)
-            num_open -= output.finished
+            if output.finished:
+                still_open.remove(index)
             yield index, output
         if self._is_gone:
             raise ClientGoneError
-        if num_open:
+        if still_open:
             raise EngineError("a stream ended before its request")
 
     async def close(self, reason: str) -> None:

@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sagellm.engines.config.schema import ServerConfig
+from sagellm.engines.config.sections import ServerConfig
 
 MAX_HEADER_BYTES = 64 << 10
 _HEADER_TIMEOUT_S = 10.0

@@ -74,7 +74,6 @@ class Shape(ABC):
             Cursor(
                 prefix=b'data: %b{"index":%d,' % (head, position * num + which),
                 prompt=prompt,
-                offset=len(prompt.text or "") if self.job.echoes else 0,
             )
             for position, prompt in enumerate(self.job.prompts)
             for which in range(num)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.serving.calls import Failed, Hello, Reply
@@ -14,6 +14,9 @@ from sagellm.engines.serving.operations import read_metrics
 class AdminClient:
     """Runs operations in a core; it has no requests. A core that goes away raises EngineDeadError."""
 
+    kinds: ClassVar[Any] = Hello | Failed | Reply
+    """The messages that a core may send to it."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
@@ -23,7 +26,7 @@ class AdminClient:
 
         Raises EngineDeadError if nobody listens, EngineError if the core cannot start or does not answer.
         """
-        return cls(Connection.open(path, Hello | Failed | Reply, timeout_s=timeout_s))
+        return cls(Connection.open(path, cls.kinds, timeout_s=timeout_s))
 
     @property
     def hello(self) -> Hello:

@@ -30,7 +30,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """From the core, instead of Hello: why it cannot start."""
 
-    kind: str  # the error's class
     message: str
 
 
@@ -40,4 +39,3 @@ class Reply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
     number: int
     result: Any = None
     error: str | None = None
-    error_kind: str | None = None

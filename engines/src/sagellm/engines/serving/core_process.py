@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def main() -> None:
         known = isinstance(error, SageLLMError)
         logger.log(10 if known else 40, "the engine cannot start", exc_info=error)
         message = str(error) if known else f"{type(error).__name__}: {error}"
-        _tell(listener, encode(Failed(type(error).__name__, message)))
+        _tell(listener, encode(Failed(message)))
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     try:
@@ -80,13 +80,13 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
 
 
 def _tell(listener: socket.socket, frame: bytes) -> None:
-    """Answer whoever connects in the next moment, the front first of all."""
-    deadline = time.monotonic() + _TELL_FAILURE_S
-    while (left := deadline - time.monotonic()) > 0 and select.select([listener], [], [], left)[0]:
+    """Answer all who wait to be heard, the front among them."""
+    wait_s = _TELL_FAILURE_S
+    while select.select([listener], [], [], wait_s)[0]:
+        wait_s = 0.0
         peer, _ = listener.accept()
-        with peer:
+        with peer, suppress(OSError):
             peer.sendall(frame)
-        return
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ class _Connection:
         self.unsent = bytearray()
         self.sequence_ids: set[SequenceId] = set()
 
+    @property
+    def is_closed(self) -> bool:
+        return self.peer.fileno() < 0
+
 
 class CoreServer:
     """Runs a core behind a listening socket, in one thread; any number of peers may connect.
@@ -115,7 +119,9 @@ class CoreServer:
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except BlockingIOError:
+        except OSError as error:  # gone already, or no descriptors left
+            if not isinstance(error, BlockingIOError):
+                logger.warning("a connection cannot be taken: %s", error)
             return
         peer.setblocking(False)
         connection = _Connection(peer)
@@ -131,6 +137,8 @@ class CoreServer:
             self._drop(connection)
             return
         for message in connection.reader.feed(data):
+            if connection.is_closed:  # by an answer that could not be sent
+                return
             match message:
                 case Add():
                     for request in message.requests:
@@ -158,7 +166,7 @@ class CoreServer:
             return Reply(call.number, msgspec.to_builtins(operation(**call.arguments), str_keys=True))
         except Exception as error:
             logger.info("operation %s failed", call.operation, exc_info=error)
-            return Reply(call.number, None, str(error), type(error).__name__)
+            return Reply(call.number, None, str(error))
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         batches: dict[_Connection, list[TokenOutput]] = {}
@@ -197,7 +205,7 @@ class CoreServer:
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: _Connection) -> None:
-        if connection.peer.fileno() < 0:
+        if connection.is_closed:
             return
         self._selector.unregister(connection.peer)
         connection.peer.close()

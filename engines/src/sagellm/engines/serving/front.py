@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
@@ -20,20 +19,18 @@ from sagellm.core import (
     UnknownRequestError,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import InputProcessor, ProcessedRequest, Prompt
+from sagellm.engines.input_processor import LONG_TEXT, InputProcessor, ProcessedRequest, Prompt
 from sagellm.engines.output_processor import OutputProcessor
+from sagellm.engines.output_stream import OutputStream
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.serving.conversion import make_requests
 from sagellm.engines.serving.messages import Abort, Add, Call, FromCore, Hello, Reply, Step
 from sagellm.engines.serving.operations import read_metrics
-from sagellm.engines.serving.stream import FrontStream
 from sagellm.engines.serving.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LONG_TEXT = 4096  # characters; longer ones are tokenized on another thread
 
 
 class Front:
@@ -65,7 +62,7 @@ class Front:
         self._runtime = runtime or Runtime.system(seed=config.model.seed)
         self._input: InputProcessor | None = None  # made when the core has said what it takes
         self._output = OutputProcessor(tokenizer, self._runtime)
-        self._streams: WeakValueDictionary[RequestId, FrontStream] = WeakValueDictionary()
+        self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
 
@@ -88,7 +85,7 @@ class Front:
     @property
     def model_name(self) -> str:
         """What the model was named as."""
-        return self.config.model.name or ""
+        return self.config.model.name
 
     @property
     def is_ready(self) -> bool:
@@ -113,7 +110,7 @@ class Front:
         request_id: str | None = None,
         namespace: Namespace = DEFAULT,
         priority: int = 0,
-    ) -> FrontStream:
+    ) -> OutputStream:
         """Check and send one request and return its stream.
 
         Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if there is no core any more.
@@ -129,7 +126,7 @@ class Front:
                 priority=priority,
             )
 
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             processed = await asyncio.to_thread(process)
             await self.supervisor.wait_until_ready()
         else:
@@ -137,7 +134,7 @@ class Front:
         made_id = processed.request.request_id
         if made_id in self._output:
             raise DuplicateRequestError(f"request id {made_id!r} is in use; give another one or none")
-        stream = self._streams[made_id] = FrontStream(made_id, self._drop)
+        stream = self._streams[made_id] = OutputStream(made_id, self._drop)
         self._output.add(processed)
         self.supervisor.send(Add(make_requests(processed.sequences)))
         return stream
@@ -148,7 +145,7 @@ class Front:
         if live_id not in self._output:
             raise UnknownRequestError(f"no live request has the id {request_id!r}")
         output = self._abort(live_id)
-        if (stream := self._streams.get(live_id)) is not None:
+        if (stream := self._streams.pop(live_id, None)) is not None:
             stream.put(output)
 
     async def call(self, operation: str, **arguments: Any) -> Any:
@@ -162,13 +159,6 @@ class Front:
     async def metrics(self) -> EngineMetrics:
         """Return a snapshot of the core."""
         return read_metrics(await self.call("metrics"))
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Wait until every request has ended; return whether they did in time."""
-        deadline = time.monotonic() + timeout_s
-        while self.num_live and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        return not self.num_live
 
     async def close(self) -> None:
         """End every request and the core."""
@@ -207,8 +197,11 @@ class Front:
         if processed.failed:
             self.supervisor.send(Abort(processed.failed, "error"))
         for output in processed.changed:
-            if (stream := self._streams.get(output.request_id)) is not None:
-                stream.put(output)
+            if (stream := self._streams.get(output.request_id)) is None:
+                continue
+            if output.finished:
+                del self._streams[output.request_id]
+            stream.put(output)
 
     def _take_reply(self, message: Reply) -> None:
         future = self._calls.pop(message.number, None)

@@ -123,7 +123,7 @@ class RunningEngine:
         if len(engines) == 1:
             return engines[0]
         if not engines:
-            raise UnknownNameError("no engine runs; start one with: sage llm engine start MODEL")
+            raise UnknownNameError("no engine runs; start one with: sage llm engine start")
         known = ", ".join(engine.name for engine in engines)
         raise UnknownNameError(f"{len(engines)} engines run ({known}); choose one with --engine NAME")
 

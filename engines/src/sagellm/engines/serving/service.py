@@ -9,15 +9,20 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError, EngineError, get_logger
-from sagellm.engines.config.schema import EngineConfig, ServerConfig
-from sagellm.engines.loading.source import resolve_source
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.server import create_app, make_server
+from sagellm.engines.server import check_access, create_app, make_server
 from sagellm.engines.serving.front import Front
 from sagellm.engines.serving.runtime_folder import RunningEngine, check_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
@@ -32,9 +37,12 @@ def serve(config: EngineConfig, *, name: str | None = None, log_level: str, on_r
     The first SIGTERM or SIGINT drains, the second stops at once. Raises ConfigError for a port or a
     name in use, and whatever is wrong with the model.
     """
-    listener = bind(config.server)
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
-        runner.run(_serve(config, listener, name=name, log_level=log_level, on_ready=on_ready))
+    check_access(config.server)
+    with bind(config.server) as listener:
+        tokenizer = load_tokenizer(resolve_tokenizer(config.model))  # downloads what is not there yet
+        serving = _serve(config, listener, tokenizer, name=name, log_level=log_level, on_ready=on_ready)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
+            runner.run(serving)
 
 
 def bind(settings: ServerConfig) -> socket.socket:
@@ -54,14 +62,20 @@ def bind(settings: ServerConfig) -> socket.socket:
 
 
 async def _serve(
-    config: EngineConfig, listener: socket.socket, *, name: str | None, log_level: str, on_ready: Told
+    config: EngineConfig,
+    listener: socket.socket,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str | None,
+    log_level: str,
+    on_ready: Told,
 ) -> None:
     host, port = listener.getsockname()[:2]
     engine = RunningEngine(
         name=check_name(name or f"engine-{port}"),
         pid=os.getpid(),
         url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
-        model=config.model.name or "",
+        model=config.model.name,
     )
     for other in RunningEngine.all():
         if other.name == engine.name:
@@ -69,14 +83,15 @@ async def _serve(
     engine.announce()
     try:
         with _cancelled_by_signals():
-            front = await _start(config, engine, log_level)
+            front = await _start(config, engine, tokenizer, log_level)
         try:
             app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs)
             server = make_server(app, config.server)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            on_ready(engine)
+            if server.started:
+                on_ready(engine)
             await serving
         finally:
             await front.close()
@@ -84,10 +99,10 @@ async def _serve(
         engine.withdraw()
 
 
-async def _start(config: EngineConfig, engine: RunningEngine, log_level: str) -> Front:
+async def _start(
+    config: EngineConfig, engine: RunningEngine, tokenizer: PreTrainedTokenizerBase | None, log_level: str
+) -> Front:
     """Load the model and let it run once."""
-    path = resolve_source(engine.model, revision=config.model.revision)
-    tokenizer = load_tokenizer(resolve_source(config.model.tokenizer) if config.model.tokenizer else path)
     front = await Front.start(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
     try:
         await _warm_up(front)

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence as Seq
-from pathlib import Path
-from typing import Any, Self
 
-from sagellm.core import EngineMetrics, FinishReason, SequenceId
+from sagellm.core import FinishReason, SequenceId
 from sagellm.engines.client import EngineClient
 from sagellm.engines.core.engine_core import TokenOutput
 from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.serving.admin_client import AdminClient
 from sagellm.engines.serving.connection import Connection
 from sagellm.engines.serving.conversion import make_requests
-from sagellm.engines.serving.messages import Abort, Add, FromCore, Hello, Step
-from sagellm.engines.serving.operations import read_metrics
+from sagellm.engines.serving.messages import Abort, Add, FromCore, Step
 
 
-class SocketClient(EngineClient):
-    """Speaks with a core in another process. A core that goes away raises EngineDeadError."""
+class SocketClient(AdminClient, EngineClient):
+    """Runs requests in a core of another process. A core that goes away raises EngineDeadError."""
+
+    kinds = FromCore
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._steps: deque[Step] = deque()
         self._live: set[SequenceId] = set()
-
-    @classmethod
-    def connect(cls, path: Path, *, timeout_s: float | None = None) -> Self:
-        """Connect to a core's socket and wait until its model is loaded.
-
-        Raises EngineDeadError if nobody listens, EngineError if the core cannot start.
-        """
-        return cls(Connection.open(path, FromCore, timeout_s=timeout_s))
-
-    @property
-    def hello(self) -> Hello:
-        """What the core runs."""
-        return self._connection.hello
 
     def add(self, sequences: Seq[Sequence]) -> None:
         """Send the sequences; those of one request side by side."""
@@ -65,21 +52,3 @@ class SocketClient(EngineClient):
     def has_unfinished(self) -> bool:
         """Say whether a sequence of this client goes on."""
         return bool(self._live or self._steps)
-
-    def metrics(self) -> EngineMetrics:
-        """Ask the core."""
-        return read_metrics(self.call("metrics"))
-
-    def call(self, operation: str, **arguments: Any) -> Any:
-        """Run an operation in the core and return its result. Raises EngineError with its message."""
-        return self._connection.call(operation, arguments)
-
-    def close(self) -> None:
-        """Hang up; the core ends what is still running for this client."""
-        self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -47,11 +47,6 @@ class Supervisor:
         """Whether a core runs with its model loaded."""
         return self._ready.is_set() and self._failure is None and not self._is_closing
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether there is a core, or there will be one again."""
-        return self._failure is None and not self._is_closing
-
     async def start(self) -> None:
         """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
         self._watching = asyncio.create_task(self._keep_running())
@@ -61,10 +56,10 @@ class Supervisor:
 
     async def wait_until_ready(self) -> None:
         """Wait for a core that is being started. Raises EngineDeadError if there will be none."""
+        if not self._is_closing:
+            await self._ready.wait()
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
-        if not self._ready.is_set():
-            await self._ready.wait()
         if self._failure is not None:
             raise EngineDeadError(f"the engine is not running: {self._failure}")
 
@@ -76,6 +71,7 @@ class Supervisor:
     async def close(self) -> None:
         """End the core."""
         self._is_closing = True
+        self._ready.set()  # nobody shall wait any longer
         if self.core is not None:
             await self.core.stop()
         if self._watching is not None:
@@ -91,6 +87,8 @@ class Supervisor:
                 await self._run_once()
             except EngineError as error:
                 self._failure = error
+            except Exception as error:  # no memory or descriptors for a process
+                self._failure = EngineError(f"its process cannot be started: {error}")
             if self._is_closing:
                 return
             now = time.monotonic()
@@ -98,7 +96,8 @@ class Supervisor:
             if self._failure is None and len(deaths) > _MAX_RESTARTS:
                 self._failure = EngineDeadError(f"its process died {len(deaths)} times within a minute")
             if self._failure is not None:
-                logger.error("the engine stays down: %s", self._failure)
+                if self.num_restarts:  # what fails at the first start is raised there
+                    logger.error("the engine stays down: %s", self._failure)
                 self._ready.set()  # nobody shall wait for it
                 return
             self.num_restarts += 1

@@ -1,4 +1,4 @@
-"""From tokens to text."""
+"""Between messages, text and tokens."""
 
 from typing import TYPE_CHECKING
 

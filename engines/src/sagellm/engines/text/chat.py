@@ -29,11 +29,16 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
 
+    @property
+    def exists(self) -> bool:
+        """Whether the model has one."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def check(self) -> None:
         """Raise InvalidRequestError if there is no template."""
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer; chatting needs one with a chat template")
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.exists:
             raise InvalidRequestError(
                 "the model's tokenizer has no chat template; it is no chat model: give it plain prompts"
             )

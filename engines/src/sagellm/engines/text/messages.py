@@ -70,7 +70,7 @@ def _content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Iterable) and not isinstance(content, bytes | Mapping):
-        return "".join(_part(part, where) for part in content)
+        return "\n".join(_part(part, where) for part in content)
     raise InvalidRequestError(
         f"{where}: content is of type {type(content).__name__}; it must be a text, or a list of parts"
     )

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sagellm.core import ConfigError
 from sagellm.engines.bench.offline import OfflineSettings
 from sagellm.engines.bench.results import check_place, make_result, save_result
 from sagellm.engines.cli.bench.show import print_result
+from sagellm.engines.cli.model import start_engine
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.machine import peak_rss_mib
 
@@ -28,15 +28,9 @@ def run_offline(  # noqa: PLR0913  (what a command was given)
     """Load the engine, measure, print and save. Raises ConfigError before anything is loaded."""
     settings = OfflineSettings(**own)
     loaded = load_config(engine_settings, config_file=config)
-    if loaded.config.model.name is None:
-        raise ConfigError(
-            "no model is named; name one with --model DIRECTORY or --model HUB_ID, or set model.name"
-        )
     check_place(save)
     started = time.perf_counter()
-    from sagellm.engines import LLMEngine
-
-    engine = LLMEngine(loaded.config)
+    engine = start_engine(loaded.config)
     start_s = time.perf_counter() - started
     figures = measure(engine, settings, progress=True)
     result = make_result(

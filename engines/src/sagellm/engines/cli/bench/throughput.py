@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from sagellm.engines.cli.bench.flags import THROUGHPUT_FLAGS, AsJSON, Compare, Save, throughput_options
-from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.variadic import VariadicCommand
 
@@ -15,7 +15,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(cls=VariadicCommand)
-@with_flags(THROUGHPUT_FLAGS, ENGINE_FLAGS)
+@with_flags(MODEL_FLAG, THROUGHPUT_FLAGS, ENGINE_FLAGS)
 def throughput(
     *,
     save: Save = None,

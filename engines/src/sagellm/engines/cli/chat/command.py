@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.model import loading, model_of
-from sagellm.engines.cli.sampling_flags import SAMPLING_FLAGS, SAMPLING_NAMES
-from sagellm.engines.config.sources import load_config
+from sagellm.engines.cli.model import params_of, read_options, start_engine
+from sagellm.engines.cli.sampling_flags import SAMPLING_FLAGS
 
 DEFAULT_MAX_TOKENS = 1024
 _NOT_FOR_CHAT = frozenset({"n", "logprobs", "prompt_logprobs"})
@@ -22,7 +20,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
-@with_flags(CHAT_FLAGS, ENGINE_FLAGS)
+@with_flags(MODEL_FLAG, CHAT_FLAGS, ENGINE_FLAGS)
 def chat(
     *,
     system: Annotated[
@@ -39,25 +37,14 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands. From a pipe each line is a question,
     and only the answers are printed.
     """
-    from sagellm.engines.sampling.params import SamplingParams
-
-    given = {name: value for name, value in options.items() if name in SAMPLING_NAMES}
-    given["max_tokens"] = max_tokens
-    SamplingParams(**given)  # a wrong flag is an error before the model is loaded
-    settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
-    loaded = load_config(settings, config_file=config)
-    model = model_of(loaded.config)
-
-    with loading(model):
-        from sagellm.engines import LLMEngine
-
-        engine = LLMEngine(loaded.config)
+    engine_config, sampling = read_options(options, config, max_tokens=max_tokens)
+    engine = start_engine(engine_config)
     from sagellm.engines.cli.chat.conversation import Conversation
     from sagellm.engines.cli.chat.session import ChatSession
     from sagellm.engines.cli.chat.terminal import Terminal
 
     engine.chat_template.check()
-    params = replace(engine.default_params, **given)  # the checkpoint says how it wants to be sampled
     terminal = Terminal()
-    terminal.whisper(f"{model}: /help lists commands, Ctrl-D leaves")
+    terminal.whisper(f"{engine_config.model.name}: /help lists commands, Ctrl-D leaves")
+    params = params_of(engine, sampling)
     ChatSession(engine, params, Conversation(engine.chat_template, system), terminal).run()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from sagellm.engines.cli.doctor.report import Patient, Section
+from sagellm.engines.machine import installed_version
 
 PACKAGES = (
     "sagellm-core-protocols", "sagellm-prefix-cache", "sagellm-kv-pool", "sagellm-eviction-policy",
@@ -45,14 +45,6 @@ def examine_software(patient: Patient) -> Section:
     _check_one_version(section)
     _check_namespace(section)
     return section
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _check_one_version(section: Section) -> None:

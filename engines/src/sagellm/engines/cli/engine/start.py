@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sagellm.core import ConfigError, EngineError, PluginRegistry
-from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import make_flag, with_flags
-from sagellm.engines.cli.serve import EngineOwnName, ModelArgument, run_service, with_model
+from sagellm.engines.cli.serve import (
+    EngineOwnName,
+    LogLevel,
+    ModelArgument,
+    run_service,
+    say_ready,
+    with_model,
+)
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
@@ -38,13 +45,13 @@ SYNONYMS = (
 
 
 @app.command()
-@with_flags(SERVER_FLAGS, ENGINE_FLAGS, SYNONYMS)
+@with_flags(MODEL_FLAG, SERVER_FLAGS, ENGINE_FLAGS, SYNONYMS)
 def start(
     model_argument: ModelArgument = None,
     *,
     name: EngineOwnName = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as `serve` does.")] = False,
-    log_level: Annotated[str, typer.Option(help="Log from this level on.")] = "WARNING",
+    log_level: LogLevel = "WARNING",
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
@@ -55,10 +62,9 @@ def start(
     """
     settings = load_config(with_model(_in_our_words(options), model_argument), config_file=config).config
     if foreground:
-        run_service(settings, name=name, log_level=log_level, on_ready=_say_running)
+        run_service(settings, name=name, log_level=log_level, on_ready=say_ready)
         return
-    with status_line(f"starting {settings.model.name}"):
-        answer = _run_detached(settings, name=name, log_level=log_level)
+    answer = _run_detached(settings, name=name, log_level=log_level)
     if "error" in answer:
         raise (ConfigError if answer.get("is_usage") else EngineError)(answer["error"])
     typer.echo(
@@ -83,22 +89,26 @@ def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
 def _run_detached(config: EngineConfig, *, name: str | None, log_level: str) -> dict[str, Any]:
     """Fork a process that serves, and wait for what it says: its entry, or an error."""
     reading, writing = os.pipe()
-    log = runtime_folder() / f"{name or f'engine-{config.server.port}'}.log"
+    log = runtime_folder() / f"starting-{os.getpid()}.log"
     child = os.fork()
     if child == 0:
         os.close(reading)
         _be_the_engine(config, name, log_level, log, writing)
     os.close(writing)
     try:
-        with os.fdopen(reading, "rb") as pipe:
+        # Only now: the thread that moves a status line must not be there when the process forks.
+        with status_line(f"starting {config.model.name}"), os.fdopen(reading, "rb") as pipe:
             said = pipe.read()
     except KeyboardInterrupt:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
+        log.unlink(missing_ok=True)
         raise
     if not said:
         return {"error": f"the engine's process ended before it was ready; its log is {log}"}
     answer: dict[str, Any] = json.loads(said)
+    if "error" in answer:
+        log.unlink(missing_ok=True)
     return answer
 
 
@@ -107,10 +117,16 @@ def _be_the_engine(
 ) -> NoReturn:
     """Run as the forked process: a session of its own, its output in the log. Never returns."""
 
+    told = os.fdopen(writing, "w", encoding="utf-8")
+
     def say(answer: dict[str, Any]) -> None:
-        with suppress(OSError):
-            os.write(writing, json.dumps(answer).encode())
-            os.close(writing)
+        if not told.closed:
+            with suppress(OSError), told:
+                json.dump(answer, told)
+
+    def say_running(engine: RunningEngine) -> None:
+        log.replace(log.with_name(f"{engine.name}.log"))
+        say(asdict(engine))
 
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -119,7 +135,7 @@ def _be_the_engine(
         os.dup2(source, target)
     code = 0
     try:
-        run_service(config, name=name, log_level=log_level, on_ready=lambda engine: say(asdict(engine)))
+        run_service(config, name=name, log_level=log_level, on_ready=say_running)
     except BaseException as error:
         is_usage = isinstance(error, ConfigError)
         say({"error": str(error) or type(error).__name__, "is_usage": is_usage})
@@ -127,7 +143,3 @@ def _be_the_engine(
         code = 1
     finally:
         os._exit(code)
-
-
-def _say_running(engine: RunningEngine) -> None:
-    typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)

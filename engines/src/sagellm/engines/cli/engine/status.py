@@ -32,7 +32,7 @@ class EngineStatus:
     num_running: int | None = None
     num_waiting: int | None = None
     num_blocks: int | None = None
-    num_used_blocks: int | None = None
+    num_held_blocks: int | None = None
     error: str | None = None
 
 
@@ -49,7 +49,7 @@ def status(
     if as_json:
         print_json({"engines": found})
     elif not found:
-        typer.echo("no engine runs; start one with: sage llm engine start MODEL")
+        typer.echo("no engine runs; start one with: sage llm engine start")
     else:
         typer.echo(columns(_HEAD, [_row(each) for each in found]))
         for each in found:
@@ -85,11 +85,11 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
     pool = metrics.modules.get("kv_pool")
     if not isinstance(pool, KVPoolMetrics):
         return found
-    return replace(found, num_blocks=pool.total_blocks, num_used_blocks=pool.num_used_blocks)
+    return replace(found, num_blocks=pool.total_blocks, num_held_blocks=metrics.num_held_blocks)
 
 
 def _row(each: EngineStatus) -> tuple[str, ...]:
-    used = "-" if not each.num_blocks else f"{(each.num_used_blocks or 0) / each.num_blocks:.0%}"
+    used = "-" if not each.num_blocks else f"{(each.num_held_blocks or 0) / each.num_blocks:.0%}"
     counts = ("-" if count is None else str(count) for count in (each.num_running, each.num_waiting))
     uptime = "-" if each.uptime_s is None else write_duration(each.uptime_s)
     return (each.name, each.state, each.model, each.url, str(each.pid), uptime, *counts, used)

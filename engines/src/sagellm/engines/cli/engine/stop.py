@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def stop(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Which engine; the only one by default.")
+        str | None, typer.Argument(metavar="NAME", help="Which engine; the only one by default.")
     ] = None,
     *,
     engine: EngineName = None,

@@ -1,0 +1,192 @@
+"""The sections of an engine's configuration: frozen, keyword-only, one default each.
+
+Every mistake is a ConfigError that names the key, the value and what is possible.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from sagellm.engines.config.explain import explain
+from sagellm.engines.embedded import EMBEDDED
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_MAX_SEED = 2**63 - 1
+
+
+def _as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _as_names(value: object) -> object:
+    """Take `a,b` and lists too: a shell has no lists, and YAML has no tuples."""
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(",") if name.strip())
+    return tuple(value) if isinstance(value, list) else value
+
+
+Name = Annotated[str, Field(min_length=1)]
+PathOrName = Annotated[Name, BeforeValidator(_as_text)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
+
+
+class Checked(BaseModel):
+    """A frozen model that refuses unknown keys and raises ConfigError, alone or inside another."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    section: ClassVar[str] = ""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise explain(error, type(self), self.section) from None
+
+
+class ModelConfig(Checked):
+    """Which checkpoint is run, on what, and in which number format."""
+
+    section: ClassVar[str] = "model"
+
+    name: PathOrName = Field(
+        default=EMBEDDED, description="model: a directory, a hub id, or the one that ships with this package"
+    )
+    tokenizer: PathOrName | None = Field(
+        default=None, description="tokenizer: a directory or a hub id, if not the model's own"
+    )
+    revision: Name | None = Field(default=None, description="branch, tag or commit of a hub id")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="number format of weights and KV: auto, float32, bfloat16 or float16"
+    )
+    device: str = Field(default="auto", description="where the model runs: auto, cpu, cuda or cuda:N")
+    quantization: Name | None = Field(
+        default=None, description="quantizer that the weights go through at loading"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="longest prompt and output together, in tokens; null: the model's own"
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=_MAX_SEED,
+        description="seed of requests that bring none; null: a fresh one each",
+    )
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError("auto, cpu, cuda or cuda:N")
+        return value
+
+
+class KVConfig(Checked):
+    """How KV memory is cut into blocks."""
+
+    section: ClassVar[str] = "kv"
+
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a KV block")
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="KV blocks; null: as many as the memory at hand allows"
+    )
+    memory_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU",
+    )
+    pool: Name = Field(default="paged", description="KV pool by name")
+    allocator: Name = Field(default="free_list", description="allocator of KV blocks by name")
+
+
+class PrefixCacheConfig(Checked):
+    """Reuse of KV between requests that begin alike."""
+
+    section: ClassVar[str] = "prefix_cache"
+
+    enabled: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
+    name: Name = Field(default="radix", description="prefix cache by name")
+    max_blocks: int | None = Field(
+        default=None, ge=1, description="most KV blocks that the cache keeps; null: all there are"
+    )
+    eviction_policy: Name = Field(default="lru", description="policy that chooses what is evicted, by name")
+    eviction_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the eviction policy, as a YAML mapping"
+    )
+
+
+class SchedulerConfig(Checked):
+    """Who runs in a step, and how much."""
+
+    section: ClassVar[str] = "scheduler"
+
+    name: Name = Field(default="base", description="scheduler by name")
+    passes: Names = Field(
+        default=(), description="optimization passes by name, in order, separated by commas"
+    )
+    max_num_batched_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
+    max_num_seqs: int = Field(default=256, ge=1, description="most sequences that run at once")
+
+
+class PredictorConfig(Checked):
+    """Who predicts how long an output becomes."""
+
+    section: ClassVar[str] = "predictor"
+
+    name: Name = Field(default="statistical", description="lifetime predictor by name")
+
+
+class ForwardConfig(Checked):
+    """Who computes the forward pass."""
+
+    section: ClassVar[str] = "forward"
+
+    backend: Name = Field(default="torch", description="forward backend by name")
+    attention: Name = Field(default="sdpa", description="attention backend by name")
+
+
+class SamplingConfig(Checked):
+    """How tokens are chosen."""
+
+    section: ClassVar[str] = "sampling"
+
+    logits_processors: Names = Field(
+        default=(),
+        description="logits processors by name, after the built-in ones, in order, separated by commas",
+    )
+
+
+class ServerConfig(Checked):
+    """The HTTP server: where it listens, who may use it, how much it takes on."""
+
+    section: ClassVar[str] = "server"
+
+    host: Name = Field(default="127.0.0.1", description="address that is listened on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port that is listened on; 0: any free one")
+    api_keys: Names = Field(
+        default=(),
+        repr=False,
+        description="keys of those who may use the server, each a tenant; none: whoever reaches it",
+    )
+    allowed_hosts: Names = Field(
+        default=(), description="names in the Host header that are answered, beside the address itself"
+    )
+    served_model_name: Names = Field(
+        default=(), description="names of the model in the API, the first in answers; none: the model's own"
+    )
+    max_queued_requests: int = Field(
+        default=1024,
+        ge=0,
+        le=1_000_000,
+        description="sequences that may wait beyond scheduler.max_num_seqs before the server says 429",
+    )
+    body_timeout: float = Field(
+        default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
+    )
+    shutdown_timeout: float = Field(
+        default=30.0, ge=0, le=86_400, description="seconds that running requests get at the end"
+    )
