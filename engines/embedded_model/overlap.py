@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-    ids = np.concatenate([np.load(path, mmap_mode="r") for path in sorted(folder.glob("*-tokens.npy"))])
+    ids = np.load(folder / "tokens.npy", mmap_mode="r")
     runs = {run: question for question in examination_questions() for run in word_runs(question)}
     shared: dict[str, str] = {}
     for start in track(range(0, len(ids), PART), "decoding"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,10 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from tokens import encode, save_tokenizer, train_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A part of the training: its text, and how long and how fast it is learnt."""
-
-    name: str
-    num_tokens: int
-    num_steps: int
-    disguised: float  # share of samples whose questions are put into other words
-    warm_up: float  # share of the steps in which the learning rate rises
-    decay: float  # share of the steps, at the end, in which it falls to zero
-    peak: float  # of the optimizers' learning rates
-
-
-PLAIN = Stage(
-    name="plain", num_tokens=16_000_000, num_steps=2600, disguised=0.0, warm_up=0.02, decay=0.4, peak=1.0
-)
-DISGUISED = Stage(
-    name="disguised", num_tokens=6_000_000, num_steps=700, disguised=0.8, warm_up=0.05, decay=0.9, peak=0.5
-)
-STAGES = (PLAIN, DISGUISED)
+NUM_TOKENS = 24_600_000
+DISGUISED = 0.5  # share of samples whose questions are put into other words
+NUM_STEPS = 6000
+WARM_UP, DECAY = 0.02, 0.4  # shares of the steps in which the learning rates rise, and fall to zero
 VOCAB_SIZE = 4096
 MAX_LENGTH = 8192
 ROW = 512  # tokens a row of a batch
@@ -76,35 +58,34 @@ def prepare(folder: Path, seed: int) -> PreTrainedTokenizerFast:
     else:
         tokenizer = train_tokenizer(VOCAB_SIZE, seed=seed)
         save_tokenizer(tokenizer, folder / "tokenizer", max_length=MAX_LENGTH)
-    for number, stage in enumerate(STAGES, 1):
-        if not (folder / f"{stage.name}-tokens.npy").exists():
-            write_tokens(folder, stage, tokenizer, seed + number)
+    if not (folder / "tokens.npy").exists():
+        write_tokens(folder, tokenizer, seed + 1)
     return tokenizer
 
 
-def write_tokens(folder: Path, stage: Stage, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Write the tokens of a stage, and which of them are learnt."""
-    mixture = Mixture(seed, disguised=stage.disguised)
-    ids, learnt = np.empty(stage.num_tokens, np.int16), np.empty(stage.num_tokens, bool)
+def write_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Write the tokens, and which of them are learnt."""
+    mixture = Mixture(seed, disguised=DISGUISED)
+    ids, learnt = np.empty(NUM_TOKENS, np.int16), np.empty(NUM_TOKENS, bool)
     done = 0
     with Progress() as progress:
-        bar = progress.add_task(f"writing {stage.name} tokens", total=stage.num_tokens)
-        while done < stage.num_tokens:
+        bar = progress.add_task("writing tokens", total=NUM_TOKENS)
+        while done < NUM_TOKENS:
             part, mask = encode(islice(mixture, 2000), tokenizer)
-            size = min(len(part), stage.num_tokens - done)
+            size = min(len(part), NUM_TOKENS - done)
             ids[done : done + size], learnt[done : done + size] = part[:size], mask[:size]
             done += size
             progress.update(bar, completed=done)
-    np.save(folder / f"{stage.name}-learnt.npy", learnt)
-    np.save(folder / f"{stage.name}-tokens.npy", ids)
+    np.save(folder / "learnt.npy", learnt)
+    np.save(folder / "tokens.npy", ids)
 
 
 class Rows:
-    """The tokens of a stage in rows, in an order that the seed fixes."""
+    """The training tokens in rows, in an order that the seed fixes."""
 
-    def __init__(self, folder: Path, stage: Stage, batch_rows: int, seed: int) -> None:
-        self._ids = np.load(folder / f"{stage.name}-tokens.npy", mmap_mode="r")
-        self._learnt = np.load(folder / f"{stage.name}-learnt.npy", mmap_mode="r")
+    def __init__(self, folder: Path, batch_rows: int, seed: int) -> None:
+        self._ids = np.load(folder / "tokens.npy", mmap_mode="r")
+        self._learnt = np.load(folder / "learnt.npy", mmap_mode="r")
         self._batch_rows, self._seed = batch_rows, seed
         self.num_rows = (len(self._ids) - 1) // ROW
         self.batches_an_epoch = self.num_rows // batch_rows
@@ -178,23 +159,21 @@ class Training:
             optimizer.load_state_dict(saved)
 
 
-def rate_at(stage: Stage, step: int) -> float:
+def rate_at(step: int) -> float:
     """Return the share of the full learning rates: it rises, holds, and falls to zero."""
-    done = step / stage.num_steps
-    return stage.peak * min(1.0, done / stage.warm_up + 0.01, (1 - done) / stage.decay)
+    done = step / NUM_STEPS
+    return min(1.0, done / WARM_UP + 0.01, (1 - done) / DECAY)
 
 
-def train(folder: Path, training: Training, batch_rows: int, seed: int) -> Iterator[tuple[int, float]]:
-    """Run the remaining steps of all stages; yields each step's number and loss, saves every few minutes."""
-    saved, begin = time.monotonic(), 0
-    for stage in STAGES:
-        rows = Rows(folder, stage, batch_rows, seed)
-        while (step := training.step - begin) < stage.num_steps:
-            yield training.step + 1, training.run_step(*rows.batch(step), rate_at(stage, step))
-            if time.monotonic() - saved > SAVE_EVERY_S:
-                training.save()
-                saved = time.monotonic()
-        begin += stage.num_steps
+def train(folder: Path, training: Training, rows: Rows) -> Iterator[tuple[int, float]]:
+    """Run the remaining steps; yields each step's number and loss, and saves every few minutes."""
+    saved = time.monotonic()
+    while training.step < NUM_STEPS:
+        loss = training.run_step(*rows.batch(training.step), rate_at(training.step))
+        yield training.step, loss
+        if time.monotonic() - saved > SAVE_EVERY_S:
+            training.save()
+            saved = time.monotonic()
     training.save()
 
 
@@ -212,23 +191,22 @@ def main() -> None:
     """Prepare, train, export."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=16, help=f"rows of {ROW} tokens a step")
+    parser.add_argument("--rows", type=int, default=8, help=f"rows of {ROW} tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer = prepare(options.folder, options.seed)
     training = Training(options.folder, len(tokenizer), seed=options.seed)
+    rows = Rows(options.folder, options.rows, options.seed)
     columns = (
         *Progress.get_default_columns()[:-1],
         TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
     )
     with Progress(*columns) as progress, (options.folder / "loss.csv").open("a") as log:
-        bar = progress.add_task(
-            "training", total=sum(stage.num_steps for stage in STAGES), completed=training.step, loss=0.0
-        )
+        bar = progress.add_task("training", total=NUM_STEPS, completed=training.step, loss=0.0)
         smooth = 0.0
-        for step, loss in train(options.folder, training, options.rows, options.seed):
+        for step, loss in train(options.folder, training, rows):
             smooth = loss if not smooth else 0.95 * smooth + 0.05 * loss
             progress.update(bar, completed=step, loss=smooth)
             if step % 20 == 0:

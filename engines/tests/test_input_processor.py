@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+import sagellm.engines.input_processor
 from sagellm.core import InvalidRequestError, Runtime
 from sagellm.engines import InputProcessor, SamplingParams
 from sagellm.engines.input_processor import RequestLimits
@@ -46,6 +47,38 @@ def test_requests_are_checked_together_and_each_gets_its_parameters(processor):
     assert second.sequences[0].stop_token_ids == set()
     with pytest.raises(InvalidRequestError, match="the prompt is empty"):
         processor.process_requests([[5, 6], []], params)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_token_ids": [9], "bad_words_token_ids": [[9]]},
+        {"allowed_token_ids": [2], "min_tokens": 3},
+        {"allowed_token_ids": [9, 11], "stop_token_ids": [9], "min_tokens": 1, "bad_words_token_ids": [[11]]},
+    ],
+)
+def test_at_least_one_token_must_remain(processor, settings):
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids: each of them is banned"):
+        processor.process_request([5], SamplingParams(**settings))
+    some = {**settings, "allowed_token_ids": [*settings["allowed_token_ids"], 12]}
+    assert processor.process_request([5], SamplingParams(**some)).params.allowed_token_ids
+
+
+def test_prompts_that_share_parameters_have_their_bad_words_read_once(processor, monkeypatch):
+    calls = []
+    real = sagellm.engines.input_processor.bad_words_token_ids
+
+    def count(words, tokenizer):
+        calls.append(words)
+        return real(words, tokenizer)
+
+    monkeypatch.setattr("sagellm.engines.input_processor.bad_words_token_ids", count)
+    params = SamplingParams(bad_words=["The"], max_tokens=2)
+    made = [processor.process_request([5, 6], params).params for _ in range(3)]
+    assert len(calls) == 1
+    assert made[0].bad_words_token_ids == made[2].bad_words_token_ids != ()
+    other = processor.process_request([5, 6], SamplingParams(bad_words=["clock"], max_tokens=2)).params
+    assert other.bad_words_token_ids != made[0].bad_words_token_ids
 
 
 # The pool holds 32 tokens; the last one generated needs no place in it.

@@ -20,7 +20,7 @@ ORDERS = {
 
 def _small(rng: random.Random) -> int:
     """A number, mostly below 20, sometimes up to 999."""
-    return rng.randint(0, rng.choices((10, 20, 99, 999), (50, 28, 16, 6))[0])
+    return rng.randint(0, rng.choices((10, 20, 99, 999), (65, 22, 10, 3))[0])
 
 
 def _operation(rng: random.Random) -> tuple[int, str, int, int]:

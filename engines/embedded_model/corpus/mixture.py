@@ -22,10 +22,10 @@ Generator = Callable[[random.Random], Sample]
 def generators() -> list[tuple[Generator, float, float]]:
     """Return every generator with its share, and how strongly what users say may be disguised."""
     return [
-        (Questions(read_facts()).make, 0.60, 1.0),
+        (Questions(read_facts()).make, 0.57, 1.0),
         (stories.make, 0.08, 1.0),
         (lists.make, 0.07, 1.0),
-        (arithmetic.make, 0.06, 0.7),
+        (arithmetic.make, 0.09, 0.7),
         (chats.make, 0.07, 0.7),
         (text_tasks.make, 0.05, 0.3),
         (json_answers.make, 0.035, 0.5),

@@ -252,6 +252,19 @@ def test_health_does_not_wait_for_a_frozen_engine(scripted, monkeypatch):
     assert time.monotonic() - began < 5
 
 
+def test_what_outlasts_the_drain_ends_with_an_error(scripted, until):
+    server = scripted("a", None, shutdown_timeout=0.5)
+    streamed = Pending(server, [{"prompt": [1], "stream": True}])
+    whole = Pending(server, [{"prompt": [2]}])
+    until(lambda: server.app.state.admission.num_live == 2)
+    server.server.drain()
+    (events,), (answer,) = streamed.join(), whole.join()
+    assert '"code":"shutting_down"' in events.text.replace(" ", "")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert "retry-after" in answer.headers
+    until(lambda: not server.thread.is_alive(), timeout_s=10)
+
+
 def test_ready_is_what_the_engine_says(scripted):
     server = scripted()
     assert server.http.get("/ready").status_code == 200

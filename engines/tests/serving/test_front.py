@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 
 import pytest
 
@@ -161,6 +162,27 @@ def test_a_process_that_cannot_be_started_is_no_endless_wait(config, tmp_path, m
     monkeypatch.setattr("sagellm.engines.serving.core_handle.subprocess.Popen", refuse)
     with pytest.raises(EngineError, match="Cannot allocate memory"):
         asyncio.run(asyncio.wait_for(Front.start(config, tmp_path / "core.sock", tokenizer=None), 30))
+
+
+def test_a_restart_that_lacks_something_is_tried_again(with_front, monkeypatch):
+    real, refused = subprocess.Popen, []
+
+    def refuse_once(*arguments, **options):
+        if not refused:
+            refused.append(True)
+            raise OSError(24, "Too many open files")
+        return real(*arguments, **options)
+
+    async def use(front):
+        monkeypatch.setattr("sagellm.engines.serving.supervisor._RETRY_S", 0.1)
+        monkeypatch.setattr("sagellm.engines.serving.core_handle.subprocess.Popen", refuse_once)
+        os.kill(front.supervisor.core.pid, signal.SIGKILL)
+        while front.is_ready:
+            await asyncio.sleep(0.005)
+        return await read(front, PROMPTS[0])
+
+    assert len(with_front(use)) == GREEDY.max_tokens
+    assert refused
 
 
 def test_closing_ends_the_waits_for_a_core_that_is_being_started(with_front):

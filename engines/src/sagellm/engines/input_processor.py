@@ -70,6 +70,7 @@ class InputProcessor:
         self.limits = limits
         self._clock = runtime.clock
         self._seeds = runtime.randomness.stream("sampling seeds")
+        self._last_checked: tuple[SamplingParams, SamplingParams] | None = None
 
     def process_request(
         self,
@@ -84,8 +85,7 @@ class InputProcessor:
         _check_types(params, request_id, namespace, priority)
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
-        params = self._with_bad_words(params)
-        params.validate_for(self.limits.vocab_size)
+        params = self._checked(params)
         request = Request(
             request_id=RequestId(request_id or uuid4().hex),
             token_ids=token_ids,
@@ -149,6 +149,33 @@ class InputProcessor:
             raise InvalidRequestError(f"the prompt is no valid Unicode text: {error}") from error
         return cast("Seq[int]", self._tokenizer(text, verbose=False)["input_ids"])
 
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with bad words as tokens; many prompts share one object."""
+        last = self._last_checked
+        if last is not None and last[0] is params:
+            return last[1]
+        checked = self._with_bad_words(params)
+        checked.validate_for(self.limits.vocab_size)
+        self._check_something_is_allowed(checked)
+        self._last_checked = params, checked
+        return checked
+
+    def _check_something_is_allowed(self, params: SamplingParams) -> None:
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+        if params.min_tokens:
+            banned |= self._stop_token_ids(params)
+        if banned.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids: each of them is banned, as a bad word or, before min_tokens, as a token "
+                "that ends the output"
+            )
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos: frozenset[int] = frozenset() if params.ignore_eos else self.limits.eos_token_ids
+        return eos | frozenset(params.stop_token_ids or ())
+
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words:
             return params
@@ -178,13 +205,12 @@ class InputProcessor:
 
     def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
         sequence_id = f"{request.request_id}#{index}"  # always: else "a#0" may be a request or a part of one
-        eos: frozenset[int] = frozenset() if params.ignore_eos else self.limits.eos_token_ids
         return Sequence.of(
             request,
             SequenceId(sequence_id),
             params=params,
             seed=(seed + index) % (1 << 63),
-            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            stop_token_ids=self._stop_token_ids(params),
         )
 
 

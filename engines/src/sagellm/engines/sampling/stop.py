@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from sagellm.core.errors import InvalidInputError
@@ -110,6 +111,7 @@ class StopStringMatcher:
         return complete
 
 
+@lru_cache(maxsize=256)  # one request may have thousands of continuations with the same strings
 def _borders(text: str) -> list[int]:
     """Return for each beginning of the text how much of its start is also its end, itself excluded."""
     borders = [0] * len(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sagellm.engines.server.errors import APIError
@@ -16,6 +16,7 @@ class Admission:
         self.limit = limit
         self.num_live = 0
         self.is_draining = False
+        self._seats: set[Seat] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -29,9 +30,11 @@ class Admission:
             raise APIError(503, "the server is shutting down", code="shutting_down")
         seat = Seat(self)
         seat.take(1)
+        self._seats.add(seat)
         try:
             yield seat
         finally:
+            self._seats.remove(seat)
             self.num_live -= seat.num_held
             if not self.num_live:
                 self._idle.set()
@@ -48,6 +51,13 @@ class Admission:
         """Take no more requests; those that run go on."""
         self.is_draining = True
 
+    def stop_all(self) -> None:
+        """End every live request: its time to drain is over."""
+        error = APIError(503, "the server is shutting down", code="shutting_down")
+        for seat in self._seats:
+            if seat.stop is not None:
+                seat.stop(error)
+
     async def wait_idle(self) -> None:
         """Return when no request is live."""
         await self._idle.wait()
@@ -59,6 +69,7 @@ class Seat:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self.num_held = 0
+        self.stop: Callable[[Exception], None] | None = None  # ends the request, once it runs
 
     def take(self, num_sequences: int) -> None:
         """Hold this many in all. A request with more sequences than there are seats is taken when alone."""

@@ -71,6 +71,7 @@ class Generation(ABC, Generic[B]):
                 namespace = scope["state"]["namespace"]._replace(salt=body.cache_salt or "")
                 timers = [RequestTimer(self.service.metrics, arrived) for _ in job.prompts]
                 async with running(receive, timers) as run:
+                    seat.stop = run.stop
                     await run.open(self.service.front, job, namespace, -(body.priority or 0))
                     if job.is_streamed:
                         await _stream(run, self.shape(job), reply)

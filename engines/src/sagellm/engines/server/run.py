@@ -27,7 +27,7 @@ class Run:
     def __init__(self, receive: Receive, timers: Sequence[RequestTimer]) -> None:
         self._streams: list[Stream] = []
         self._timers = timers
-        self._is_gone = False
+        self._stopped: Exception | None = None
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def open(self, front: EngineFront, job: Job, namespace: Namespace, priority: int) -> None:
@@ -41,8 +41,16 @@ class Run:
                 priority=priority,
             )
             self._streams.append(stream)
-            if self._is_gone:
-                raise ClientGoneError
+            if self._stopped is not None:
+                raise self._stopped
+            await asyncio.sleep(0)  # thousands of prompts must not stop the others
+
+    def stop(self, error: Exception) -> None:
+        """End the reading with an error, whatever has not come."""
+        if self._stopped is None:
+            self._stopped = error
+        for stream in self._streams:
+            stream.close()
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield the position of a prompt and its output, whole so far, until all are finished."""
@@ -55,8 +63,8 @@ class Run:
             if output.finished:
                 still_open.remove(index)
             yield index, output
-        if self._is_gone:
-            raise ClientGoneError
+        if self._stopped is not None and still_open:
+            raise self._stopped
         if still_open:
             raise EngineError("a stream ended before its request")
 
@@ -71,9 +79,7 @@ class Run:
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
-        for stream in self._streams:
-            stream.close()
+        self.stop(ClientGoneError())
 
     async def _one(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         async for output in self._streams[0]:

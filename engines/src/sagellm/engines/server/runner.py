@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from sagellm.engines.config.sections import ServerConfig
 MAX_HEADER_BYTES = 64 << 10
 _HEADER_TIMEOUT_S = 10.0
 _STALL_TIMEOUT_S = 60.0
+_LAST_WORDS_S = 2.0
 """How long a client may leave a full buffer unread before it counts as gone."""
 
 
@@ -93,6 +95,16 @@ class HTTPServer(uvicorn.Server):
         self.config.app.state.admission.start_draining()  # type: ignore[union-attr]
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end; those that take too long end with an error that says so."""
+        timeout_s = self.config.timeout_graceful_shutdown or 0
+        admission = self.config.app.state.admission  # type: ignore[union-attr]
+        timer = asyncio.get_running_loop().call_later(timeout_s - _LAST_WORDS_S, admission.stop_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
 
 def make_server(app: FastAPI, settings: ServerConfig, **options: Any) -> HTTPServer:
     """Make the server; `serve()` runs it on the loop that is running, `run()` on one of its own."""
@@ -106,6 +118,6 @@ def make_server(app: FastAPI, settings: ServerConfig, **options: Any) -> HTTPSer
         "access_log": False,
         "log_config": None,
         "lifespan": "off",
-        "timeout_graceful_shutdown": round(settings.shutdown_timeout) or 1,
+        "timeout_graceful_shutdown": round(settings.shutdown_timeout + _LAST_WORDS_S),
     }
     return HTTPServer(uvicorn.Config(app, **(config | options)))

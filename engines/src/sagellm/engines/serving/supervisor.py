@@ -17,6 +17,7 @@ logger = get_logger(__name__)
 
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 60.0
+_RETRY_S = 2.0
 
 
 class Supervisor:
@@ -87,7 +88,11 @@ class Supervisor:
                 await self._run_once()
             except EngineError as error:
                 self._failure = error
-            except Exception as error:  # no memory or descriptors for a process
+            except OSError as error:  # no memory or descriptors for a process
+                if self.num_restarts:  # what is lacking may be there again soon
+                    logger.error("the engine's process cannot be started again yet: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 self._failure = EngineError(f"its process cannot be started: {error}")
             if self._is_closing:
                 return
