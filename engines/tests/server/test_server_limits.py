@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import openai
@@ -206,6 +207,54 @@ def test_what_is_no_http_is_closed(scripted, data):
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
     assert b"Traceback" not in answer
     assert server.http.get("/health").status_code == 200
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(b"", b"X-A: b\r\n" * 1000), (b"X-A: ", b"b" * 8000)], ids=["many", "long"]
+)
+def test_trailers_have_an_end(scripted, first, then):
+    server = scripted("a", "length")
+    sent = 0
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=8) as connection,
+        suppress(ConnectionResetError, BrokenPipeError),
+    ):
+        connection.sendall(CHUNKED + b"2\r\n{}\r\n0\r\n" + first)
+        while sent < 50_000_000:
+            connection.sendall(then)
+            sent += len(then)
+    assert sent < 10_000_000
+
+
+def test_trailers_are_no_headers(scripted):
+    server = scripted("a", "length", api_keys=("key",))
+    body = b'{"prompt": [1]}'
+    data = CHUNKED + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer key\r\n\r\n" % (len(body), body)
+    assert exchange(server, data, timeout=8).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_stray_byte_keeps_no_connection_open(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.3)
+    data = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    began = time.monotonic()
+    assert exchange(scripted(), data, then=b"\r\n").startswith(b"HTTP/1.1 200 ")
+    assert time.monotonic() - began < 3
+
+
+def test_the_beginning_of_a_next_request_does_not_cut_a_stream(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.2)
+    server = scripted("a", None, shutdown_timeout=1.5)
+    body = b'{"prompt": [1], "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    data = head + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /ver"
+    threading.Timer(1.0, server.server.drain).start()
+    assert b"shutting_down" in exchange(server, data)
 
 
 def test_all_bodies_together_are_bounded(scripted, monkeypatch):

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.server.errors import APIError
 
 MAX_HEADER_BYTES = 64 << 10
 _HEADER_TIMEOUT_S = 10.0
@@ -21,15 +22,17 @@ _LAST_WORDS_S = 2.0
 
 
 class BoundedHTTP(HttpToolsProtocol):
-    """HTTP/1.1 with an end to its headers, in bytes and in time, and to waiting for who does not read."""
+    """HTTP/1.1 with an end to headers, trailers and waiting for who does not read."""
 
     _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for headers."""
         super().connection_made(transport)
+        self._num_other_bytes = 0  # that are no body
         self._num_header_bytes = 0
         self._is_in_headers = True
+        self._is_refused = False
         self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -50,26 +53,67 @@ class BoundedHTTP(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, unless the headers have become too long."""
-        self._num_header_bytes += len(data)
+        """Read on, unless there is too much beside bodies."""
+        self._num_other_bytes += len(data)
         super().data_received(data)
-        if not self._is_in_headers:
-            self._num_header_bytes = 0
-        elif self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._is_refused or self._num_other_bytes > MAX_HEADER_BYTES:
             self.send_400_response("The headers are too long.")
+        elif self._is_idle:  # what came belongs to no request that runs; no other timer waits for the rest
+            self._wait_for_headers()
 
     def on_message_begin(self) -> None:
         """Begin to count the headers of a request."""
         super().on_message_begin()
         self._is_in_headers = True
-        self._deadline.cancel()
-        self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._give_up)
+        self._num_header_bytes = 0
+        self._wait_for_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; trailers are passed over."""
+        if self._is_in_headers:
+            self._num_header_bytes += len(name) + len(value)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Stop counting and waiting."""
         self._is_in_headers = False
         self._deadline.cancel()
-        super().on_headers_complete()
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._is_refused = True
+        elif not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body; one byte may come with seven of its chunk's frame."""
+        self._num_other_bytes = max(0, self._num_other_bytes - 8 * len(body))
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Begin anew."""
+        self._num_other_bytes = 0
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; into an answer that is being written nothing is mixed."""
+        if not self._is_idle and self.cycle.response_started:
+            self.transport.abort()
+            return
+        body = APIError(400, msg, code="bad_http").encoded
+        head = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait_for_headers(self) -> None:
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._give_up)
 
     def _end_stall(self) -> None:
         if self._stall is not None:
@@ -77,7 +121,9 @@ class BoundedHTTP(HttpToolsProtocol):
             self._stall = None
 
     def _give_up(self) -> None:
-        if not self.transport.is_closing():
+        if not self._is_idle:  # the beginning of a next request waits for the answer to this one
+            self._wait_for_headers()
+        elif not self.transport.is_closing():
             self.transport.close()
 
 
@@ -117,6 +163,7 @@ def make_server(app: FastAPI, settings: ServerConfig, **options: Any) -> HTTPSer
         "server_header": False,
         "access_log": False,
         "log_config": None,
+        "log_level": "error",  # anybody can cause the warnings
         "lifespan": "off",
         "timeout_graceful_shutdown": round(settings.shutdown_timeout + _LAST_WORDS_S),
     }
