@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_DEPTH, is_too_deep
+from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, nesting_fault
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 INSIDE = re.compile(r"Traceback|File \"|site-packages|\.py\b|0x[0-9a-f]{6}|<[\w.]+ object|\x1b|\\r\\n")
@@ -244,13 +244,18 @@ def test_a_body_that_is_nested_too_deep(post, depth):
     assert post(COMPLETIONS, b'{"a":' * (depth // 5 + 65))["code"] == "too_deep"
 
 
+def test_a_body_of_too_many_small_objects(post):
+    told = post(COMPLETIONS, b'{"prompt": [' + b"[]," * MAX_CONTAINERS + b"[]]}")
+    assert (told["code"], "lists and objects" in told["message"]) == ("too_deep", True)
+
+
 def test_depth_counts_brackets_outside_strings():
-    assert not is_too_deep(b'{"prompt": "' + b"[" * 1000 + b'"}')
-    assert not is_too_deep(b'{"prompt": "' + b'\\"[' * 1000 + b'"}')
-    assert not is_too_deep(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
-    assert is_too_deep(b'["\\\\",' * (MAX_DEPTH + 1))
-    assert not is_too_deep(b"[[],[]," * 2 + b"[]," * 1000)
-    assert not is_too_deep(b'"' + b'\\"[' * 1_000_000)  # linear, though the string never ends
+    assert not nesting_fault(b'{"prompt": "' + b"[" * 1000 + b'"}')
+    assert not nesting_fault(b'{"prompt": "' + b'\\"[' * 1000 + b'"}')
+    assert not nesting_fault(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    assert nesting_fault(b'["\\\\",' * (MAX_DEPTH + 1))
+    assert not nesting_fault(b"[[],[]," * 2 + b"[]," * 1000)
+    assert not nesting_fault(b'"' + b'\\"[' * 1_000_000)  # linear, though the string never ends
 
 
 @pytest.mark.parametrize(

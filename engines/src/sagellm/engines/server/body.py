@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 64
+MAX_CONTAINERS = 100_000  # each costs a hundred times its bytes to read
 MAX_HELD_BYTES = 256 << 20
 """Of all bodies that are being read."""
 LONG_BODY_BYTES = 64 << 10
@@ -50,16 +51,16 @@ class HeldBody:
         self._parts, self._size = [], 0
         return body
 
-    async def check_depth(self) -> None:
-        """Raise APIError if the body is nested too deep."""
+    async def check_nesting(self) -> None:
+        """Raise APIError if there are too many lists and objects, within or beside each other."""
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = [body]
         if len(body) > LONG_BODY_BYTES:
-            is_deep = await asyncio.to_thread(is_too_deep, body)
+            fault = await asyncio.to_thread(nesting_fault, body)
         else:
-            is_deep = is_too_deep(body)
-        if is_deep:
-            raise APIError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
+            fault = nesting_fault(body)
+        if fault is not None:
+            raise APIError(400, fault, code="too_deep")
 
 
 class BodyGate:
@@ -80,7 +81,7 @@ class BodyGate:
             _check_headers(scope)
             if not await self._read(receive, body):
                 return  # the client is gone
-            await body.check_depth()
+            await body.check_nesting()
             await self._app(scope, receive, send)
         except APIError as error:
             await send_error(send, error)
@@ -118,13 +119,17 @@ def _too_large() -> APIError:
     return APIError(413, f"the body may have at most {MAX_BODY_BYTES} bytes", code="body_too_large")
 
 
-def is_too_deep(body: bytes) -> bool:
-    """Say whether JSON is nested deeper than MAX_DEPTH. Linear in its length."""
+def nesting_fault(body: bytes) -> str | None:
+    """Say what is wrong with the lists and objects of JSON, if anything is. Linear in its length."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
-    depth = 0
+        return None
+    depth = num_opened = 0
     for found in _BRACKETS.finditer(body):
-        depth += _STEPS.get(found[0], 0)
+        step = _STEPS.get(found[0], 0)
+        depth += step
+        num_opened += step > 0
         if depth > MAX_DEPTH:
-            return True
-    return False
+            return f"the body is nested deeper than {MAX_DEPTH} levels"
+        if num_opened > MAX_CONTAINERS:
+            return f"the body has more than {MAX_CONTAINERS} lists and objects"
+    return None
