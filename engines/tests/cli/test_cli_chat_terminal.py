@@ -102,7 +102,10 @@ def test_an_answer_cannot_control_the_terminal(monkeypatch, capfd):
     assert capfd.readouterr().out == "a\na\ufffd[2J\ufffd\tb\n"
 
 
-def test_ctrl_c_at_the_prompt_leaves(checkpoint):
+def test_a_second_ctrl_c_at_the_prompt_leaves(checkpoint):
     program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS)
+    program.wait_for("> ")
+    program.type("half a line\x03")
+    program.wait_for("so does another Ctrl-C")
     program.wait_for("> ")
     assert program.end("\x03") == 0

@@ -31,7 +31,7 @@ class PromptSettings:
     """
 
     as_ids: bool = True
-    vocab_size: int = 10_000
+    vocab_size: int = 4000
     prefix_share: float = 0.0
     num_prefixes: int = 1
 

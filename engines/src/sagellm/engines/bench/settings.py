@@ -33,7 +33,7 @@ class LoadSettings:
     input_len: Lengths = DEFAULT_INPUT
     output_len: Lengths = DEFAULT_OUTPUT
     prompt_form: PromptForm = "auto"
-    vocab_size: int = 10_000
+    vocab_size: int = 4000
     prefix_share: float = 0.0
     num_prefixes: int = 1
     rate: float | None = None

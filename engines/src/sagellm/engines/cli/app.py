@@ -30,7 +30,7 @@ class LLMGroup(LazyGroup):
     """The commands of `sage llm`."""
 
     table = {  # noqa: RUF012  (typed in the base)
-        "generate": Entry(f"{_HERE}.generate:app", "Continue prompts with a model."),
+        "generate": Entry(f"{_HERE}.generate:app", "Answer prompts, or continue them."),
         "chat": Entry(f"{_HERE}.chat.command:app", "Converse with a model."),
         "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
@@ -55,6 +55,7 @@ class SageGroup(LazyGroup):
         "config": _CONFIG,
         "doctor": _DOCTOR,
     }
+    elsewhere = dict.fromkeys(LLMGroup.table, "sage llm")
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001  (typer calls it)

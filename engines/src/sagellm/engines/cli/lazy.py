@@ -27,6 +27,8 @@ class LazyGroup(TyperGroup):
     """
 
     table: ClassVar[Mapping[str, Entry]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Commands of other groups, and under which program they are."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names."""
@@ -45,6 +47,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; suggest the nearest for an unknown name."""
         if args[0] not in self.table and not args[0].startswith("-"):
+            if args[0] in self.elsewhere:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean `{self.elsewhere[args[0]]} {args[0]}`?")
             ctx.fail(f"No such command {args[0]!r}.{nearest(args[0], self.table)}")
         return super().resolve_command(ctx, args)
 

@@ -91,7 +91,9 @@ class KVConfig(Checked):
 
     block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(
-        default=None, ge=1, description="KV blocks; null: as many as the memory at hand allows"
+        default=None,
+        ge=1,
+        description="KV blocks; null: what memory allows, at most max_num_seqs of the longest sequences",
     )
     memory_fraction: float | None = Field(
         default=None,

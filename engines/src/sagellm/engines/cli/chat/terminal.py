@@ -22,16 +22,25 @@ class Terminal:
                 import readline  # noqa: F401
 
     def read(self) -> str | None:
-        """Return the next line that is not blank, or None at the end and on Ctrl-C."""
-        try:
-            while True:
+        """Return the next line that is not blank, or None at the end and on a second Ctrl-C in a row.
+
+        The first one may have been meant for an answer that has just ended.
+        """
+        is_interrupted = False
+        while True:
+            try:
                 line = self._read_line().strip()
-                if line:
-                    return line
-        except (EOFError, KeyboardInterrupt):
-            if self.is_interactive:
-                typer.echo(err=True)
-            return None
+            except (EOFError, KeyboardInterrupt) as end:
+                if self.is_interactive:
+                    typer.echo(err=True)
+                if isinstance(end, EOFError) or is_interrupted or not self.is_interactive:
+                    return None
+                is_interrupted = True
+                self.tell("Ctrl-D leaves, and so does another Ctrl-C")
+                continue
+            if line:
+                return line
+            is_interrupted = False
 
     def write(self, text: str) -> None:
         """Write a piece of an answer; a model cannot move a terminal's cursor or change its colours."""
