@@ -105,7 +105,7 @@ def test_training_text_shares_no_six_words_with_the_examination():
         "import re\n"
         "split = lambda text: re.findall('[a-z0-9]+', text.lower())\n"
         "asked = [' ' + ' '.join(split(text)) + ' ' for text in examination_questions()]\n"
-        "for sample in islice(Mixture(1), 4000):\n"
+        "for sample in islice(Mixture(1, disguised=0.5), 4000):\n"
         "    for text in texts_of(sample):\n"
         "        words = split(text)\n"
         "        for start in range(len(words) - 5):\n"
