@@ -102,9 +102,32 @@ def test_engines_that_do_not_answer_are_shown_so(make_engine, run_engine, sage):
         result = sage("llm", "engine", "status", "--timeout", "0.5")
         shown = sage("llm", "engine", "status", "--timeout", "0.5", "--json").json["engines"]
     states = {each["name"]: (each["state"], each["num_running"]) for each in shown}
-    assert states == {"gone": ("down", None), "mute": ("starting or busy", None), "well": ("ready", 0)}
+    assert states == {"gone": ("down", None), "mute": ("busy", None), "well": ("ready", 0)}
     assert "mute: the engine does not answer in time" in result.err
     assert result.code == 0
+
+
+def test_status_tells_what_an_engine_is_about(make_engine, run_engine, sage):
+    run_engine(make_engine(), "leaving")
+    for name, state in (("leaving", "draining"), ("coming", "starting")):
+        RunningEngine(name=name, pid=os.getpid(), url="-", model="m", state=state).announce()
+    result = sage("llm", "engine", "status", "--json")
+    assert {each["name"]: each["state"] for each in result.json["engines"]} == {
+        "coming": "starting",
+        "leaving": "draining",
+    }
+    assert result.err == ""
+
+
+def test_status_tells_of_an_engine_that_ended_without_a_word(start_front, sage):
+    start_front(STAYS).kill()
+    engine = RunningEngine.find("front")
+    engine.log.write_text("out of memory")
+    while engine.is_alive:
+        time.sleep(0.01)
+    result = sage("llm", "engine", "status")
+    assert f"front (process {engine.pid}) ended without a word; its log is {engine.log}" in result.err
+    assert sage("llm", "engine", "status").err == ""
 
 
 def test_status_is_quick_and_loads_no_torch(run_engine):

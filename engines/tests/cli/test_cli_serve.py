@@ -46,7 +46,7 @@ def port() -> int:
 @pytest.fixture
 def serving(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(checkpoint)]
-    command += ["--port", str(port), "--num-blocks", "512", "--dtype", "float32"]
+    command += ["--port", str(port), "--num-blocks", "512", "--dtype", "float32", "--log-level", "INFO"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     yield process
     if process.poll() is None:
@@ -92,11 +92,12 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port):
         for _ in range(2):
             assert sum(1 for _ in stream(port, 4, [7] * 40)) >= 1
         cache = json.loads(sage_process("cache", "stats", "--json").stdout)
-        assert cache["num_hits"] >= 1
+        assert (cache["num_lookups"], cache["num_hits"]) == (2, 1), "what runs at the start does not count"
         (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]
         assert (engine["name"], engine["num_running"]) == (f"engine-{port}", 0)
         second = sage_process("engine", "start", checkpoint, "--port", port)
         assert (second.returncode, "--port" in second.stderr) == (2, True)
+        assert f"your engine-{port} does" in second.stderr
     finally:
         stopped = sage_process("engine", "stop")
     assert (stopped.returncode, "stopped" in stopped.stdout) == (0, True)
@@ -120,22 +121,28 @@ def test_what_keeps_an_engine_from_starting_is_said(sage_process, tmp_path, port
     assert "did you mean 'llm'" in sage_process("engine", "start", "x", "--engine-kind", "lm").stderr.lower()
 
 
-def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, port):
+def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, sage_process, port):
     wait_until_ready(serving, port)
     chunks: list[dict] = []
-    reading = threading.Thread(target=lambda: chunks.extend(stream(port, 1500)))
+    reading = threading.Thread(target=lambda: chunks.extend(stream(port, 4000)))
     reading.start()
     while not chunks:
         time.sleep(0.01)
         assert reading.is_alive() or chunks
     serving.send_signal(signal.SIGTERM)
     time.sleep(0.3)
+    (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]
+    assert engine["state"] == "draining"
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{port}/health")
     assert reading.is_alive(), "the stream is to run on while others are refused"
     reading.join(READY_S)
     assert chunks[-1].get("choices", [chunks[-1]])[0].get("finish_reason") == "length", chunks[-1]
     assert serving.wait(READY_S) == 0
+    said = serving.stderr.read()
+    assert "the requests that run may finish" in said
+    assert "is loaded: float32 on cpu, KV for 8,192 tokens in blocks of 16" in said
+    assert "tokens: 3 prompt (0 cached), 4000 generated" in said
 
 
 def test_a_second_signal_stops_at_once(serving, port):
@@ -157,6 +164,8 @@ def test_a_second_signal_stops_at_once(serving, port):
     serving.wait(READY_S)
     assert time.monotonic() - begun < 15
     reading.join(READY_S)
+    assert chunks[-1]["error"]["code"] == "shutting_down"
+    assert "ERROR" not in serving.stderr.read()
 
 
 def test_a_signal_while_the_model_loads_ends_it(serving, environment):

@@ -81,6 +81,7 @@ def test_an_engine_lives_as_long_as_its_process(folder):
     assert not engine.is_alive, "a process that nobody has waited for is gone, too"
     process.wait()
     assert RunningEngine.all() == []
+    assert RunningEngine.withdraw_dead() == [engine]
     assert list(folder.iterdir()) == []
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from sagellm.engines.cli.output import columns, format_bytes
+from sagellm.engines.cli.output import columns
+from sagellm.engines.sizes import format_bytes
 
 _SHARES = ("_rate", "_share", "_fragmentation", "_percent")
 

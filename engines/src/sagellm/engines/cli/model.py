@@ -1,4 +1,4 @@
-"""What the commands share that load a model in their own process."""
+"""What the commands share that load a model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sagellm.core import ConfigError
 from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
@@ -19,6 +20,20 @@ from sagellm.engines.embedded import EMBEDDED
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine, SamplingParams
     from sagellm.engines.config.schema import EngineConfig
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A directory or a hub id; --model does the same."),
+]
+
+
+def with_model(options: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Put the model of the argument where the flag would put it. Raises ConfigError for two models."""
+    if model is None:
+        return options
+    if options.setdefault("model", model) != model:
+        raise ConfigError(f"two models are named, {model} and --model {options['model']}; name one")
+    return options
 
 
 def read_options(

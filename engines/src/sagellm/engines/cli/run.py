@@ -16,6 +16,7 @@ from sagellm.core import ConfigError, InvalidInputError, SageLLMError
 
 FAILED = 1
 USED_WRONGLY = 2
+INTERRUPTED = 130
 
 
 @dataclass
@@ -26,12 +27,16 @@ class Session:
 
 
 def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or argument)."""
+    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or argument), 130 stopped."""
     session = Session(debug=os.environ.get("SAGELLM_DEBUG", "0") not in ("", "0"))
     try:
         result = get_command(app)(
             args=None if arguments is None else list(arguments), prog_name=program, obj=session
         )
+    except SystemExit as end:
+        if end.code == INTERRUPTED and sys.stderr.isatty():
+            typer.echo(err=True)  # after ^C, which stands where the text was
+        raise
     except Exception as error:
         if session.debug:
             traceback.print_exc()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core import ConfigError
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.model import say_if_embedded
+from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.config.sources import load_config
 
@@ -33,10 +33,6 @@ LogLevel = Annotated[
         help="Log from this level on: DEBUG, INFO, WARNING or ERROR.",
     ),
 ]
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="A directory or a hub id; --model does the same."),
-]
 
 
 @app.command()
@@ -54,29 +50,25 @@ def serve(
     Ctrl-C or SIGTERM lets running requests end first; a second one stops at once.
     """
     settings = load_config(with_model(options, model_argument), config_file=config).config
-    run_service(settings, name=name, log_level=log_level, on_ready=say_ready)
+    say_if_embedded(settings.model.name)
+    run_service(settings, name=name, log_level=log_level, on_state=say_state)
 
 
-def with_model(options: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Put the model of the argument where the flag would put it. Raises ConfigError for two models."""
-    if model is None:
-        return options
-    if options.setdefault("model", model) != model:
-        raise ConfigError(f"two models are named, {model} and --model {options['model']}; name one")
-    return options
-
-
-def run_service(config: EngineConfig, *, name: str | None, log_level: str, on_ready: Any) -> None:
+def run_service(
+    config: EngineConfig, *, name: str | None, log_level: str, on_state: Callable[[RunningEngine], None]
+) -> None:
     """Serve in this process."""
     from sagellm.core.logging import configure
     from sagellm.engines.serving.service import serve as run
 
     configure(log_level)
-    say_if_embedded(config.model.name)
     typer.echo(f"loading {config.model.name}", err=True)
-    run(config, name=name, log_level=log_level, on_ready=on_ready)
+    run(config, name=name, log_level=log_level, on_state=on_state)
 
 
-def say_ready(engine: RunningEngine) -> None:
-    """Tell where the engine is."""
-    typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)
+def say_state(engine: RunningEngine) -> None:
+    """Tell where the engine is, or what it waits for."""
+    if engine.state == "draining":
+        typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
+    else:
+        typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)

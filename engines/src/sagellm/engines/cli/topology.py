@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from sagellm.core import PluginRegistry
-from sagellm.engines.cli.output import format_bytes, print_json
+from sagellm.engines.cli.output import print_json
 from sagellm.engines.machine import kernel_flags
+from sagellm.engines.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.tree import Tree

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagellm.core import (
+    BlockId,
     EngineError,
     EngineMetrics,
     FinishReason,
@@ -118,6 +119,20 @@ class EngineCore:
         for sequence_id in sequence_ids:
             if sequence_id in self.scheduler:
                 self._finish(sequence_id, finish_reason)
+
+    def warm_up(self, sequence: Sequence) -> None:
+        """Compute a prompt and one token after it, past the scheduler, the cache and all that counts.
+
+        Only before the first request: the KV goes into the first blocks, which nobody holds yet. Raises
+        EngineError if the model fails.
+        """
+        num_tokens = sequence.num_tokens
+        sequence.block_ids = [BlockId(each) for each in range(self.kv.num_blocks_for(num_tokens + 1))]
+        for start, num_new in ((0, num_tokens), (num_tokens, 1)):
+            results = self._steps.run([ScheduledSequence(sequence, start, num_new)])
+            if (error := results.errors.get(sequence.sequence_id)) is not None:
+                raise EngineError(f"the engine failed at its first step: {error}") from error
+            sequence.output_token_ids.append(results.tokens[sequence.sequence_id].token_id)
 
     def has_unfinished(self) -> bool:
         """Say whether a sequence waits or runs."""

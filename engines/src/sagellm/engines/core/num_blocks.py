@@ -8,6 +8,7 @@ import torch
 
 from sagellm.core import KVLayout, ModelGeometry, OutOfMemoryError
 from sagellm.engines.forward.memory import available_memory_bytes
+from sagellm.engines.sizes import format_bytes
 
 CPU_FRACTION = 0.5
 GPU_FRACTION = 0.9
@@ -44,9 +45,9 @@ def find_num_blocks(
     fitting = layout.num_blocks_in(max(0, usable))
     if fitting < 1:
         raise OutOfMemoryError(
-            f"no KV block of {layout.block_bytes} bytes fits: {free_bytes} bytes are free on {device}, of "
-            f"which {share:.0%} less activations are for KV; free memory, raise kv.memory_fraction, or lower "
-            f"scheduler.max_num_batched_tokens or kv.block_size"
+            f"no KV block of {format_bytes(layout.block_bytes)} fits: {format_bytes(free_bytes)} are free on "
+            f"{device}, of which {share:.0%} less activations are for KV; free memory, raise "
+            f"kv.memory_fraction, or lower scheduler.max_num_batched_tokens or kv.block_size"
         )
     return min(fitting, per_sequence * demand.max_num_seqs)
 

@@ -19,6 +19,7 @@ from sagellm.core import (
 )
 from sagellm.engines.forward.kv_memory import zeroed
 from sagellm.engines.forward.memory import available_memory_bytes
+from sagellm.engines.sizes import format_bytes
 
 
 class TorchForwardBackend(ForwardBackendProtocol):
@@ -49,9 +50,9 @@ class TorchForwardBackend(ForwardBackendProtocol):
         available = available_memory_bytes(self._device)
         if available is not None and needed > available:
             raise OutOfMemoryError(
-                f"KV of {num_blocks} blocks of {layout.block_bytes} bytes needs {needed} bytes; {available} "
-                f"are available on {self._device}; lower kv.num_blocks (at most "
-                f"{layout.num_blocks_in(available)} fit)"
+                f"KV of {num_blocks} blocks of {format_bytes(layout.block_bytes)} needs "
+                f"{format_bytes(needed)}; {format_bytes(available)} are available on {self._device}; "
+                f"lower kv.num_blocks (at most {layout.num_blocks_in(available)} fit)"
             )
         group = layout.group
         dtype = getattr(torch, group.dtype)
@@ -59,7 +60,8 @@ class TorchForwardBackend(ForwardBackendProtocol):
             flat = zeroed(needed // layout.item_bytes, dtype, self._device)
         except (RuntimeError, MemoryError, OSError) as error:
             raise OutOfMemoryError(
-                f"KV of {num_blocks} blocks needs {needed} bytes, and {self._device} refused them: {error}"
+                f"KV of {num_blocks} blocks needs {format_bytes(needed)}, and "
+                f"{self._device} refused them: {error}"
             ) from error
         shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, layout.block_size, group.head_dim)
         strides = (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from sagellm.core import get_logger
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.server.admission import Admission
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 B = TypeVar("B", bound=Body)
+
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,9 @@ class Generation(ABC, Generic[B]):
                 job = await self._job(body)
                 seat.take(len(job.prompts) * job.params.n)
                 namespace = scope["state"]["namespace"]._replace(salt=body.cache_salt or "")
-                timers = [RequestTimer(self.service.metrics, arrived) for _ in job.prompts]
+                timers = [
+                    RequestTimer(self.service.metrics, arrived, request_id) for request_id in job.request_ids
+                ]
                 async with running(receive, timers) as run:
                     seat.stop = run.stop
                     await run.open(self.service.front, job, namespace, -(body.priority or 0))
@@ -80,7 +86,9 @@ class Generation(ABC, Generic[B]):
         except ClientGoneError:
             return
         except Exception as error:
-            await reply.fail(as_api_error(error))
+            told = as_api_error(error)
+            logger.info("a request is answered with %d (%s)", told.status, told.code or told.param)
+            await reply.fail(told)
 
     async def _job(self, body: B) -> Job:
         service = self.service

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sagellm.core import EngineMetrics
+from sagellm.core import EngineMetrics, get_logger
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.server.histogram import Histogram
 
@@ -64,6 +64,8 @@ _ITL = (
 )
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+logger = get_logger(__name__)
+
 _LABELS = ("model_name", "engine")
 
 _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
@@ -145,13 +147,24 @@ class ServerMetrics(Collector):
 class RequestTimer:
     """Follows one request of an engine from its arrival to its end."""
 
-    __slots__ = ("_arrived", "_first", "_is_ended", "_last", "_metrics", "_num_tokens")
+    __slots__ = (
+        "_arrived",
+        "_first",
+        "_is_ended",
+        "_last",
+        "_metrics",
+        "_num_cached",
+        "_num_prompt",
+        "_num_tokens",
+        "_request_id",
+    )
 
-    def __init__(self, metrics: ServerMetrics, arrived: float) -> None:
+    def __init__(self, metrics: ServerMetrics, arrived: float, request_id: str) -> None:
         self._metrics = metrics
+        self._request_id = request_id
         self._arrived = arrived
         self._first = self._last = 0.0
-        self._num_tokens = 0
+        self._num_tokens = self._num_prompt = self._num_cached = 0
         self._is_ended = False
 
     def take(self, output: RequestOutput) -> None:
@@ -163,7 +176,8 @@ class RequestTimer:
             histograms = self._metrics.histograms
             if not self._num_tokens:
                 self._first = now
-                self._metrics.num_prompt_tokens += len(output.prompt_token_ids)
+                self._num_prompt, self._num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+                self._metrics.num_prompt_tokens += self._num_prompt
                 histograms["time_to_first_token_seconds"].observe(now - self._arrived)
             else:
                 histograms["inter_token_latency_seconds"].observe(now - self._last)
@@ -178,6 +192,19 @@ class RequestTimer:
         if not self._is_ended:
             self._is_ended = True
             self._metrics.num_ended[reason] += 1
+            self._log(reason)
+
+    def _log(self, reason: str) -> None:
+        logger.info(
+            "%s: %s after %.3f s, first token after %.3f s; tokens: %d prompt (%d cached), %d generated",
+            self._request_id,
+            reason,
+            time.perf_counter() - self._arrived,
+            max(0.0, self._first - self._arrived),
+            self._num_prompt,
+            self._num_cached,
+            self._num_tokens,
+        )
 
     def _finish(self, output: RequestOutput) -> None:
         self.end(output.outputs[0].finish_reason or "error")

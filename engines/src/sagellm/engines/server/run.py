@@ -32,11 +32,11 @@ class Run:
 
     async def open(self, front: EngineFront, job: Job, namespace: Namespace, priority: int) -> None:
         """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
-        for index, prompt in enumerate(job.prompts):
+        for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
             stream = await front.add_request(
                 prompt.token_ids,
                 job.params,
-                request_id=f"{job.id}-{index}",
+                request_id=request_id,
                 namespace=namespace,
                 priority=priority,
             )

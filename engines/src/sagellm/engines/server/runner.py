@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -12,6 +14,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.errors import APIError
 
 MAX_HEADER_BYTES = 64 << 10
@@ -130,6 +133,10 @@ class BoundedHTTP(HttpToolsProtocol):
 class HTTPServer(uvicorn.Server):
     """Drains at the first signal and stops at the second."""
 
+    def __init__(self, config: uvicorn.Config, on_drain: Callable[[], None] | None) -> None:
+        super().__init__(config)
+        self._on_drain = on_drain
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
         if self.should_exit:
@@ -138,22 +145,37 @@ class HTTPServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Take no more requests, let those that run end within the shutdown timeout, then stop."""
-        self.config.app.state.admission.start_draining()  # type: ignore[union-attr]
+        self._admission.start_draining()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end; those that take too long end with an error that says so."""
         timeout_s = self.config.timeout_graceful_shutdown or 0
-        admission = self.config.app.state.admission  # type: ignore[union-attr]
+        admission = self._admission
+        if admission.num_live and self._on_drain is not None:
+            self._on_drain()
         timer = asyncio.get_running_loop().call_later(timeout_s - _LAST_WORDS_S, admission.stop_all)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+        admission.stop_all()  # of whom a second signal found some
+        with suppress(TimeoutError):
+            await asyncio.wait_for(admission.wait_idle(), _LAST_WORDS_S)
+
+    @property
+    def _admission(self) -> Admission:
+        admission: Admission = self.config.app.state.admission  # type: ignore[union-attr]
+        return admission
 
 
-def make_server(app: FastAPI, settings: ServerConfig, **options: Any) -> HTTPServer:
-    """Make the server; `serve()` runs it on the loop that is running, `run()` on one of its own."""
+def make_server(
+    app: FastAPI, settings: ServerConfig, *, on_drain: Callable[[], None] | None = None, **options: Any
+) -> HTTPServer:
+    """Make the server; `serve()` runs it on the loop that is running, `run()` on one of its own.
+
+    `on_drain` is called when a signal ends it while requests are live.
+    """
     config: dict[str, Any] = {
         "host": settings.host,
         "port": settings.port,
@@ -167,4 +189,4 @@ def make_server(app: FastAPI, settings: ServerConfig, **options: Any) -> HTTPSer
         "lifespan": "off",
         "timeout_graceful_shutdown": round(settings.shutdown_timeout + _LAST_WORDS_S),
     }
-    return HTTPServer(uvicorn.Config(app, **(config | options)))
+    return HTTPServer(uvicorn.Config(app, **(config | options)), on_drain)

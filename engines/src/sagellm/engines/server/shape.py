@@ -33,6 +33,11 @@ class Job:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of its requests in the engine, one a prompt."""
+        return [f"{self.id}-{index}" for index in range(len(self.prompts))]
+
 
 @dataclass(slots=True)
 class Cursor:

@@ -14,16 +14,21 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import SageLLMError, get_logger
 from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.messages import Failed, Hello, encode
 
+if TYPE_CHECKING:
+    from sagellm.engines.core.engine_core import EngineCore
+    from sagellm.engines.input_processor import InputProcessor
+
 logger = get_logger(__name__)
 
 _TELL_FAILURE_S = 2.0
+_WARM_UP_TOKENS = 16
 
 
 def main() -> None:
@@ -69,6 +74,7 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
     assembled = assemble(config)
     assert isinstance(assembled.client, InProcessClient), "assemble builds the core in this process"
     core = assembled.client.core
+    _warm_up(core, assembled.input_processor)
     values = assembled.config.values()
     hello = Hello(
         config={key: value for key, value in values.items() if not key.startswith("server.")},
@@ -77,6 +83,17 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
         pid=os.getpid(),
     )
     return CoreServer(core, listener, hello, core_operations(core), lifeline=sys.stdin.fileno())
+
+
+def _warm_up(core: EngineCore, input_processor: InputProcessor) -> None:
+    """Run a prefill and a decode step, so that the first request finds everything in place."""
+    from sagellm.engines.sampling.params import SamplingParams
+
+    limits = input_processor.limits
+    num_tokens = min(_WARM_UP_TOKENS, limits.max_model_len - 2, limits.num_blocks * limits.block_size - 1)
+    if num_tokens > 0:
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        core.warm_up(input_processor.process_request([0] * num_tokens, params).sequences[0])
 
 
 def _tell(listener: socket.socket, frame: bytes) -> None:

@@ -7,15 +7,20 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from sagellm.core import ConfigError, UnknownNameError, nearest
 
 VARIABLE = "SAGELLM_RUNTIME_DIR"
 _CLOCK_SLACK_S = 5.0  # the start of a process is known to ticks, and wall clocks are set
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
+
+
+EngineState = Literal["starting", "ready", "draining"]
 
 
 def runtime_folder() -> Path:
@@ -48,11 +53,17 @@ class RunningEngine:
     pid: int  # of the front
     url: str
     model: str
+    state: EngineState = "ready"
 
     @property
     def socket(self) -> Path:
         """Where its core listens."""
         return socket_of(self.name)
+
+    @property
+    def log(self) -> Path:
+        """What it writes to when it runs in the background."""
+        return runtime_folder() / f"{self.name}.log"
 
     @property
     def is_alive(self) -> bool:
@@ -96,18 +107,22 @@ class RunningEngine:
 
     @classmethod
     def all(cls) -> list[Self]:
-        """Return the engines that run; what dead ones left behind is removed."""
-        engines: list[Self] = []
+        """Return the engines that run."""
+        return [engine for engine in cls._read_all() if engine.is_alive]
+
+    @classmethod
+    def withdraw_dead(cls) -> list[Self]:
+        """Remove what engines left behind that ended without a word, and return them."""
+        dead = [engine for engine in cls._read_all() if not engine.is_alive]
+        for engine in dead:
+            engine.withdraw()
+        return dead
+
+    @classmethod
+    def _read_all(cls) -> Iterator[Self]:
         for path in sorted(runtime_folder().glob("*.json")):
-            try:
-                engine = cls(**json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError):
-                continue  # being written, or not ours
-            if engine.is_alive:
-                engines.append(engine)
-            else:
-                engine.withdraw()
-        return engines
+            with suppress(OSError, ValueError, TypeError):  # being written, or not ours
+                yield cls(**json.loads(path.read_text(encoding="utf-8")))
 
     @classmethod
     def find(cls, name: str | None = None) -> Self:

@@ -9,17 +9,17 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sagellm.core import ConfigError, EngineError, get_logger
+from sagellm.core import ConfigError, get_logger
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
-from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.server import check_access, create_app, make_server
 from sagellm.engines.serving.front import Front
-from sagellm.engines.serving.runtime_folder import RunningEngine, check_name
+from sagellm.engines.serving.runtime_folder import EngineState, RunningEngine, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,19 +28,24 @@ logger = get_logger(__name__)
 
 _BACKLOG = 2048
 
-Told = Callable[[RunningEngine], None]
 
+def serve(
+    config: EngineConfig,
+    *,
+    name: str | None = None,
+    log_level: str,
+    on_state: Callable[[RunningEngine], None],
+) -> None:
+    """Serve until a signal ends it.
 
-def serve(config: EngineConfig, *, name: str | None = None, log_level: str, on_ready: Told) -> None:
-    """Serve until a signal ends it; `on_ready` is called when requests are taken.
-
-    The first SIGTERM or SIGINT drains, the second stops at once. Raises ConfigError for a port or a
-    name in use, and whatever is wrong with the model.
+    `on_state` is called when requests are taken and when it begins to drain: at the first SIGTERM or
+    SIGINT, if requests run. The second stops at once. Raises ConfigError for a port or a name in use,
+    and whatever is wrong with the model.
     """
     check_access(config.server)
     with bind(config.server) as listener:
         tokenizer = load_tokenizer(resolve_tokenizer(config.model))  # downloads what is not there yet
-        serving = _serve(config, listener, tokenizer, name=name, log_level=log_level, on_ready=on_ready)
+        serving = _serve(config, listener, tokenizer, name=name, log_level=log_level, on_state=on_state)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
             runner.run(serving)
 
@@ -55,10 +60,30 @@ def bind(settings: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"server.port {settings.port} on {settings.host} cannot be listened on ({error.strerror}); "
-            f"name another with --port, or 0 for any that is free"
-        ) from error
+            f"server.port {settings.port} on {settings.host} cannot be listened on ({error.strerror}"
+            f"{_own_engine_at(settings.port)}); name another with --port, or 0 for any that is free"
+        ) from None
     return listener
+
+
+def _own_engine_at(port: int) -> str:
+    names = [engine.name for engine in RunningEngine.all() if engine.url.endswith(f":{port}")]
+    return f": your {names[0]} does" if names else ""
+
+
+def _log_start(front: Front) -> None:
+    """Log what was loaded, and how much fits."""
+    config = front.config
+    num_tokens = (config.kv.num_blocks or 0) * config.kv.block_size
+    logger.info(
+        "%s is loaded: %s on %s, KV for %s tokens in blocks of %d, at most %s tokens a request",
+        config.model.name,
+        config.model.dtype,
+        config.model.device,
+        f"{num_tokens:,}",
+        config.kv.block_size,
+        f"{front.max_model_len:,}",
+    )
 
 
 async def _serve(
@@ -68,7 +93,7 @@ async def _serve(
     *,
     name: str | None,
     log_level: str,
-    on_ready: Told,
+    on_state: Callable[[RunningEngine], None],
 ) -> None:
     host, port = listener.getsockname()[:2]
     engine = RunningEngine(
@@ -76,48 +101,35 @@ async def _serve(
         pid=os.getpid(),
         url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
         model=config.model.name,
+        state="starting",
     )
     for other in RunningEngine.all():
         if other.name == engine.name:
             raise ConfigError(f"an engine {other.name!r} runs already ({other.url}); choose another --name")
+
+    def enter(state: EngineState) -> None:
+        changed = replace(engine, state=state)
+        changed.announce()
+        on_state(changed)
+
     engine.announce()
     try:
         with _cancelled_by_signals():
-            front = await _start(config, engine, tokenizer, log_level)
+            front = await Front.start(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
         try:
             app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs)
-            server = make_server(app, config.server)
+            server = make_server(app, config.server, on_drain=lambda: enter("draining"))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
             if server.started:
-                on_ready(engine)
+                _log_start(front)
+                enter("ready")
             await serving
         finally:
             await front.close()
     finally:
         engine.withdraw()
-
-
-async def _start(
-    config: EngineConfig, engine: RunningEngine, tokenizer: PreTrainedTokenizerBase | None, log_level: str
-) -> Front:
-    """Load the model and let it run once."""
-    front = await Front.start(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
-    try:
-        await _warm_up(front)
-    except BaseException:
-        await front.close()
-        raise
-    return front
-
-
-async def _warm_up(front: Front) -> None:
-    """Run a prefill and a decode step, so that the first request finds everything in place."""
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
-    async for output in await front.add_request([0] * min(16, front.max_model_len - 2), params):
-        if output.outputs[0].error is not None:
-            raise EngineError(f"the engine failed at its first request: {output.outputs[0].error}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.model import params_of, read_options, start_engine
+from sagellm.engines.cli.model import ModelArgument, params_of, read_options, start_engine, with_model
 from sagellm.engines.cli.sampling_flags import SAMPLING_FLAGS
 
 DEFAULT_MAX_TOKENS = 1024
@@ -22,6 +22,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 @with_flags(MODEL_FLAG, CHAT_FLAGS, ENGINE_FLAGS)
 def chat(
+    model_argument: ModelArgument = None,
     *,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Say how the model shall behave.")
@@ -37,7 +38,8 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands. From a pipe each line is a question,
     and only the answers are printed.
     """
-    engine_config, sampling = read_options(options, config, max_tokens=max_tokens)
+    settings = with_model(options, model_argument)
+    engine_config, sampling = read_options(settings, config, max_tokens=max_tokens)
     engine = start_engine(engine_config)
     from sagellm.engines.cli.chat.conversation import Conversation
     from sagellm.engines.cli.chat.session import ChatSession

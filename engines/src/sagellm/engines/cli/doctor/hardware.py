@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.engines.cli.doctor.report import Patient, Section
-from sagellm.engines.cli.output import format_bytes
 from sagellm.engines.cli.topology import id_ranges
 from sagellm.engines.machine import kernel_flags
+from sagellm.engines.sizes import format_bytes
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",

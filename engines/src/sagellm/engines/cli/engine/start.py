@@ -15,13 +15,12 @@ import typer
 from sagellm.core import ConfigError, EngineError, PluginRegistry
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
 from sagellm.engines.cli.serve import (
     EngineOwnName,
     LogLevel,
-    ModelArgument,
     run_service,
-    say_ready,
-    with_model,
+    say_state,
 )
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.cli.status_line import status_line
@@ -35,10 +34,22 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 SYNONYMS = (
-    make_flag("engine_kind", str, typer.Option(hidden=True)),
-    make_flag("prefix_cache_size", str, typer.Option(hidden=True)),
     make_flag(
-        "prefix_cache_enable", bool, typer.Option("--prefix-cache-enable/--prefix-cache-disable", hidden=True)
+        "engine_kind",
+        str,
+        typer.Option(help="Which engine; llm is the one that is here.", metavar="NAME"),
+    ),
+    make_flag(
+        "prefix_cache_size", str, typer.Option(help="Same as --prefix-cache-max-blocks.", metavar="INT")
+    ),
+    make_flag(
+        "prefix_cache_enable",
+        bool,
+        typer.Option(
+            "--prefix-cache-enable/--prefix-cache-disable",
+            help="Same as --enable-prefix-caching.",
+            show_default=False,
+        ),
     ),
 )
 """Spellings that people may know; what they mean stands in `_in_our_words`."""
@@ -62,8 +73,9 @@ def start(
     """
     settings = load_config(with_model(_in_our_words(options), model_argument), config_file=config).config
     if foreground:
-        run_service(settings, name=name, log_level=log_level, on_ready=say_ready)
+        run_service(settings, name=name, log_level=log_level, on_state=say_state)
         return
+    say_if_embedded(settings.model.name)
     answer = _run_detached(settings, name=name, log_level=log_level)
     if "error" in answer:
         raise (ConfigError if answer.get("is_usage") else EngineError)(answer["error"])
@@ -125,8 +137,9 @@ def _be_the_engine(
                 json.dump(answer, told)
 
     def say_running(engine: RunningEngine) -> None:
-        log.replace(log.with_name(f"{engine.name}.log"))
-        say(asdict(engine))
+        if engine.state == "ready":
+            log.replace(engine.log)
+            say(asdict(engine))
 
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -135,7 +148,7 @@ def _be_the_engine(
         os.dup2(source, target)
     code = 0
     try:
-        run_service(config, name=name, log_level=log_level, on_ready=say_running)
+        run_service(config, name=name, log_level=log_level, on_state=say_running)
     except BaseException as error:
         is_usage = isinstance(error, ConfigError)
         say({"error": str(error) or type(error).__name__, "is_usage": is_usage})

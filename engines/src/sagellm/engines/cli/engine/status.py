@@ -24,7 +24,7 @@ class EngineStatus:
     """One engine. What it did not say is None; `error` says why."""
 
     name: str
-    state: str  # "ready"; "starting or busy" does not answer in time; "down" has no core that listens
+    state: str  # "starting", "ready", "draining"; "busy" does not answer in time; "down" has no core
     model: str
     url: str
     pid: int
@@ -45,6 +45,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the engines that run, and how busy they are."""
+    for dead in RunningEngine.withdraw_dead():
+        log = f"; its log is {dead.log}" if dead.log.exists() else ""
+        typer.echo(f"{dead.name} (process {dead.pid}) ended without a word{log}", err=True)
     found = read_all(timeout_s=timeout)
     if as_json:
         print_json({"engines": found})
@@ -69,7 +72,7 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
     started_s = engine.started_s
     found = EngineStatus(
         name=engine.name,
-        state="ready",
+        state=engine.state,
         model=engine.model,
         url=engine.url,
         pid=engine.pid,
@@ -79,7 +82,9 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
         with AdminClient.connect(engine.socket, timeout_s=timeout_s) as client:
             metrics = client.metrics()
     except EngineError as error:
-        state = "down" if isinstance(error, EngineDeadError) else "starting or busy"
+        if engine.state == "starting":
+            return found
+        state = "down" if isinstance(error, EngineDeadError) else "busy"
         return replace(found, state=state, error=str(error))
     found = replace(found, num_running=metrics.num_running, num_waiting=metrics.num_waiting)
     pool = metrics.modules.get("kv_pool")
