@@ -19,7 +19,7 @@ from sagellm.core import (
     TopologyProtocol,
 )
 from sagellm.engines.cli import topology as command
-from sagellm.engines.cli.output import format_bytes
+from sagellm.engines.sizes import format_bytes
 
 MACHINE = Topology(
     hostname="crate[1]",
