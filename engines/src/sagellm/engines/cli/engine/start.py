@@ -34,22 +34,10 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 SYNONYMS = (
+    make_flag("engine_kind", str, typer.Option(hidden=True)),
+    make_flag("prefix_cache_size", str, typer.Option(hidden=True)),
     make_flag(
-        "engine_kind",
-        str,
-        typer.Option(help="Which engine; llm is the one that is here.", metavar="NAME"),
-    ),
-    make_flag(
-        "prefix_cache_size", str, typer.Option(help="Same as --prefix-cache-max-blocks.", metavar="INT")
-    ),
-    make_flag(
-        "prefix_cache_enable",
-        bool,
-        typer.Option(
-            "--prefix-cache-enable/--prefix-cache-disable",
-            help="Same as --enable-prefix-caching.",
-            show_default=False,
-        ),
+        "prefix_cache_enable", bool, typer.Option("--prefix-cache-enable/--prefix-cache-disable", hidden=True)
     ),
 )
 """Spellings that people may know; what they mean stands in `_in_our_words`."""
