@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.quantizer import *
     from sagellm.core.protocols.scheduler_ir import *
     from sagellm.core.protocols.topology import *
+    from sagellm.core.protocols.trace import *
     from sagellm.core.request import *
     from sagellm.core.runtime import *
     from sagellm.core.tokens import *
@@ -112,6 +113,7 @@ _NAMES = {
     "protocols.topology": """
         CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol
     """,
+    "protocols.trace": "NullTraceReader Tokenize TraceReaderProtocol TraceRequest",
     "request": "FinishReason KVEvent Request RequestRecord RequestStatus StepRecord",
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
     "tokens": "TokenIds TokenIdsLike pack",

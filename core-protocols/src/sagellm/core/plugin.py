@@ -34,5 +34,6 @@ def sagellm_providers() -> list[Provider]:
         ),
         Provider("forward_backend", "null", f"{_PROTOCOLS}.forward:NullForwardBackend", "computes nothing"),
         Provider("topology", "null", f"{_PROTOCOLS}.topology:NullTopology", "one CPU"),
+        Provider("trace_reader", "null", f"{_PROTOCOLS}.trace:NullTraceReader", "knows no format"),
         Provider("engine", "null", f"{_PROTOCOLS}.engine:NullEngine", "ends every request at once"),
     ]

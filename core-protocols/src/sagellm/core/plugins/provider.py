@@ -19,6 +19,7 @@ KINDS = (
     "scheduler",
     "scheduler_pass",
     "topology",
+    "trace_reader",
 )
 """The kinds of implementation. A kind is added together with its protocol and first user."""
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sagellm.core.testing.scheduler_pass import SchedulerPassContract as SchedulerPassContract
     from sagellm.core.testing.threads import run_in_threads as run_in_threads
     from sagellm.core.testing.topology import TopologyContract as TopologyContract
+    from sagellm.core.testing.trace import TraceReaderContract as TraceReaderContract
 
 _TABLE = {
     "AuditingEvictionPolicy": ".eviction_audit",
@@ -61,6 +62,7 @@ _TABLE = {
     "SchedulerPassContract": ".scheduler_pass",
     "SchedulerPlanContract": ".scheduler",
     "TopologyContract": ".topology",
+    "TraceReaderContract": ".trace",
     "run_in_threads": ".threads",
 }
 
@@ -82,6 +84,7 @@ __all__ = [
     "SchedulerPassContract",
     "SchedulerPlanContract",
     "TopologyContract",
+    "TraceReaderContract",
     "run_in_threads",
 ]
 

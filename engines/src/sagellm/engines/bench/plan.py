@@ -8,13 +8,12 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, TraceRequest
 from sagellm.engines.bench.arrivals import arrival_times
 from sagellm.engines.bench.driver import PlannedRequest
 from sagellm.engines.bench.prompts import Prompt, PromptMaker, PromptSettings
 from sagellm.engines.bench.settings import LoadSettings
-from sagellm.engines.bench.trace_readers.base import TraceRequest
-from sagellm.engines.bench.trace_readers.open import read_trace
+from sagellm.engines.traces.read import read_trace
 
 DEFAULT_NUM_PROMPTS = 100
 
@@ -84,6 +83,8 @@ def _make(
 
 
 def _prompt(maker: PromptMaker, request: TraceRequest) -> Prompt:
+    if len(request.token_ids):
+        return maker.form(request.token_ids.tolist())
     if request.block_ids:
         return maker.make_of_blocks(request.block_ids, request.block_tokens, request.num_prompt_tokens)
     return maker.make(request.num_prompt_tokens)

@@ -63,7 +63,7 @@ class PromptMaker:
         common: list[int] = []
         if num_common:
             common = self._beginning(f"prefix {self._rng.randrange(settings.num_prefixes)}", num_common)
-        return self._form(common + self._draw(self._rng, num_tokens - num_common))
+        return self.form(common + self._draw(self._rng, num_tokens - num_common))
 
     def make_of_blocks(self, block_ids: tuple[int, ...], block_tokens: int, num_tokens: int) -> Prompt:
         """Make a prompt of named blocks: prompts that begin with the same names begin alike."""
@@ -71,7 +71,7 @@ class PromptMaker:
         for block_id in block_ids:
             wanted = min(block_tokens, num_tokens - len(ids))
             ids += self._draw(Random(f"block {block_id} {self._seed}"), max(0, wanted))
-        return self._form(ids + self._draw(self._rng, num_tokens - len(ids)))
+        return self.form(ids + self._draw(self._rng, num_tokens - len(ids)))
 
     def _beginning(self, name: str, num_tokens: int) -> list[int]:
         """Return the start of a common stream of tokens, which grows as far as it is asked for."""
@@ -83,7 +83,8 @@ class PromptMaker:
         span = self._settings.vocab_size - FIRST_ID
         return [FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]
 
-    def _form(self, ids: list[int]) -> Prompt:
+    def form(self, ids: list[int]) -> Prompt:
+        """Return ids as they are, or a word for each."""
         if self._settings.as_ids:
             return ids
         return " ".join(_WORDS[number % len(_WORDS)] for number in ids)

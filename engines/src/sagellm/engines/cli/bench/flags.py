@@ -60,7 +60,7 @@ _SERVE = {
     "burstiness": _Row(float, "FLOAT", "regularity of arrivals: 1 is Poisson, less comes in bursts"),
     "concurrency": _Row(int, "INT", "callers of a closed loop; with a rate or trace, most requests at once"),
     "trace": _Row(Path, "FILE", "take arrivals and lengths from a trace: Azure's CSV, or JSONL"),
-    "trace_format": _Row(str, "NAME", "the trace's format where the file does not show it: azure or jsonl"),
+    "trace_format": _Row(str, "NAME", "a trace reader by name; else the file shows its format"),
     "trace_speed": _Row(float, "FLOAT", "run the trace so many times as fast"),
     "max_len": _Row(int, "INT", "leave out requests of a trace with more tokens, prompt and output together"),
     "timeout_s": _Row(float, "SECONDS", "most time for one answer"),

@@ -5,34 +5,38 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from sagellm.core import ConfigError, InvalidInputError, nearest
-from sagellm.engines.bench.trace_readers.azure import AzureTraceReader
-from sagellm.engines.bench.trace_readers.base import TraceReaderProtocol, TraceRequest
-from sagellm.engines.bench.trace_readers.jsonl import JSONLTraceReader
-
-READERS: Mapping[str, type[TraceReaderProtocol]] = {"azure": AzureTraceReader, "jsonl": JSONLTraceReader}
-"""Name → reader, asked in this order."""
+from sagellm.core import (
+    ConfigError,
+    InvalidInputError,
+    PluginRegistry,
+    Tokenize,
+    TraceReaderProtocol,
+    TraceRequest,
+)
 
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 
 
-def read_trace(path: Path, *, name: str | None = None, limit: int | None = None) -> list[TraceRequest]:
+def read_trace(
+    path: Path, *, name: str | None = None, limit: int | None = None, tokenize: Tokenize | None = None
+) -> list[TraceRequest]:
     """Read the first `limit` requests, ordered by arrival, on a clock that starts with the first.
 
     Requests without a prompt or an output are left out. Without a name the reader is found by the
-    file. Raises ConfigError for a file that is not there or that no reader knows.
+    file. Raises ConfigError for a file that is not there or that no reader knows, and
+    UnknownProviderError for a name that no reader has.
     """
     try:
         with _open(path) as file:
             first_line = file.readline()
             file.seek(0)
-            chosen = _choose(path, first_line, name)
+            chosen = _choose(path, first_line, name, tokenize)
             usable = (one for one in chosen.read(file) if one.num_prompt_tokens and one.num_output_tokens)
             found = sorted(islice(usable, limit), key=lambda one: one.arrival_s)
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
@@ -54,16 +58,19 @@ def _open(path: Path) -> IO[str]:
     return opened
 
 
-def _choose(path: Path, first_line: str, name: str | None) -> TraceReaderProtocol:
+def _choose(path: Path, first_line: str, name: str | None, tokenize: Tokenize | None) -> TraceReaderProtocol:
+    registry = PluginRegistry.load()
+
+    def make(name: str) -> TraceReaderProtocol:
+        factory = cast("Callable[..., TraceReaderProtocol]", registry.resolve("trace_reader", name))
+        return factory(tokenize=tokenize)
+
     if name is not None:
-        if name not in READERS:
-            raise ConfigError(
-                f"no trace reader is named {name!r}; there are {', '.join(READERS)}.{nearest(name, READERS)}"
-            )
-        return READERS[name]()
+        return make(name)
     plain_name = path.name.removesuffix(path.suffix) if path.suffix in _OPENERS else path.name
-    for kind in READERS.values():
-        reader = kind()
+    names = [entry.qualified_name for entry in registry.providers("trace_reader")]
+    for each in names:
+        reader = make(each)
         if reader.can_read(plain_name, first_line):
             return reader
-    raise ConfigError(f"no trace reader knows the format of {path}; there are {', '.join(READERS)}")
+    raise ConfigError(f"no trace reader knows the format of {path}; there are {', '.join(names)}")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import IO
 
-from sagellm.core import InvalidInputError
-from sagellm.engines.bench.trace_readers.base import TraceReaderProtocol, TraceRequest, whole_number
+from sagellm.core import InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest
+from sagellm.engines.traces.lines import count_of_tokens
 
 _HEAD = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -16,18 +16,22 @@ _HEAD = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 class AzureTraceReader(TraceReaderProtocol):
     """Reads the Azure traces of 2023 and 2024."""
 
+    def __init__(self, tokenize: Tokenize | None = None) -> None:
+        del tokenize
+
     def can_read(self, name: str, first_line: str) -> bool:
         """Know the format by its head."""
+        del name
         return tuple(first_line.strip().split(",")) == _HEAD
 
     def read(self, lines: IO[str]) -> Iterator[TraceRequest]:
         """Yield the rows."""
-        for line, row in enumerate(csv.DictReader(lines), 2):
+        for line, row in enumerate(csv.DictReader(iter(lines.readline, "")), 2):
             when, num_prompt, num_output = (row.get(name) for name in _HEAD)
             yield TraceRequest(
                 _seconds(when or "", line),
-                whole_number(num_prompt, _HEAD[1], line),
-                whole_number(num_output, _HEAD[2], line),
+                count_of_tokens(num_prompt, _HEAD[1], line),
+                count_of_tokens(num_output, _HEAD[2], line),
             )
 
 

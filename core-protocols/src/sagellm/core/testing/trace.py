@@ -1,0 +1,66 @@
+"""What every trace reader must do. Subclass `TraceReaderContract` and override `make` and `sample`."""
+
+from __future__ import annotations
+
+from io import StringIO
+from itertools import islice
+
+import pytest
+
+from sagellm.core.errors import InvalidInputError
+from sagellm.core.protocols.trace import TraceReaderProtocol, TraceRequest
+
+
+class TraceReaderContract:
+    """The contract of TraceReaderProtocol as tests."""
+
+    file_name = "trace.jsonl"
+
+    def make(self) -> TraceReaderProtocol:
+        """Return a fresh reader."""
+        raise NotImplementedError
+
+    def sample(self) -> str:
+        """Return a file of the format with three requests or more."""
+        raise NotImplementedError
+
+    def test_it_knows_its_own_format_and_no_other(self) -> None:
+        """By the name and the first line alone."""
+        reader = self.make()
+        assert reader.can_read(self.file_name, self.sample().splitlines()[0])
+        for name, line in {"a.txt": "hello", "b.csv": "when,what", "c.json": "[1, 2]", "d": ""}.items():
+            assert not reader.can_read(name, line)
+
+    def test_requests_are_whole_and_say_the_same_each_time(self) -> None:
+        """Lengths fit contents, and reading twice gives equal requests."""
+        first, second = (list(self.make().read(StringIO(self.sample()))) for _ in range(2))
+        assert first == second
+        assert len(first) >= 3
+        for request in first:
+            _check(request)
+
+    def test_it_reads_no_further_than_it_is_asked(self) -> None:
+        """The beginning of a long trace costs a beginning."""
+        text = self.sample()
+        body = text.splitlines(keepends=True)
+        file = StringIO(text + body[-1] * 1000)
+        assert len(list(islice(self.make().read(file), 2))) == 2
+        assert file.tell() < len(text) + 10 * len(body[-1])
+
+    def test_what_is_no_request_is_named_by_its_line(self) -> None:
+        """Nothing is passed over in silence."""
+        text = self.sample().rstrip("\n") + "\n"
+        line = text.count("\n") + 1
+        with pytest.raises(InvalidInputError, match=rf"line {line}\b"):
+            list(self.make().read(StringIO(text + "neither here nor there\n")))
+
+
+def _check(request: TraceRequest) -> None:
+    assert request.num_prompt_tokens >= 0
+    assert request.num_output_tokens >= 0
+    if len(request.token_ids):
+        assert len(request.token_ids) == request.num_prompt_tokens
+    if request.block_ids:
+        assert request.block_tokens >= 1
+        capacity = len(request.block_ids) * request.block_tokens
+        assert capacity - request.block_tokens < request.num_prompt_tokens <= capacity

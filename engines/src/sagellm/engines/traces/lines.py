@@ -1,0 +1,62 @@
+"""What the readers of line formats share: objects and numbers, or an error that names the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import IO, Any
+
+from sagellm.core import InvalidInputError
+
+
+def json_lines(lines: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the object of each line that is not blank. Raises InvalidInputError."""
+    for number, text in enumerate(iter(lines.readline, ""), 1):
+        if text.strip():
+            yield number, json_object(text, number)
+
+
+def json_object(text: str, line: int) -> dict[str, Any]:
+    """Read one object. Raises InvalidInputError."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"line {line}: {text.strip()[:60]!r} is no JSON object")
+    return found
+
+
+def has_keys(first_line: str, *keys: str) -> bool:
+    """Say whether a first line is an object with these keys."""
+    try:
+        found = json.loads(first_line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and all(key in found for key in keys)
+
+
+def count_of_tokens(value: object, what: str, line: int) -> int:
+    """Read a count of tokens. Raises InvalidInputError."""
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise InvalidInputError(f"line {line}: {what} is {value!r}; it must be a whole number of tokens")
+    return number
+
+
+def number_of(value: object, what: str, line: int) -> float:
+    """Read a finite number. Raises InvalidInputError."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(float(value)) < float("inf"):  # type: ignore[arg-type]
+        raise InvalidInputError(f"line {line}: {what} is {value!r:.60}; it must be a number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def ints_of(value: object, what: str, line: int) -> list[int]:
+    """Read a list of whole numbers. Raises InvalidInputError."""
+    if not isinstance(value, list) or not all(type(one) is int for one in value):
+        raise InvalidInputError(f"line {line}: {what} is {value!r:.60}; it must be a list of whole numbers")
+    return value
