@@ -133,7 +133,6 @@ def test_a_plot_needs_matplotlib_and_says_so(sage, server, tmp_path, monkeypatch
 
 
 def test_a_plot_is_drawn(sage, server, tmp_path):
-    pytest.importorskip("matplotlib")
     run = ("--base-url", server, *SHORT, "--num-prompts", "3", "--plot", "p.png")
     assert sage("llm", "bench", "serve", *run).code == 0
     assert (tmp_path / "p.png").stat().st_size > 1000

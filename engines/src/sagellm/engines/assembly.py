@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sagellm.core import (
     CheckpointError,
@@ -20,7 +19,7 @@ from sagellm.core import (
 from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
-from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.kv_modules import build_kv
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
@@ -28,7 +27,7 @@ from sagellm.engines.input_processor import InputProcessor, RequestLimits
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
-from sagellm.engines.modules import Modules as Modules, eviction_policy, logits_processors
+from sagellm.engines.modules import Modules as Modules, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 
@@ -67,7 +66,7 @@ def build_core(
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
-    kv = _build_kv(modules, layout.block_size, num_blocks, runtime)
+    kv = build_kv(modules, layout.block_size, num_blocks, runtime.clock)
     predictor = modules.make("lifetime_predictor", config.predictor.name)
     processors = logits_processors(modules, vocab_size)
     scheduler: Scheduler
@@ -180,31 +179,6 @@ def _fitting_blocks(
     )
     device = resolve_device(config.model.device)
     return find_num_blocks(layout, geometry, demand, device=device, fraction=config.kv.memory_fraction)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _KV:
-    manager: KVCacheManager
-    metrics_of: dict[str, Callable[[], Any]]
-
-
-def _build_kv(modules: Modules, block_size: int, num_blocks: int, runtime: Runtime) -> _KV:
-    kv, prefix = modules.config.kv, modules.config.prefix_cache
-    allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
-    pool = modules.make("kv_pool", kv.pool, num_blocks, block_size, allocator=allocator, clock=runtime.clock)
-    if pool.get_free_blocks() < 1:
-        raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
-    policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
-    cache = modules.make(
-        "prefix_cache",
-        prefix.name if prefix.enabled else "null",
-        min(num_blocks, prefix.max_blocks or num_blocks),
-        block_size,
-        eviction_policy=policy,
-        clock=runtime.clock,
-    )
-    metrics_of = {"kv_pool": pool.metrics, "prefix_cache": cache.metrics, "eviction_policy": policy.metrics}
-    return _KV(manager=KVCacheManager(pool, cache), metrics_of=metrics_of)
 
 
 def _default_params(generation: GenerationDefaults) -> SamplingParams:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         EvictionCandidate as EvictionCandidate,
         EvictionMetrics as EvictionMetrics,
     )
+    from sagellm.kvmgr.eviction.belady import BeladyEvictionPolicy as BeladyEvictionPolicy
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
     from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BeladyEvictionPolicy",
     "CachedNode",
     "EvictionCandidate",
     "EvictionMetrics",
@@ -31,6 +33,7 @@ _CORE = "sagellm.core.protocols.eviction"
 __getattr__ = lazy(
     __name__,
     {
+        "BeladyEvictionPolicy": ".belady",
         "CachedNode": _CORE,
         "EvictionCandidate": _CORE,
         "EvictionMetrics": _CORE,

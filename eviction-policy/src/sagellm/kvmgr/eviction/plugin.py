@@ -11,4 +11,5 @@ def sagellm_providers() -> list[Provider]:
     return [
         Provider("eviction_policy", "lru", f"{_PACKAGE}.lru:LRUEvictionPolicy", "least recently used first"),
         Provider("eviction_policy", "fifo", f"{_PACKAGE}.fifo:FIFOEvictionPolicy", "first in, first out"),
+        Provider("eviction_policy", "belady", f"{_PACKAGE}.belady:BeladyEvictionPolicy", "bound of replays"),
     ]

@@ -1,0 +1,185 @@
+"""`simulate`: a trace through the prefix cache that serves, without a model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sagellm.core import ConfigError
+from sagellm.engines.cli.engine_flags import ConfigFile
+from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.config.sources import load_config
+from sagellm.engines.progress import progress_bar
+
+if TYPE_CHECKING:
+    from sagellm.core import TraceRequest
+    from sagellm.engines.config.schema import EngineConfig
+    from sagellm.engines.simulation.runs import CacheRun, Simulation
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+_HEAD = ("POLICY", "CAPACITY", "SAVED", "GAP CLOSED", "SHARED", "PER REQUEST", "RE-PREFILL", "USED")
+
+
+def _flag(name: str, kind: Any, metavar: str, text: str, **limits: Any) -> inspect.Parameter:
+    option: Any = typer.Option(
+        f"--{name.replace('_', '-')}", metavar=metavar, help=text, show_default=False, **limits
+    )
+    return make_flag(name, kind, option)
+
+
+SIMULATE_FLAGS = (
+    _flag("capacity", list[str], "LIST", "Blocks of KV: 1000,5000,10000."),
+    _flag("eviction_policy", list[str], "LIST", "Policies: lru,fifo; belady is the optimum, off no cache."),
+    _flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
+    _flag("reader", str, "NAME", "The trace's reader; else the file shows its format."),
+    _flag("limit", int, "INT", "Replay so many requests of it.", min=1),
+    _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
+    _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
+)
+
+
+@app.command()
+@with_flags(SIMULATE_FLAGS)
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded or generated load.")],
+    *,
+    bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: ConfigFile = None,
+    **options: Any,
+) -> None:
+    """Replay a trace through the prefix cache, KV pool and eviction policy that serve.
+
+    No model runs and no request runs beside another: what is saved depends on the cache alone.
+    """
+    from sagellm.engines.bench.plot import check_plot
+    from sagellm.engines.simulation.runs import simulate as run
+    from sagellm.engines.traces import read_trace
+
+    plot, requests_file = options.get("plot"), options.get("requests")
+    check_plot(plot)
+    settings = load_config({}, config_file=config).config
+    capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]
+    if not capacities:
+        raise ConfigError("how many blocks of KV are there? Say so with --capacity 1000,5000")
+    policies = _split(options.get("eviction_policy") or [settings.prefix_cache.eviction_policy])
+    if bounds:
+        policies = list(dict.fromkeys((*policies, "lru", "belady")))
+    requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
+    settings = _with_block_size(settings, requests, options.get("block_size"))
+    total = len(requests) * (1 + len(capacities) * len(policies))
+    started = time.perf_counter()
+    with progress_bar("replaying", total=total) as advance:
+        found = run(requests, settings, capacities=capacities, policies=policies, advance=advance)
+    elapsed_s = time.perf_counter() - started
+    if plot is not None:
+        _plot(plot, found)
+    if requests_file is not None:
+        _write_requests(requests_file, found.runs)
+    if as_json:
+        print_json(_as_json(trace, found))
+    else:
+        typer.echo(_text(requests, found, elapsed_s))
+
+
+def _split(lists: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
+
+
+def _blocks(text: str) -> int:
+    try:
+        return int(text.replace("_", ""))
+    except ValueError:
+        raise ConfigError(f"--capacity is {text!r}; it must be whole numbers of blocks: 1000,5000") from None
+
+
+def _with_block_size(
+    settings: EngineConfig, requests: Sequence[TraceRequest], block_size: int | None
+) -> EngineConfig:
+    """Choose the size of blocks: the one given, else the trace's own, else the configuration's."""
+    own = max((one.block_tokens for one in requests), default=0)
+    size = block_size or own or settings.kv.block_size
+    if own % size:
+        raise ConfigError(f"--block-size is {size}; the trace names blocks of {own} tokens: give a divisor")
+    return settings.with_values({"kv.block_size": size})
+
+
+def _text(requests: Sequence[TraceRequest], found: Simulation, elapsed_s: float) -> str:
+    rows = [_row(run) for run in found.runs]
+    num_tokens = sum(one.num_prompt_tokens for one in requests)
+    num_refused = max(run.figures.num_refused for run in found.runs)
+    lines = [
+        f"{len(requests):,} requests, {num_tokens:,} prompt tokens, blocks of {found.block_size}; "
+        f"{elapsed_s:.1f} s",
+        f"a cache that never evicts saves {found.upper_bound:.2%} of the prompt tokens",
+        "",
+        columns(_HEAD, rows),
+    ]
+    if num_refused:
+        lines.append(f"\nup to {num_refused:,} prompts found no room and count as not saved")
+    return "\n".join(lines)
+
+
+def _row(run: CacheRun) -> tuple[str, ...]:
+    figures = run.figures
+    return (
+        run.eviction_policy,
+        f"{run.capacity:,}",
+        f"{figures.token_saving:.2%}",
+        "-" if run.gap_closed is None else f"{run.gap_closed:.1%}",
+        f"{figures.block_sharing_fraction:.2%}",
+        f"{figures.mean_block_sharing_fraction:.2%}",
+        f"{figures.re_prefill_rate:.2%}",
+        f"{figures.utilisation:.1%}",
+    )
+
+
+def _as_json(trace: Path, found: Simulation) -> dict[str, Any]:
+    return {
+        "trace": str(trace),
+        "block_size": found.block_size,
+        "upper_bound": found.upper_bound,
+        "runs": [
+            {
+                "eviction_policy": run.eviction_policy,
+                "capacity": run.capacity,
+                "gap_closed": run.gap_closed,
+                **asdict(run.figures),
+            }
+            for run in found.runs
+        ],
+    }
+
+
+def _plot(path: Path, found: Simulation) -> None:
+    from sagellm.engines.simulation.figures import sharing_fractions
+    from sagellm.engines.simulation.plot import plot_replays
+
+    savings: dict[str, list[tuple[int, float]]] = {}
+    for run in found.runs:
+        savings.setdefault(run.eviction_policy, []).append((run.capacity, run.figures.token_saving))
+    largest = max(run.capacity for run in found.runs)
+    sharing = {
+        run.eviction_policy: sharing_fractions(run.requests) for run in found.runs if run.capacity == largest
+    }
+    plot_replays(path, savings=savings, upper_bound=found.upper_bound, sharing=sharing)
+
+
+def _write_requests(path: Path, runs: Sequence[CacheRun]) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for run in runs:
+                head = {"eviction_policy": run.eviction_policy, "capacity": run.capacity}
+                for request in run.requests:
+                    file.write(json.dumps(head | asdict(request), separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the requests cannot be written to {path}") from error

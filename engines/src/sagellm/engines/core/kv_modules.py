@@ -1,0 +1,49 @@
+"""Makes the modules that hold KV, as a configuration names them, and joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sagellm.core import Clock, ConfigError, KVPoolProtocol, PrefixCacheProtocol
+from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.modules import Modules, eviction_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVModules:
+    """Pool, prefix cache and eviction policy, and the manager in which they meet."""
+
+    manager: KVCacheManager
+    pool: KVPoolProtocol
+    cache: PrefixCacheProtocol
+    metrics_of: dict[str, Callable[[], Any]]
+
+
+def build_kv(modules: Modules, block_size: int, num_blocks: int, clock: Clock) -> KVModules:
+    """Make them. Raises ConfigError for a pool without blocks and options that a policy does not take."""
+    kv, prefix = modules.config.kv, modules.config.prefix_cache
+    allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
+    pool = modules.make("kv_pool", kv.pool, num_blocks, block_size, allocator=allocator, clock=clock)
+    if pool.get_free_blocks() < 1:
+        raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
+    policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
+    cache = modules.make(
+        "prefix_cache",
+        prefix.name if prefix.enabled else "null",
+        min(num_blocks, prefix.max_blocks or num_blocks),
+        block_size,
+        eviction_policy=policy,
+        clock=clock,
+    )
+    return KVModules(
+        manager=KVCacheManager(pool, cache),
+        pool=pool,
+        cache=cache,
+        metrics_of={
+            "kv_pool": pool.metrics,
+            "prefix_cache": cache.metrics,
+            "eviction_policy": policy.metrics,
+        },
+    )

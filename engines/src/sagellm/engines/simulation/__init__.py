@@ -1,0 +1,1 @@
+"""Runs recorded load through the code that serves, without a model."""

@@ -1,0 +1,65 @@
+"""What no policy can beat: a cache that never evicts, and one that knows the future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from functools import partial
+
+from sagellm.core import TraceRequest
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.simulation.future import Future
+from sagellm.engines.simulation.prompts import prompt_tokens
+from sagellm.engines.simulation.replay import CacheReplay, ReplayedRequest
+
+Advance = Callable[[float], None]
+"""Called with the number of requests that have been replayed since."""
+
+
+def replay(requests: Seq[TraceRequest], config: EngineConfig, advance: Advance) -> list[ReplayedRequest]:
+    """Replay a trace through the cache of a configuration."""
+    cache = CacheReplay(config)
+    replayed = []
+    for request in requests:
+        replayed.append(cache.take(request))
+        advance(1)
+    cache.kv.manager.check_integrity()
+    return replayed
+
+
+def replay_unlimited(
+    requests: Seq[TraceRequest], config: EngineConfig, advance: Advance
+) -> list[ReplayedRequest]:
+    """Replay with room for every block of every prompt."""
+    size = config.kv.block_size
+    num_blocks = sum(-(-len(prompt_tokens(request)) // size) for request in requests)
+    settings = {"kv.num_blocks": max(1, num_blocks), "prefix_cache.eviction_policy": "null"}
+    return replay(requests, config.with_values(settings), advance)
+
+
+def replay_belady(
+    requests: Seq[TraceRequest], config: EngineConfig, advance: Advance
+) -> list[ReplayedRequest]:
+    """Replay with Belady's policy, block by block, which is the optimum.
+
+    The optimum of this engine: a prompt needs its blocks while it is computed, whether or not they
+    are worth keeping.
+    """
+    future = Future(requests, config.kv.block_size)
+    settings = {
+        "prefix_cache.eviction_policy": "belady",
+        "prefix_cache.eviction_options": {"next_use": future.next_use},
+    }
+    cache = CacheReplay(config.with_values(settings))
+    cache.kv.pool.set_evictor(lambda num_blocks: _evict_one_by_one(cache, num_blocks))
+    replayed = []
+    for index, request in enumerate(requests):
+        replayed.append(cache.take(request, partial(future.take, index)))
+        advance(1)
+    return replayed
+
+
+def _evict_one_by_one(cache: CacheReplay, num_blocks: int) -> int:
+    num_freed = 0
+    while num_freed < num_blocks and (dropped := cache.kv.cache.evict(1)):
+        num_freed += cache.kv.pool.free(dropped)
+    return num_freed

@@ -1,0 +1,61 @@
+"""What a replay knows that an engine cannot: when each cached block is used next."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence as Seq
+from hashlib import blake2b
+
+from sagellm.core import BlockId, CachedNode, TokenIds, TraceRequest
+from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.simulation.prompts import prompt_tokens
+
+NEVER = float("inf")
+
+
+class Future:
+    """Follows a trace request by request; blocks are equal where all tokens up to their end are."""
+
+    def __init__(self, requests: Seq[TraceRequest], block_size: int) -> None:
+        self._paths = list(_paths(requests, block_size))
+        self._following = _following_uses(self._paths)
+        self._next_use: dict[int, int] = {}  # by content, of what came so far
+        self._content: dict[BlockId, int] = {}  # of the blocks that are in use or cached
+
+    def take(self, index: int, sequence: Sequence) -> None:
+        """Note that the request of this index was admitted."""
+        path = self._paths[index]
+        self._content.update(zip(sequence.block_ids, path, strict=False))
+        self._next_use.update(zip(path, self._following[index], strict=True))
+
+    def next_use(self, node: CachedNode) -> float:
+        """Return the index of the request that next uses the last block of a node."""
+        block_ids: list[BlockId] = node.block_ids  # type: ignore[attr-defined]  # a PrefixNode's
+        return self._next_use[self._content[block_ids[-1]]] or NEVER
+
+
+def _paths(requests: Seq[TraceRequest], block_size: int) -> Iterator[array[int]]:
+    """Yield the contents of each prompt's full blocks as numbers."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    step = 4 * block_size
+    for request in requests:
+        tokens: TokenIds = prompt_tokens(request)
+        path = array("q")
+        parent = hash(request.tenant)
+        for begin in range(0, len(tokens.data) // step * step, step):
+            digest = blake2b(tokens.data[begin : begin + step], digest_size=16).digest()
+            parent = numbers.setdefault((parent, digest), len(numbers))
+            path.append(parent)
+        yield path
+
+
+def _following_uses(paths: Seq[array[int]]) -> list[array[int]]:
+    """Return for each use of a content the index of the request that uses it next; 0 for none."""
+    last: dict[int, int] = {}
+    following: list[array[int]] = []
+    for index in range(len(paths) - 1, -1, -1):
+        path = paths[index]
+        following.append(array("q", [last.get(content, 0) for content in path]))
+        last.update(dict.fromkeys(path, index))
+    following.reverse()
+    return following

@@ -1,0 +1,113 @@
+"""Replays a trace through the prefix cache, pool and policy that serve, without a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sagellm.core import (
+    ConfigError,
+    Namespace,
+    OutOfBlocksError,
+    PluginRegistry,
+    Request,
+    RequestId,
+    SequenceId,
+    TraceRequest,
+    VirtualClock,
+)
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.core.kv_modules import KVModules, build_kv
+from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.modules import Modules
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.simulation.prompts import prompt_tokens
+
+_PARAMS = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedRequest:
+    """What a replay did for one prompt."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_held_blocks: int  # in the pool when it was let go
+    num_saved_tokens: int = 0
+    num_reused_blocks: int = 0  # full blocks that the cache had
+    num_new_blocks: int = 0  # allocated for the rest
+    num_cached_blocks: int = 0  # of the new ones, what the cache took
+    is_refused: bool = False  # there was no room for it, whatever was evicted
+
+
+class CacheReplay:
+    """One set of KV modules that takes prompts in the order of a trace.
+
+    A prompt is matched, given blocks, cached and let go at once: no request runs beside another, so
+    nothing but the cache decides what is reused.
+    """
+
+    def __init__(self, config: EngineConfig, registry: PluginRegistry | None = None) -> None:
+        if config.kv.num_blocks is None:
+            raise ConfigError("kv.num_blocks is null, and a replay has no model to fit it to; say how many")
+        self.config = config
+        self.clock = VirtualClock()
+        modules = Modules(registry or PluginRegistry.load(), config)
+        self.kv: KVModules = build_kv(modules, config.kv.block_size, config.kv.num_blocks, self.clock)
+        self._num_requests = 0
+
+    def run(self, requests: Iterable[TraceRequest]) -> Iterator[ReplayedRequest]:
+        """Yield what became of each prompt."""
+        return map(self.take, requests)
+
+    def take(
+        self, request: TraceRequest, on_admitted: Callable[[Sequence], None] | None = None
+    ) -> ReplayedRequest:
+        """Run one prompt; `on_admitted` sees its blocks while it has them."""
+        manager = self.kv.manager
+        self.clock.advance_ns(max(0, round(request.arrival_s * 1e9) - self.clock.now_ns()))
+        sequence = self._sequence(request)
+        before = self.kv.cache.metrics().num_inserted_blocks
+        try:
+            manager.admit(sequence)
+        except OutOfBlocksError:
+            return self._outcome(request, is_refused=True)
+        if on_admitted is not None:
+            on_admitted(sequence)
+        num_cached = sequence.num_cached_tokens or 0
+        num_reused = num_cached // self.config.kv.block_size
+        num_new = len(sequence.block_ids) - num_reused
+        sequence.schedule.num_computed_tokens = sequence.num_tokens
+        manager.release(sequence)
+        return self._outcome(
+            request,
+            num_saved_tokens=min(num_cached, request.num_prompt_tokens),
+            num_reused_blocks=num_reused,
+            num_new_blocks=num_new,
+            num_cached_blocks=self.kv.cache.metrics().num_inserted_blocks - before,
+        )
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the metrics of every module."""
+        return {kind: read() for kind, read in self.kv.metrics_of.items()}
+
+    def _sequence(self, request: TraceRequest) -> Sequence:
+        self._num_requests += 1
+        name = str(self._num_requests)
+        asked = Request(
+            request_id=RequestId(name),
+            token_ids=prompt_tokens(request),
+            max_tokens=1,
+            arrival_ns=self.clock.now_ns(),
+            namespace=Namespace(tenant=request.tenant or "default"),
+        )
+        return Sequence.of(asked, SequenceId(name), params=_PARAMS, seed=0, stop_token_ids=frozenset())
+
+    def _outcome(self, request: TraceRequest, **counts: Any) -> ReplayedRequest:
+        return ReplayedRequest(
+            arrival_s=request.arrival_s,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_held_blocks=self.kv.pool.total_blocks - self.kv.pool.get_free_blocks(),
+            **counts,
+        )

@@ -1,0 +1,95 @@
+"""A trace under several policies and capacities, with the bounds beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from sagellm.core import ConfigError, InvalidInputError, TraceRequest, gap_closed, token_saving
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.simulation.bounds import Advance, replay, replay_belady, replay_unlimited
+from sagellm.engines.simulation.figures import CacheFigures, figures_of
+from sagellm.engines.simulation.replay import ReplayedRequest
+
+BELADY = "belady"
+NO_CACHE = "off"
+"""Stands where a policy does and turns the prefix cache off: the control."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRun:
+    """One policy at one capacity."""
+
+    eviction_policy: str
+    capacity: int
+    figures: CacheFigures
+    gap_closed: float | None  # of LRU's distance to Belady; None where either is not there
+    requests: list[ReplayedRequest] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """All runs over a trace, in the order of capacities and policies, and the unlimited cache."""
+
+    block_size: int
+    upper_bound: float  # token saving of a cache that never evicts
+    runs: list[CacheRun]
+
+
+def simulate(
+    requests: Seq[TraceRequest],
+    config: EngineConfig,
+    *,
+    capacities: Seq[int],
+    policies: Seq[str],
+    advance: Advance,
+) -> Simulation:
+    """Replay a trace under every policy at every capacity, and once without limit."""
+    if any(capacity < 1 for capacity in capacities):
+        raise ConfigError(f"capacities are {list(capacities)}; each must be at least one block")
+    unlimited = replay_unlimited(requests, config, advance)
+    block_size = config.kv.block_size
+    runs: list[CacheRun] = []
+    for capacity in capacities:
+        done: dict[str, tuple[CacheFigures, list[ReplayedRequest]]] = {}
+        for policy in policies:
+            replayed = _replay(requests, config, policy, capacity, advance)
+            done[policy] = (
+                figures_of(replayed, unlimited, capacity=capacity, block_size=block_size),
+                replayed,
+            )
+        saved = {policy: figures.token_saving for policy, (figures, _) in done.items()}
+        runs += [
+            CacheRun(
+                eviction_policy=policy,
+                capacity=capacity,
+                figures=figures,
+                gap_closed=_gap_closed(saved, policy),
+                requests=replayed,
+            )
+            for policy, (figures, replayed) in done.items()
+        ]
+    bound = token_saving(
+        sum(one.num_saved_tokens for one in unlimited), sum(one.num_prompt_tokens for one in unlimited)
+    )
+    return Simulation(block_size=block_size, upper_bound=bound, runs=runs)
+
+
+def _replay(
+    requests: Seq[TraceRequest], config: EngineConfig, policy: str, capacity: int, advance: Advance
+) -> list[ReplayedRequest]:
+    config = config.with_values({"kv.num_blocks": capacity})
+    if policy == BELADY:
+        return replay_belady(requests, config, advance)
+    if policy == NO_CACHE:
+        return replay(requests, config.with_values({"prefix_cache.enabled": False}), advance)
+    return replay(requests, config.with_values({"prefix_cache.eviction_policy": policy}), advance)
+
+
+def _gap_closed(saved: dict[str, float], policy: str) -> float | None:
+    if "lru" not in saved or BELADY not in saved or policy in ("lru", BELADY, NO_CACHE):
+        return None
+    try:
+        return gap_closed(saved[policy], saved["lru"], saved[BELADY])
+    except InvalidInputError:  # LRU is the optimum
+        return None
