@@ -13,10 +13,10 @@ import pytest
 
 from sagellm.core import ConfigError, TraceRequest, UnknownProviderError, pack
 from sagellm.engines.bench import Lengths, LoadSettings
-from sagellm.engines.bench.arrivals import arrival_times
 from sagellm.engines.bench.plan import plan_load, plan_warmup
 from sagellm.engines.bench.prompts import PromptMaker, PromptSettings
 from sagellm.engines.traces import read_trace, write_trace
+from sagellm.engines.traces.arrivals import arrival_times
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

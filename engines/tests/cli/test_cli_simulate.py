@@ -71,3 +71,20 @@ def test_a_trace_of_lengths_alone_cannot_be_replayed(sage, tmp_path):
     write_trace(path, [TraceRequest(0.0, 50, 5)])
     result = sage("llm", "simulate", path, "--capacity", "5")
     assert (result.code, "neither token ids nor block ids" in result.err) == (2, True)
+
+
+def test_a_trace_is_generated_shown_and_replayed(sage, tmp_path):
+    path = tmp_path / "made.jsonl.xz"
+    made = sage(
+        "llm", "trace", "generate", path, "--num-requests", "20", "--turns", "4", "--num-tenants", "2"
+    )
+    assert "20 requests of" in made.out
+    shown = sage("llm", "trace", "show", path, "--json").json
+    assert (shown["num_requests"], shown["num_tenants"], shown["content"]) == (20, 2, "token ids")
+    assert "duration" in sage("llm", "trace", "show", path).out
+    found = sage("llm", "simulate", path, "--capacity", "500", "--no-bounds", "--json").json
+    assert (found["block_size"], found["upper_bound"] > 0.3) == (16, True)
+    again = sage("llm", "trace", "generate", tmp_path / "b.jsonl", "--num-requests", "5", "--arrivals", path)
+    assert again.code == 0
+    result = sage("llm", "trace", "generate", tmp_path / "c.jsonl", "--turns", "many")
+    assert (result.code, "'many' is no distribution of lengths" in result.err) == (2, True)

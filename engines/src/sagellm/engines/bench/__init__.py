@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         Spread as Spread,
         spread as spread,
     )
-    from sagellm.engines.bench.lengths import Lengths as Lengths
     from sagellm.engines.bench.offline import (
         OfflineSettings as OfflineSettings,
         measure_latency as measure_latency,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.bench.serve import ServeResult as ServeResult, run_serve as run_serve
     from sagellm.engines.bench.settings import LoadSettings as LoadSettings
+    from sagellm.engines.traces.lengths import Lengths as Lengths
 
 __all__ = [
     "BenchmarkError",
@@ -44,7 +44,7 @@ __getattr__ = lazy(
     {
         "BenchmarkError": ".errors",
         "Comparison": ".compare",
-        "Lengths": ".lengths",
+        "Lengths": "sagellm.engines.traces.lengths",
         "Limits": ".figures",
         "LoadSettings": ".settings",
         "OfflineSettings": ".offline",

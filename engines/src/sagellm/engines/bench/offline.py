@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sagellm.core import ConfigError, throughput, total_throughput
 from sagellm.engines.bench.errors import BenchmarkError
 from sagellm.engines.bench.figures import Spread, spread
-from sagellm.engines.bench.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 from sagellm.engines.bench.prompts import PromptMaker, PromptSettings
 from sagellm.engines.progress import progress_bar
+from sagellm.engines.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine, RequestOutput

@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 from sagellm.core import ConfigError, TraceRequest
-from sagellm.engines.bench.arrivals import arrival_times
 from sagellm.engines.bench.driver import PlannedRequest
 from sagellm.engines.bench.prompts import Prompt, PromptMaker, PromptSettings
 from sagellm.engines.bench.settings import LoadSettings
+from sagellm.engines.traces.arrivals import arrival_times
 from sagellm.engines.traces.read import read_trace
 
 DEFAULT_NUM_PROMPTS = 100

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sagellm.core import ConfigError
 from sagellm.engines.bench.figures import Limits
-from sagellm.engines.bench.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
+from sagellm.engines.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 Endpoint = Literal["completions", "chat"]
 PromptForm = Literal["auto", "ids", "text"]

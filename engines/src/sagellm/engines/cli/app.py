@@ -35,6 +35,7 @@ class LLMGroup(LazyGroup):
         "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
         "simulate": Entry(f"{_HERE}.simulate:app", "Replay a trace through the prefix cache alone."),
+        "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
         **{
             name: Entry(f"{_HERE}.stats:{name}", f"Watch the {what} of a running engine.")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import cast
 
 from sagellm.core import (
     ConfigError,
@@ -19,8 +16,7 @@ from sagellm.core import (
     TraceReaderProtocol,
     TraceRequest,
 )
-
-_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+from sagellm.engines.traces.files import PackingError, open_text, plain_name
 
 
 def read_trace(
@@ -33,13 +29,13 @@ def read_trace(
     UnknownProviderError for a name that no reader has.
     """
     try:
-        with _open(path) as file:
+        with open_text(path) as file:
             first_line = file.readline()
             file.seek(0)
             chosen = _choose(path, first_line, name, tokenize)
             usable = (one for one in chosen.read(file) if one.num_prompt_tokens and one.num_output_tokens)
             found = sorted(islice(usable, limit), key=lambda one: one.arrival_s)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, PackingError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read") from error
     except InvalidInputError as error:
         raise ConfigError(f"the trace {path}: {error}") from error
@@ -53,11 +49,6 @@ def _from_zero(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
     return (replace(one, arrival_s=one.arrival_s - start_s) for one in requests)
 
 
-def _open(path: Path) -> IO[str]:
-    opened: IO[str] = _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")
-    return opened
-
-
 def _choose(path: Path, first_line: str, name: str | None, tokenize: Tokenize | None) -> TraceReaderProtocol:
     registry = PluginRegistry.load()
 
@@ -67,10 +58,9 @@ def _choose(path: Path, first_line: str, name: str | None, tokenize: Tokenize | 
 
     if name is not None:
         return make(name)
-    plain_name = path.name.removesuffix(path.suffix) if path.suffix in _OPENERS else path.name
     names = [entry.qualified_name for entry in registry.providers("trace_reader")]
     for each in names:
         reader = make(each)
-        if reader.can_read(plain_name, first_line):
+        if reader.can_read(plain_name(path), first_line):
             return reader
     raise ConfigError(f"no trace reader knows the format of {path}; there are {', '.join(names)}")

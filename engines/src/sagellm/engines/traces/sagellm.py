@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from sagellm.core import ConfigError, InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest, pack
 from sagellm.core.tokens import EMPTY
+from sagellm.engines.traces.files import open_text
 from sagellm.engines.traces.lines import count_of_tokens, has_keys, ints_of, json_lines, number_of
 
 FORMAT = "sagellm-trace"
@@ -38,7 +39,7 @@ class SageLLMTraceReader(TraceReaderProtocol):
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest], about: Mapping[str, Any] | None = None) -> None:
-    """Write a trace; the head also has what `about` says.
+    """Write a trace, packed if the name ends with .xz, .gz or .bz2; the head also has what `about` says.
 
     Raises ConfigError if the file cannot be written, InvalidInputError if requests have blocks of
     different sizes.
@@ -49,7 +50,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest], about: Mapping[str
         raise InvalidInputError(f"a trace has blocks of one size, not of {sorted(sizes)} tokens")
     head = {"format": FORMAT, "version": VERSION, "block_tokens": max(sizes, default=0), **(about or {})}
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with open_text(path, "w") as file:
             for row in (head, *map(_row, rows)):
                 file.write(json.dumps(row, separators=(",", ":"), ensure_ascii=False) + "\n")
     except OSError as error:

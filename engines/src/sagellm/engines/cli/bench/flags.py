@@ -12,9 +12,9 @@ import typer
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.bench.figures import Limits
-from sagellm.engines.bench.lengths import Lengths
 from sagellm.engines.bench.settings import LoadSettings
 from sagellm.engines.cli.flags import command_help, make_flag, switch
+from sagellm.engines.traces.lengths import Lengths
 
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result to a JSON file.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -9,11 +9,11 @@ from typing import Annotated, Any, get_args
 import typer
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.bench.lengths import Lengths
 from sagellm.engines.bench.settings import Endpoint, LoadSettings, PromptForm
 from sagellm.engines.cli.bench.flags import SERVE_FLAGS, AsJSON, Compare, Save, parse_goodput
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.variadic import VariadicCommand
+from sagellm.engines.traces.lengths import Lengths
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

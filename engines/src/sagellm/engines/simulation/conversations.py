@@ -1,0 +1,99 @@
+"""Simulated clients: conversations of one turn or many, as a trace with token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
+
+from sagellm.core import ConfigError, TraceRequest, pack
+from sagellm.engines.traces.arrivals import arrival_times
+from sagellm.engines.traces.lengths import Lengths
+
+_TURNS = Lengths("fixed", (5.0,))
+_SAID = Lengths("lognormal", (140.0, 0.5))
+_THINKING = Lengths("lognormal", (60.0, 0.9))
+_FIRST_ID = 3  # below stand most vocabularies' padding, begin and end
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationSettings:
+    """How clients behave.
+
+    Conversations begin at `rate` a second, as a Poisson process. In each, a client says `user_len`
+    tokens after all that was said before, is answered with `output_len` tokens at `tokens_per_s`,
+    thinks for `think_s` seconds and goes on, `turns` times. All prompts begin with the same
+    `system_len` tokens. Conversations are dealt to `num_tenants` tenants in turn.
+    """
+
+    num_requests: int = 100
+    turns: Lengths = _TURNS
+    system_len: int = 0
+    user_len: Lengths = _SAID
+    output_len: Lengths = _SAID
+    think_s: Lengths = _THINKING
+    rate: float = 1.0
+    tokens_per_s: float = 50.0
+    num_tenants: int = 1
+    vocab_size: int = 4000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least: dict[str, float] = {"num_requests": 1, "system_len": 0, "num_tenants": 1, "vocab_size": 4}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
+        if not self.tokens_per_s > 0:
+            raise ConfigError(f"tokens_per_s is {self.tokens_per_s}; it must be above 0")
+
+
+def simulate_clients(
+    settings: ConversationSettings, arrivals_s: list[float] | None = None
+) -> list[TraceRequest]:
+    """Make `num_requests` requests in the order of their arrival; the same seed makes the same ones.
+
+    With `arrivals_s`, recorded ones, the first request comes at the first of these, and so on: who
+    comes before whom stays as it was. Raises ConfigError when these are fewer than the requests.
+    """
+    rng = Random(f"conversations {settings.seed}")
+    system = _draw(rng, settings.system_len, settings.vocab_size)
+    starts = arrival_times(settings.rate, 1.0, settings.seed)
+    made: list[TraceRequest] = []
+    for index, start_s in enumerate(islice(starts, settings.num_requests)):
+        made += _conversation(rng, settings, system, index, start_s)
+        if len(made) >= settings.num_requests:
+            break
+    made = sorted(made[: settings.num_requests], key=lambda one: one.arrival_s)
+    if arrivals_s is None:
+        return made
+    if len(arrivals_s) < len(made):
+        raise ConfigError(f"{len(arrivals_s)} arrivals are recorded, fewer than {len(made)} requests")
+    return [replace(one, arrival_s=when) for one, when in zip(made, sorted(arrivals_s), strict=False)]
+
+
+def _conversation(
+    rng: Random, settings: ConversationSettings, system: list[int], index: int, start_s: float
+) -> list[TraceRequest]:
+    said, now_s = list(system), start_s
+    requests: list[TraceRequest] = []
+    for _ in range(settings.turns.draw(rng)):
+        said += _draw(rng, settings.user_len.draw(rng), settings.vocab_size)
+        num_output_tokens = settings.output_len.draw(rng)
+        requests.append(
+            TraceRequest(
+                now_s,
+                len(said),
+                num_output_tokens,
+                token_ids=pack(said),
+                tenant=f"tenant-{index % settings.num_tenants}" if settings.num_tenants > 1 else "",
+                conversation=str(index),
+            )
+        )
+        said += _draw(rng, num_output_tokens, settings.vocab_size)
+        now_s += num_output_tokens / settings.tokens_per_s + settings.think_s.draw(rng)
+    return requests
+
+
+def _draw(rng: Random, num_tokens: int, vocab_size: int) -> list[int]:
+    span = vocab_size - _FIRST_ID
+    return [_FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]
