@@ -14,7 +14,9 @@ from sagellm.core.namespace import DEFAULT, Namespace
 class CachedNode:
     """What a policy may know of a node. The cache keeps it up to date; a policy only reads it.
 
-    Times are nanoseconds on the cache's clock.
+    Times are nanoseconds on the cache's clock. `former_id` is the node that last held the beginning
+    of these tokens, if it was evicted and the cache remembers it: what came back after its eviction
+    is told by this, and the counts go on from those of the former node.
     """
 
     node_id: NodeId
@@ -25,6 +27,14 @@ class CachedNode:
     access_count: int = 0  # hits since it entered the tree
     priority: int = 0
     namespace: Namespace = DEFAULT
+    former_id: NodeId | None = None
+    former_access_ns: int = 0  # last use of the former node
+    former_depth: int = 0  # tokens from the root to the end of what was known before
+
+    @property
+    def parent_id(self) -> NodeId | None:
+        """The node that this one continues; None at the top, or if the cache does not tell."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sagellm.core.ids import BlockId, NodeId
+from sagellm.kvmgr.prefix_cache.ghosts import block_keys
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 
 
@@ -42,6 +43,21 @@ def _count_common_blocks(data: bytes, position: int, edge: bytes, block_bytes: i
     return low
 
 
+def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
+    """Return the keys of the contents of a node's blocks, which are kept with it and its ancestors."""
+    missing = [step for step in node.path() if step.keys is None]
+    for step in reversed(missing):
+        assert step.parent is not None, "the root has no edge"
+        step.keys = block_keys(end_key(step.parent, block_bytes), step.edge, block_bytes)
+    assert node.keys is not None, "made just now"
+    return node.keys
+
+
+def end_key(node: PrefixNode, block_bytes: int) -> int:
+    """Return the key of a node's last block; a root's stands for its namespace."""
+    return hash(node.namespace) if node.parent is None else keys_of(node, block_bytes)[-1]
+
+
 def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int) -> PrefixNode:
     """Give the first `num_blocks` of a node to a new parent and return that.
 
@@ -64,7 +80,12 @@ def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int)
         block_ids=lower.block_ids[:num_blocks],
         parent=parent,
         lock_count=lower.lock_count,
+        former_id=lower.former_id,
+        former_access_ns=lower.former_access_ns,
+        former_depth=lower.former_depth,
     )
+    if lower.keys is not None:
+        upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]
     parent.children[lower.edge[:block_bytes]] = upper
     lower.parent = upper
     lower.edge = lower.edge[cut:]

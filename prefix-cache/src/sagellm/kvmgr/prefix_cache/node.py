@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sagellm.core.ids import BlockId
+from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.protocols.eviction import CachedNode
 
 TOKEN_BYTES = 4
@@ -29,6 +29,12 @@ class PrefixNode(CachedNode):
     children: dict[bytes, PrefixNode] = field(default_factory=dict, repr=False)
     lock_count: int = 0
     num_own_locks: int = 0
+    keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once wanted
+
+    @property
+    def parent_id(self) -> NodeId | None:
+        """The node that this one continues; None at the top."""
+        return None if self.parent is None or self.parent.parent is None else self.parent.node_id
 
     @property
     def start(self) -> int:

@@ -24,6 +24,8 @@ from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
+_GHOSTS_A_BLOCK = 4
+
 _log = get_logger(__name__)
 
 
@@ -33,7 +35,12 @@ class RadixPrefixCache(PrefixCacheProtocol):
     A lock or an insertion is a use of the whole path. `eviction_policy` replaces the order; one
     that names no victim ends eviction, and one that raises is itself replaced by this order. A leaf
     that no lock protects grows in place when its prefix is inserted with more blocks and the same
-    priority. Raises ConfigError for sizes below one.
+    priority.
+
+    What was evicted is remembered without its blocks, `max_ghost_blocks` of them (four times
+    `max_blocks` if None): when it is inserted again, its counts go on.
+
+    Raises ConfigError for sizes below one.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         *,
         eviction_policy: EvictionPolicyProtocol | None = None,
         clock: Clock | None = None,
+        max_ghost_blocks: int | None = None,
     ) -> None:
         for name, value in (("max_blocks", max_blocks), ("block_size", block_size)):
             if value < 1:
@@ -50,7 +58,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
         self.max_blocks = max_blocks
         self.block_size = block_size
         self._clock = SystemClock() if clock is None else clock
-        self._tree = RadixTree(block_size, LeafLRU() if eviction_policy is None else eviction_policy)
+        num_ghosts = _GHOSTS_A_BLOCK * max_blocks if max_ghost_blocks is None else max_ghost_blocks
+        order = LeafLRU() if eviction_policy is None else eviction_policy
+        self._tree = RadixTree(block_size, order, num_ghosts)
         self._mutex = Lock()  # held during every call that reads or changes what follows, and the tree
         self._num_lookups = self._num_hits = self._num_lookup_tokens = self._num_hit_tokens = 0
         self._num_inserted = self._num_evicted = 0
@@ -142,7 +152,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         Raises PluginError when the policy names a node that is no unlocked leaf of this cache.
         """
         with self._mutex:
-            dropped = self._tree.evict(num_blocks)
+            dropped = self._tree.evict(num_blocks, self._clock.now_ns())
             self._num_evicted += len(dropped)
         return dropped
 

@@ -8,7 +8,8 @@ from sagellm.core.errors import PluginError
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.prefix_cache import PrefixMatch
-from sagellm.kvmgr.prefix_cache.edges import split, walk
+from sagellm.kvmgr.prefix_cache.edges import end_key, keys_of, split, walk
+from sagellm.kvmgr.prefix_cache.ghosts import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache.guarded_order import GuardedOrder
 from sagellm.kvmgr.prefix_cache.integrity import check_tree
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
@@ -22,12 +23,13 @@ class RadixTree:
     when blocks enter or leave; a split keeps every match valid and does not count.
     """
 
-    def __init__(self, block_size: int, order: LeafOrder) -> None:
+    def __init__(self, block_size: int, order: LeafOrder, max_ghost_blocks: int = 0) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.order = GuardedOrder(order, self._unlocked_leaves)
         self.roots: dict[Namespace, PrefixNode] = {}
         self.cached: set[BlockId] = set()
+        self.ghosts = Ghosts(max_ghost_blocks)
         self.version = 0
         self.num_nodes = 0
         self.num_evictable = 0
@@ -100,7 +102,10 @@ class RadixTree:
             node = self._split(node, (depth - node.start) // self.block_size)
         elif self._is_candidate(node):
             if node.priority == priority:
+                if len(self.ghosts):
+                    self.ghosts.revive(end_key(node, self.block_bytes), tail, self.block_bytes)
                 node.edge += tail
+                node.keys = None
                 node.block_ids += new
                 node.num_blocks += len(new)
                 node.depth += len(new) * self.block_size
@@ -118,12 +123,14 @@ class RadixTree:
             block_ids=list(new),
             parent=node,
         )
+        if len(self.ghosts):
+            self._revive(leaf, node)
         node.children[tail[: self.block_bytes]] = leaf
         self.num_nodes += 1
         self.order.on_insert(leaf)
         self.order.add_candidate(leaf)
 
-    def evict(self, num_blocks: int) -> list[BlockId]:
+    def evict(self, num_blocks: int, now_ns: int) -> list[BlockId]:
         """Drop blocks of unlocked leaves in order. Raises PluginError when the order names another node."""
         dropped: list[BlockId] = []
         while (wanted := num_blocks - len(dropped)) > 0:
@@ -137,6 +144,8 @@ class RadixTree:
                 raise PluginError(
                     f"{policy} named node {node.node_id} as a victim, which is no unlocked leaf"
                 )
+            if self.ghosts.max_blocks:
+                self._remember(node, min(wanted, node.num_blocks), now_ns)
             dropped += self._drop(node) if node.num_blocks <= wanted else self._shorten(node, wanted)
         return dropped
 
@@ -213,9 +222,30 @@ class RadixTree:
         del node.block_ids[-num_blocks:]
         node.edge = node.edge[: -num_blocks * self.block_bytes]
         node.num_blocks -= num_blocks
+        if node.keys is not None:
+            del node.keys[-num_blocks:]
         node.depth -= num_blocks * self.block_size
         self._forget(dropped)
         return dropped
+
+    def _remember(self, node: PrefixNode, num_blocks: int, now_ns: int) -> None:
+        ghost = Ghost(
+            node.node_id,
+            node.access_count,
+            node.last_access_ns,
+            now_ns,
+            type(self.order.current).__name__,
+        )
+        self.ghosts.remember(keys_of(node, self.block_bytes)[-num_blocks:], ghost)
+
+    def _revive(self, leaf: PrefixNode, parent: PrefixNode) -> None:
+        """Let a new leaf go on from what it was before it was evicted."""
+        key = end_key(parent, self.block_bytes)
+        ghost, num_bytes = self.ghosts.revive(key, leaf.edge, self.block_bytes)
+        if ghost is not None:
+            leaf.former_id, leaf.former_access_ns = ghost.node_id, ghost.last_access_ns
+            leaf.former_depth = parent.depth + num_bytes // TOKEN_BYTES
+            leaf.access_count = ghost.access_count + 1
 
     def _forget(self, block_ids: list[BlockId]) -> None:
         self.version += 1

@@ -1,0 +1,74 @@
+"""What became of blocks that were evicted: remembered by content, within a budget, without the blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sagellm.core.ids import NodeId
+
+
+class Ghost(NamedTuple):
+    """The last of a node that was evicted, or of the end that it gave up."""
+
+    node_id: NodeId
+    access_count: int
+    last_access_ns: int
+    evicted_ns: int
+    policy: str  # that chose it, by the name of its class; "" for `clear`
+
+
+class Ghosts:
+    """Ghosts by the key of a block's content (`block_keys`); beyond the budget the oldest go.
+
+    A key stands for all tokens up to the end of its block in one namespace. It is a 64-bit hash, good
+    for statistics and explanations: blocks are never shared by it.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def remember(self, keys: Sequence[int], ghost: Ghost) -> None:
+        """Note what became of the blocks with these keys."""
+        ghosts = self._ghosts
+        for key in keys:
+            ghosts[key] = ghost
+        while len(ghosts) > self.max_blocks:
+            ghosts.popitem(last=False)
+
+    def find(self, key: int) -> Ghost | None:
+        """Return what became of a block."""
+        return self._ghosts.get(key)
+
+    def revive(self, key: int, edge: bytes, block_bytes: int) -> tuple[Ghost | None, int]:
+        """Forget the blocks of an edge that are back; `key` is its parent's.
+
+        Returns the deepest of them and how many bytes of the edge they are.
+        """
+        deepest: Ghost | None = None
+        for begin in range(0, len(edge), block_bytes):
+            key = block_key(key, edge[begin : begin + block_bytes])
+            ghost = self._ghosts.pop(key, None)
+            if ghost is None:
+                return deepest, begin
+            deepest = ghost
+        return deepest, len(edge)
+
+
+def block_key(parent_key: int, tokens: bytes) -> int:
+    """Return the key of a block after its parent's."""
+    return hash((parent_key, tokens))
+
+
+def block_keys(parent_key: int, edge: bytes, block_bytes: int) -> list[int]:
+    """Return the keys of all blocks of an edge. About 0.2 µs a block of 16 tokens."""
+    keys = []
+    for begin in range(0, len(edge), block_bytes):
+        parent_key = hash((parent_key, edge[begin : begin + block_bytes]))
+        keys.append(parent_key)
+    return keys
