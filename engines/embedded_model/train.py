@@ -7,6 +7,7 @@ stopped. At the end the checkpoint stands in WORK_FOLDER/model, in the Hugging F
 from __future__ import annotations
 
 import argparse
+import ctypes
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -29,6 +30,18 @@ VOCAB_SIZE = 4096
 MAX_LENGTH = 8192
 ROW = 512  # tokens a row of a batch
 SAVE_EVERY_S = 300
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed: a step asks for the same 6 GB again, and the kernel would clear them.
+
+    Does nothing elsewhere. A step takes 0.9 s instead of 1.2 s.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def model_config(vocab_size: int) -> Qwen3Config:
@@ -194,6 +207,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help=f"rows of {ROW} tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    keep_freed_memory()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer = prepare(options.folder, options.seed)
     training = Training(options.folder, len(tokenizer), seed=options.seed)
