@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 
 from common import foreign_cores, report, spread
+from rich.console import Console
 from rich.progress import Progress
 from served import served
 
@@ -74,7 +75,7 @@ def main() -> None:
     with (
         served(options.model, options.port, "--num-blocks=4096") as engine,
         AdminClient.connect(engine.socket) as admin,
-        Progress() as progress,
+        Progress(console=Console(stderr=True)) as progress,
     ):
         bar = progress.add_task("cuts", total=options.cuts)
         while num_cuts < options.cuts:
