@@ -102,6 +102,31 @@ def test_belady_finds_the_best_of_all_choices():
     assert sum(by_lru) < sum(saved)
 
 
+def test_a_policy_that_learns_keeps_who_comes_back():
+    """Questions that nobody goes on with, among conversations that each come back after two minutes."""
+    rng = Random(5)
+    requests: list[TraceRequest] = []
+    next_id = 1
+    for index in range(150):
+        path: list[int] = [0]
+        for turn_number in range(6):
+            path = [*path, *range(next_id, next_id + 6)]
+            next_id += 6
+            when_s = 40.0 * index + turn_number * 120.0 * rng.lognormvariate(0, 0.3)
+            requests.append(TraceRequest(when_s, len(path) * SIZE, 1, tuple(path), SIZE))
+        for _ in range(6):
+            once = (0, *range(next_id, next_id + 20))
+            next_id += 20
+            requests.append(TraceRequest(40.0 * (index + rng.random()), len(once) * SIZE, 1, once, SIZE))
+    requests.sort(key=lambda one: one.arrival_s)
+    found = simulate(
+        requests, config(200), capacities=[200], policies=["reuse", "lru", "belady"], advance=ignore
+    )
+    saved = {run.eviction_policy: run.figures.token_saving for run in found.runs}
+    assert saved["lru"] < saved["reuse"] < saved["belady"]
+    assert (saved["reuse"] - saved["lru"]) / (saved["belady"] - saved["lru"]) > 0.5, saved
+
+
 def test_figures_are_those_of_a_hand_count():
     first = pack([1] * SIZE + [2] * SIZE + [3])
     second = pack([1] * SIZE + [2] * SIZE + [4, 4])

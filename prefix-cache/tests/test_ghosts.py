@@ -45,7 +45,7 @@ def test_what_comes_back_goes_on_from_what_it_was():
     cache, clock = make(watcher)
     cache.insert_prefix(tokens(1, 2, 3), [0, 1, 2])
     for _ in range(3):
-        cache.unlock(cache.lock(cache.match_prefix(tokens(1, 2, 3))))
+        cache.unlock(cache.lock(cache.match_prefix(tokens(1, 2, 3)), num_lookup_tokens=12))
     (former,) = watcher.inserted
     clock.advance_ns(50)
     assert len(cache.evict(3)) == 3

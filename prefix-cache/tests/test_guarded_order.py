@@ -57,7 +57,7 @@ def churn(cache: RadixPrefixCache, rng: random.Random) -> list[list[int]]:
             next_block += len(block_ids)
             given.append(cache.insert_prefix(tokens, block_ids).block_ids)
         elif act < 0.65:
-            locks.append(cache.lock(cache.match_prefix(tokens)))
+            locks.append(cache.lock(cache.match_prefix(tokens), num_lookup_tokens=len(tokens)))
         elif act < 0.85 and locks:
             cache.unlock(locks.pop())
         else:

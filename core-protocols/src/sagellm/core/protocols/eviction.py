@@ -71,8 +71,8 @@ class EvictionPolicyProtocol(ABC):
     calls `remove_candidate` and `on_remove` for it. A hit on a locked node is reported as well.
 
     Every call is O(log n) or better in the number of nodes, none blocks, and the policy never
-    calls back. All calls come from one thread at a time. A node that is split is reported as one
-    insert for its upper part, which inherits the counts; the lower part keeps its id.
+    calls back. All calls come from one thread at a time. A node that is split is reported to
+    `on_split`: its upper part is new and inherits the counts; the lower part keeps its id.
 
     `num_blocks` and `depth` of a node may change without a call: it is split, it grows at its end,
     or a victim gives up only its end and stays the candidate that it was. When `last_access_ns` of
@@ -83,6 +83,11 @@ class EvictionPolicyProtocol(ABC):
     @abstractmethod
     def on_insert(self, node: CachedNode) -> None:
         """A node entered the tree. It is no candidate yet."""
+
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
+        """A node was split: `upper`, which is no candidate, is now before it. An insert by default."""
+        del lower
+        self.on_insert(upper)
 
     @abstractmethod
     def on_hit(self, node: CachedNode) -> None:
@@ -103,6 +108,15 @@ class EvictionPolicyProtocol(ABC):
     @abstractmethod
     def victim(self) -> CachedNode | None:
         """Return the candidate to evict first, or None when there is none. Changes no order."""
+
+    def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
+        """Return how many of the wanted blocks the victim gives up from its end, at least one.
+
+        Asked before a victim that `victim` named is taken from; by default all that are wanted. One
+        that gave up only some stays the candidate that it was, and `victim` is asked again.
+        """
+        del node
+        return num_wanted
 
     @abstractmethod
     def select_victims(

@@ -95,10 +95,10 @@ class PrefixCacheProtocol(ABC):
     def lock(self, match: PrefixMatch, *, num_lookup_tokens: int | None = None) -> PrefixMatch:
         """Protect what matched from eviction and count a lookup of `num_lookup_tokens` tokens.
 
-        Returns the match to give to `unlock`. None as `num_lookup_tokens` counts no lookup (a
-        request that runs again after preemption). A match may be shortened by whole blocks
-        before; one of length 0 protects nothing. Raises StaleMatchError if blocks entered or left
-        the cache in between; match again then.
+        Returns the match to give to `unlock`. None as `num_lookup_tokens` counts no lookup and no
+        hit of a node (a request that runs again after preemption, or keeps what it inserted). A
+        match may be shortened by whole blocks before; one of length 0 protects nothing. Raises
+        StaleMatchError if blocks entered or left the cache in between; match again then.
         """
 
     @abstractmethod

@@ -195,13 +195,14 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert sorted(cache.clear()) == [0, 1]
 
     def test_a_hit_is_reported_for_every_node_of_the_path(self) -> None:
-        """What leads to a leaf is reused as well; an insertion is no hit."""
+        """What leads to a leaf is reused as well; an insertion and a lock that is no lookup are no hits."""
         policy = AuditingEvictionPolicy()
         cache = self.make(eviction_policy=policy)
         cache.insert_prefix(range(8), blocks(0, 2))
         cache.insert_prefix([*range(4), *range(50, 54)], [BlockId(0), BlockId(5)])
-        assert policy.num_hits == 0
         cache.lock(cache.match_prefix(range(8)))
+        assert policy.num_hits == 0
+        cache.lock(cache.match_prefix(range(8)), num_lookup_tokens=8)
         assert sorted(node.access_count for node in policy.nodes.values()) == [0, 1, 1]
         assert policy.num_hits == 2
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
     from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy
+    from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy as ReuseEvictionPolicy
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "FIFOEvictionPolicy",
     "LRUEvictionPolicy",
     "RankedEvictionPolicy",
+    "ReuseEvictionPolicy",
     "__version__",
 ]
 
@@ -40,5 +42,6 @@ __getattr__ = lazy(
         "FIFOEvictionPolicy": ".fifo",
         "LRUEvictionPolicy": ".lru",
         "RankedEvictionPolicy": ".ranked",
+        "ReuseEvictionPolicy": ".reuse",
     },
 )

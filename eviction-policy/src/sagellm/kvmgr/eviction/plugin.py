@@ -11,5 +11,8 @@ def sagellm_providers() -> list[Provider]:
     return [
         Provider("eviction_policy", "lru", f"{_PACKAGE}.lru:LRUEvictionPolicy", "least recently used first"),
         Provider("eviction_policy", "fifo", f"{_PACKAGE}.fifo:FIFOEvictionPolicy", "first in, first out"),
+        Provider(
+            "eviction_policy", "reuse", f"{_PACKAGE}.reuse:ReuseEvictionPolicy", "learns who comes back"
+        ),
         Provider("eviction_policy", "belady", f"{_PACKAGE}.belady:BeladyEvictionPolicy", "bound of replays"),
     ]

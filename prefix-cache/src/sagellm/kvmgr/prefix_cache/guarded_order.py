@@ -30,6 +30,13 @@ class GuardedOrder:
         except Exception as error:
             self._replace(error).on_insert(node)
 
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
+        """Pass it on."""
+        try:
+            self.current.on_split(upper, lower)
+        except Exception as error:
+            self._replace(error).on_split(upper, lower)
+
     def on_hit(self, node: CachedNode) -> None:
         """Pass it on."""
         try:
@@ -64,6 +71,13 @@ class GuardedOrder:
             return self.current.victim()
         except Exception as error:
             return self._replace(error).victim()
+
+    def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
+        """Pass it on."""
+        try:
+            return self.current.num_victim_blocks(node, num_wanted)
+        except Exception as error:
+            return self._replace(error).num_victim_blocks(node, num_wanted)
 
     def _replace(self, error: Exception) -> LeafLRU:
         if isinstance(error, AssertionError):

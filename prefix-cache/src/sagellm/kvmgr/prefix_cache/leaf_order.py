@@ -14,11 +14,13 @@ class LeafOrder(Protocol):
     """The part of an eviction policy that a cache calls; EvictionPolicyProtocol says what it means."""
 
     def on_insert(self, node: CachedNode) -> None: ...  # noqa: D102
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None: ...  # noqa: D102
     def on_hit(self, node: CachedNode) -> None: ...  # noqa: D102
     def on_remove(self, node: CachedNode) -> None: ...  # noqa: D102
     def add_candidate(self, node: CachedNode) -> None: ...  # noqa: D102
     def remove_candidate(self, node: CachedNode) -> None: ...  # noqa: D102
     def victim(self) -> CachedNode | None: ...  # noqa: D102
+    def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int: ...  # noqa: D102
 
 
 class LeafLRU:
@@ -28,6 +30,9 @@ class LeafLRU:
         self._leaves = NodeRanking(attrgetter("last_access_ns"))
 
     def on_insert(self, node: CachedNode) -> None:
+        """Recency is all that counts."""
+
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
         """Recency is all that counts."""
 
     def on_hit(self, node: CachedNode) -> None:
@@ -47,6 +52,11 @@ class LeafLRU:
     def victim(self) -> CachedNode | None:
         """Return the leaf that was not used for the longest time."""
         return self._leaves.first()
+
+    def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
+        """Take all that is wanted."""
+        del node
+        return num_wanted
 
     def candidates(self) -> dict[NodeId, float]:
         """Return each candidate's time of use as it was when it became one."""

@@ -24,7 +24,7 @@ from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
-_GHOSTS_A_BLOCK = 4
+_MIN_GHOSTS, _GHOSTS_A_BLOCK = 65_536, 16  # about 150 bytes each
 
 _log = get_logger(__name__)
 
@@ -37,8 +37,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
     that no lock protects grows in place when its prefix is inserted with more blocks and the same
     priority.
 
-    What was evicted is remembered without its blocks, `max_ghost_blocks` of them (four times
-    `max_blocks` if None): when it is inserted again, its counts go on.
+    What was evicted is remembered without its blocks, `max_ghost_blocks` of them (if None, 16
+    times `max_blocks`, at least 65,536; 150 bytes each): when it is inserted again, its counts go on.
 
     Raises ConfigError for sizes below one.
     """
@@ -58,7 +58,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
         self.max_blocks = max_blocks
         self.block_size = block_size
         self._clock = SystemClock() if clock is None else clock
-        num_ghosts = _GHOSTS_A_BLOCK * max_blocks if max_ghost_blocks is None else max_ghost_blocks
+        num_ghosts = max_ghost_blocks
+        if num_ghosts is None:
+            num_ghosts = max(_MIN_GHOSTS, _GHOSTS_A_BLOCK * max_blocks)
         order = LeafLRU() if eviction_policy is None else eviction_policy
         self._tree = RadixTree(block_size, order, num_ghosts)
         self._mutex = Lock()  # held during every call that reads or changes what follows, and the tree
@@ -80,7 +82,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
         with self._mutex:
             node = self._find(match)
             if node is not None:
-                node = self._tree.lock(node, match.match_length, self._clock.now_ns())
+                is_hit = num_lookup_tokens is not None
+                node = self._tree.lock(node, match.match_length, self._clock.now_ns(), is_hit=is_hit)
             if num_lookup_tokens is not None:
                 self._count(num_lookup_tokens, match.match_length)
             return PrefixMatch(match.match_length, match.block_ids, match.namespace, node, self._tree.version)

@@ -50,7 +50,7 @@ class RadixTree:
             node = node.parent
         return self.roots.get(node.namespace) is node
 
-    def lock(self, node: PrefixNode, depth: int, now_ns: int) -> PrefixNode:
+    def lock(self, node: PrefixNode, depth: int, now_ns: int, *, is_hit: bool) -> PrefixNode:
         """Lock the path down to `depth`, which is in `node`; split it if that is not its end."""
         num_blocks = (depth - node.start) // self.block_size
         if num_blocks < node.num_blocks:
@@ -61,9 +61,10 @@ class RadixTree:
             if not step.lock_count:
                 self.num_evictable -= step.num_blocks
             step.lock_count += 1
-            step.access_count += 1
             step.last_access_ns = now_ns
-            self.order.on_hit(step)
+            if is_hit:
+                step.access_count += 1
+                self.order.on_hit(step)
         node.num_own_locks += 1
         return node
 
@@ -144,9 +145,10 @@ class RadixTree:
                 raise PluginError(
                     f"{policy} named node {node.node_id} as a victim, which is no unlocked leaf"
                 )
+            given = min(max(1, self.order.num_victim_blocks(node, wanted)), wanted, node.num_blocks)
             if self.ghosts.max_blocks:
-                self._remember(node, min(wanted, node.num_blocks), now_ns)
-            dropped += self._drop(node) if node.num_blocks <= wanted else self._shorten(node, wanted)
+                self._remember(node, given, now_ns)
+            dropped += self._drop(node) if given == node.num_blocks else self._shorten(node, given)
         return dropped
 
     def clear(self) -> list[BlockId]:
@@ -198,7 +200,7 @@ class RadixTree:
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
         upper = split(node, num_blocks, next(self._node_ids), self.block_bytes)
         self.num_nodes += 1
-        self.order.on_insert(upper)
+        self.order.on_split(upper, node)
         return upper
 
     def _drop(self, node: PrefixNode) -> list[BlockId]:

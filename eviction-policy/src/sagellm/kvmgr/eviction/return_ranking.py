@@ -1,0 +1,120 @@
+"""Leaves in the order of what their room earns, which changes with time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple, TypeAlias
+
+from sagellm.core.ids import NodeId
+
+Index = Callable[[float, float, float], float]
+"""Chance of a return, scale of the gap (s), age (s) → what the room earns."""
+
+_CHANCES = 16
+_SCALES_AN_E_FOLD = 2
+_REBUILT_AFTER_S = 0.25
+
+LEFT_BEHIND, END, LIVE = 0, 1, 2
+"""What goes first: what a conversation left behind, the last blocks of turns, all others."""
+
+_Group: TypeAlias = tuple[int, int, int]  # rank, chance, scale
+_Side: TypeAlias = Literal[1, -1]  # oldest first, newest first
+
+
+class Place(NamedTuple):
+    """Where a leaf stands."""
+
+    rank: int
+    chance: float
+    scale_s: float
+    time_s: float  # of its turn
+
+    @property
+    def group(self) -> _Group:
+        """Leaves of one group differ in their age alone."""
+        if self.rank != LIVE:
+            return (self.rank, 0, 0)
+        scale = round(math.log(self.scale_s) * _SCALES_AN_E_FOLD)
+        return (LIVE, min(_CHANCES - 1, int(self.chance * _CHANCES)), scale)
+
+
+class _Entry(NamedTuple):
+    key: tuple[int, float]
+    node_id: NodeId
+    place: Place
+    side: int  # which end of its group it is; 0 for a leaf that was added since
+
+
+class ReturnRanking:
+    """Leaves by group, each group by time.
+
+    The index of equal conversations rises with their age until most are back, and falls after, so that
+    the smallest one of a group is at one of its ends. Both ends of all groups wait in one heap, which
+    is built anew when time has moved on: O(log leaves) a call, amortised.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._places: dict[NodeId, Place] = {}
+        self._groups: dict[_Group, dict[int, list[tuple[float, NodeId]]]] = {}
+        self._heap: list[_Entry] = []
+        self._built_s = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, node_id: NodeId) -> bool:
+        return node_id in self._places
+
+    def add(self, node_id: NodeId, place: Place, now_s: float) -> None:
+        """Put a leaf in its place; one that is there already moves."""
+        self._places[node_id] = place
+        sides = self._groups.setdefault(place.group, {1: [], -1: []})
+        heappush(sides[1], (place.time_s, node_id))
+        heappush(sides[-1], (-place.time_s, node_id))
+        heappush(self._heap, _Entry(self._key(place, now_s), node_id, place, 0))
+
+    def discard(self, node_id: NodeId) -> None:
+        """Take a leaf out, if it is in."""
+        self._places.pop(node_id, None)
+
+    def first(self, now_s: float) -> NodeId | None:
+        """Return the leaf whose room earns least now."""
+        if not now_s - self._built_s < _REBUILT_AFTER_S or len(self._heap) > 4 * len(self._places) + 256:
+            self._build(now_s)
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            if self._places.get(entry.node_id) == entry.place:
+                return entry.node_id
+            heappop(heap)
+            if entry.side:
+                self._offer(entry.place.group, entry.side, now_s)
+        return None
+
+    def _build(self, now_s: float) -> None:
+        self._built_s = now_s
+        self._heap = []
+        for group in list(self._groups):
+            for side in (1, -1):
+                self._offer(group, side, now_s)
+
+    def _offer(self, group: _Group, side: int, now_s: float) -> None:
+        """Put the end of a group into the heap."""
+        ends = self._groups[group][side]
+        while ends:
+            time_s, node_id = ends[0]
+            place = self._places.get(node_id)
+            if place is not None and place.time_s == side * time_s and place.group == group:
+                heappush(self._heap, _Entry(self._key(place, now_s), node_id, place, side))
+                return
+            heappop(ends)
+        if side == 1:
+            self._groups[group][-1].clear()
+
+    def _key(self, place: Place, now_s: float) -> tuple[int, float]:
+        if place.rank != LIVE:
+            return place.rank, place.time_s
+        return LIVE, self._index(place.chance, place.scale_s, max(0.0, now_s - place.time_s))

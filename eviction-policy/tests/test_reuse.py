@@ -1,0 +1,219 @@
+"""The policy that learns who comes back: its model, its order, and what it gives up first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from sagellm.core import CachedNode, NodeId
+from sagellm.core.testing import RankingEvictionPolicyContract
+from sagellm.kvmgr.eviction import ReuseEvictionPolicy
+from sagellm.kvmgr.eviction.return_model import ReturnModel, Turn
+from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking
+
+SECOND = 1_000_000_000
+
+
+class TestReuseEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return ReuseEvictionPolicy(refit_every=50)
+
+    def rank(self, node):
+        return None
+
+
+def turn(time_s: float, number: int, gap_s: float | None = None, log_gaps: float = 0.0) -> Turn:
+    return Turn(time_s=time_s, number=number, log_gaps=log_gaps, gap_s=gap_s, new=4.0, length=8.0, known=0.0)
+
+
+def learn(chance_of: dict[int, float], median_gap_s: float, num_turns: int = 4000) -> ReturnModel:
+    """Show a model conversations that go on with a chance by the number of the turn."""
+    model, random = ReturnModel(window=num_turns), Random(1)
+    due: list[tuple[float, int, float, float, int]] = []  # when, number, gap, sum of logs, the turn before
+    now = 0.0
+    for _ in range(num_turns):
+        now += 1.0
+        if due and min(due)[0] <= now:
+            due.sort()
+            when, number, gap_s, log_gaps, before = due.pop(0)
+            model.go_on(before, when)
+            described = turn(when, number, gap_s, log_gaps)
+        else:
+            when, number, log_gaps, described = now, 1, 0.0, turn(now, 1)
+        index, _, _ = model.add(described)
+        if random.random() < chance_of[min(number, 3)]:
+            gap_s = median_gap_s * math.exp(random.gauss(0, 0.5))
+            due.append((when + gap_s, number + 1, gap_s, log_gaps + math.log(gap_s), index))
+    return model
+
+
+def test_the_model_finds_who_comes_back_and_when():
+    model = learn({1: 0.2, 2: 0.5, 3: 0.8}, median_gap_s=30.0)
+    now = 10_000.0
+    for number, chance in ((1, 0.2), (2, 0.5), (5, 0.8)):
+        gap_s = None if number == 1 else 30.0
+        _, predicted, scale_s = model.add(turn(now, number, gap_s, (number - 1) * math.log(30.0)))
+        assert predicted == pytest.approx(chance, abs=0.08), number
+        assert scale_s == pytest.approx(30.0, rel=0.35)
+    details = model.details()
+    assert 0.2 < details["returned_share"] < 0.6
+    assert details["num_turns"] == 4003
+
+
+def test_room_earns_most_shortly_before_the_return_and_nothing_long_after():
+    model = learn({1: 0.5, 2: 0.5, 3: 0.5}, median_gap_s=30.0)
+    fresh, due, late = (model.index(0.5, 30.0, age_s) for age_s in (0.0, 25.0, 300.0))
+    assert due > fresh > late
+    assert model.index(0.9, 30.0, 25.0) > due > model.index(0.1, 30.0, 25.0)
+    assert model.index(0.5, 60.0, 50.0) == pytest.approx(due / 2), "twice as slow earns half as much"
+
+
+def test_the_order_is_that_of_the_index_at_every_moment():
+    def index(chance, scale_s, age_s):
+        return chance * math.exp(-((age_s / scale_s - 1) ** 2))  # rises, then falls
+
+    ranking, random, places = ReturnRanking(index), Random(3), {}
+    now = 0.0
+    for number in range(3000):
+        now += random.random()
+        if random.random() < 0.6 or not places:
+            rank = random.choice([LIVE, LIVE, LIVE, LIVE, END, LEFT_BEHIND])
+            chance, scale_s = random.choice([0.1, 0.4, 0.8]), random.choice([50.0, 400.0])
+            place = Place(rank, chance, scale_s, now - random.choice([0.0, 0.0, 100.0 * random.random()]))
+            places[NodeId(number)] = place
+            ranking.add(NodeId(number), place, now)
+        elif random.random() < 0.5:
+            gone = random.choice(list(places))
+            ranking.discard(gone)
+            del places[gone]
+        found = ranking.first(now)
+        if not places:
+            assert found is None
+            continue
+        keys = {node_id: ranking._key(place, now) for node_id, place in places.items()}
+        rank, value = keys[found]
+        best_rank, best = min(keys.values())
+        assert rank == best_rank
+        assert value == pytest.approx(best, rel=0.05, abs=0.01), "a quarter of a second may lie between"
+        assert len(ranking) == len(places)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Node(CachedNode):
+    """A node with a parent."""
+
+    above: CachedNode | None = None
+
+    @property
+    def parent_id(self) -> NodeId | None:
+        return None if self.above is None else self.above.node_id
+
+
+class Cache:
+    """Tells a policy of conversations, as a prefix cache would."""
+
+    def __init__(self, policy: ReuseEvictionPolicy) -> None:
+        self.policy = policy
+        self.num_nodes = 0
+
+    def insert(self, second: int, above: Node | None = None, num_blocks: int = 4, **values) -> Node:
+        self.num_nodes += 1
+        now_ns = second * SECOND
+        node = Node(
+            node_id=NodeId(self.num_nodes),
+            num_blocks=num_blocks,
+            depth=(above.depth if above else 0) + 16 * num_blocks,
+            created_ns=now_ns,
+            last_access_ns=now_ns,
+            above=above,
+            **values,
+        )
+        self.policy.on_insert(node)
+        return node
+
+    def hit(self, second: int, node: Node) -> None:
+        step = node
+        while step is not None:
+            step.last_access_ns = second * SECOND
+            step.access_count += 1
+            self.policy.on_hit(step)
+            step = step.above
+
+
+def test_what_a_conversation_leaves_behind_goes_first():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    other = cache.insert(0)
+    policy.add_candidate(other)
+    whole = cache.insert(1)
+    policy.add_candidate(whole)
+    # The next turn has all but the end of it: the node is split, and the end stays behind.
+    policy.remove_candidate(whole)
+    upper = Node(
+        node_id=NodeId(99), num_blocks=3, depth=48, created_ns=SECOND, last_access_ns=SECOND, access_count=0
+    )
+    whole.num_blocks, whole.above = 1, upper
+    policy.on_split(upper, whole)
+    policy.add_candidate(whole)
+    cache.hit(30, upper)
+    grown = cache.insert(31, above=upper)
+    policy.add_candidate(grown)
+    assert policy.victim() is whole
+    policy.remove_candidate(whole)
+    policy.on_remove(whole)
+    assert policy.victim() in (other, grown)
+    assert policy.metrics().num_victims == 1
+
+
+def test_a_system_prompt_is_nobodys_turn():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    system = cache.insert(0)
+    for second in range(1, 200):
+        cache.hit(second, system)
+        policy.add_candidate(cache.insert(second, above=system))
+    assert policy.metrics().details["returned_share"] < 0.05
+    numbers = [policy._turns[node_id].number for node_id in policy._turns]
+    assert max(numbers) <= 3, "until it is known that prompts part there"
+    assert numbers.count(1) > 190
+
+
+def test_what_was_generated_belongs_to_the_same_turn():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    prompt = cache.insert(0)
+    answer = cache.insert(5, above=prompt)
+    assert policy._turns[answer.node_id] is policy._turns[prompt.node_id]
+    cache.hit(60, answer)
+    cache.insert(61, above=answer)
+    assert policy._turns[prompt.node_id].number == 2
+    assert policy.metrics().details["returned_share"] == 0.5
+
+
+def test_what_was_evicted_and_comes_back_is_the_next_turn():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    first = cache.insert(0)
+    policy.on_remove(first)
+    again = cache.insert(40, num_blocks=6, former_id=first.node_id, former_depth=first.depth)
+    assert policy._turns[again.node_id].number == 2
+
+
+def test_the_last_blocks_of_turns_go_first_once_they_are_known_not_to_come_back():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    for number in range(40):
+        first = cache.insert(100 * number, num_blocks=4)
+        policy.on_remove(first)
+        known = first.depth - 16  # all but the last block
+        cache.insert(100 * number + 50, num_blocks=6, former_id=first.node_id, former_depth=known)
+    leaf = cache.insert(5000, num_blocks=4)
+    policy.add_candidate(leaf)
+    assert policy.victim() is leaf
+    assert policy.num_victim_blocks(leaf, 4) == 1
+    leaf.num_blocks -= 1
+    assert policy.victim() is leaf
+    assert policy.num_victim_blocks(leaf, 4) == 4, "only once"
