@@ -5,7 +5,14 @@ import pytest
 from sagellm.core import EvictionCandidate, NodeId
 from sagellm.core.testing import RankingEvictionPolicyContract
 from sagellm.core.testing.eviction import make_node
-from sagellm.kvmgr.eviction import FIFOEvictionPolicy, LRUEvictionPolicy
+from sagellm.kvmgr.eviction import (
+    ARCEvictionPolicy,
+    FIFOEvictionPolicy,
+    LFUEvictionPolicy,
+    LRUEvictionPolicy,
+    S3FIFOEvictionPolicy,
+    SLRUEvictionPolicy,
+)
 
 
 class TestLRUEvictionPolicy(RankingEvictionPolicyContract):
@@ -22,6 +29,29 @@ class TestFIFOEvictionPolicy(RankingEvictionPolicyContract):
 
     def rank(self, node):
         return node.created_ns, node.node_id
+
+
+class TestLFUEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return LFUEvictionPolicy()
+
+    def rank(self, node):
+        return node.access_count, node.last_access_ns, node.node_id
+
+
+class TestSLRUEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return SLRUEvictionPolicy()
+
+
+class TestARCEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return ARCEvictionPolicy()
+
+
+class TestS3FIFOEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return S3FIFOEvictionPolicy()
 
 
 def candidate(sequence_id, last_access_time=0.0, num_blocks=1, **values):

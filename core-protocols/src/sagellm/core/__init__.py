@@ -72,7 +72,7 @@ _NAMES = {
     "metrics.lifetime": "lifetime_mae median_mae within_10_percent within_10_percent_or_5_tokens",
     "metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
     "namespace": "DEFAULT Namespace",
-    "node_ranking": "NodeRanking",
+    "node_ranking": "NodeRanking RankingKey",
     "plugins.hookspecs": "hookimpl",
     "plugins.provider": "KINDS Provider",
     "plugins.registry": "InstalledPlugin InstalledProvider PluginRegistry",

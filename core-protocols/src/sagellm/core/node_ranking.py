@@ -10,7 +10,10 @@ from typing import TypeAlias
 from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
 
-_Entry: TypeAlias = tuple[float, NodeId, CachedNode]
+RankingKey: TypeAlias = float | tuple[float, ...]
+"""What nodes are ranked by; all keys of one ranking are of one form."""
+
+_Entry: TypeAlias = tuple[RankingKey, NodeId, CachedNode]
 
 _MAX_STALE = 64
 
@@ -23,11 +26,11 @@ class NodeRanking:
     kind when there are many: O(log n) a call, amortised.
     """
 
-    def __init__(self, key: Callable[[CachedNode], float]) -> None:
+    def __init__(self, key: Callable[[CachedNode], RankingKey]) -> None:
         self._key = key
         self._queue: deque[_Entry] = deque()  # strictly ascending
         self._heap: list[_Entry] = []
-        self._live: dict[NodeId, float] = {}  # an entry with another key is stale
+        self._live: dict[NodeId, RankingKey] = {}  # an entry with another key is stale
 
     def __len__(self) -> int:
         return len(self._live)
@@ -63,7 +66,7 @@ class NodeRanking:
             return queue[0][2] if queue else None
         return min(queue[0], heap[0])[2] if queue else heap[0][2]
 
-    def keys(self) -> dict[NodeId, float]:
+    def keys(self) -> dict[NodeId, RankingKey]:
         """Return the key of each node as it was when the node was added."""
         return dict(self._live)
 

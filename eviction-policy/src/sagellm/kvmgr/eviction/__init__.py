@@ -10,23 +10,31 @@ if TYPE_CHECKING:
         EvictionCandidate as EvictionCandidate,
         EvictionMetrics as EvictionMetrics,
     )
+    from sagellm.kvmgr.eviction.arc import ARCEvictionPolicy as ARCEvictionPolicy
     from sagellm.kvmgr.eviction.belady import BeladyEvictionPolicy as BeladyEvictionPolicy
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
+    from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy as LFUEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
     from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy
     from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy as ReuseEvictionPolicy
+    from sagellm.kvmgr.eviction.s3fifo import S3FIFOEvictionPolicy as S3FIFOEvictionPolicy
+    from sagellm.kvmgr.eviction.slru import SLRUEvictionPolicy as SLRUEvictionPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ARCEvictionPolicy",
     "BeladyEvictionPolicy",
     "CachedNode",
     "EvictionCandidate",
     "EvictionMetrics",
     "FIFOEvictionPolicy",
+    "LFUEvictionPolicy",
     "LRUEvictionPolicy",
     "RankedEvictionPolicy",
     "ReuseEvictionPolicy",
+    "S3FIFOEvictionPolicy",
+    "SLRUEvictionPolicy",
     "__version__",
 ]
 
@@ -35,6 +43,10 @@ _CORE = "sagellm.core.protocols.eviction"
 __getattr__ = lazy(
     __name__,
     {
+        "ARCEvictionPolicy": ".arc",
+        "LFUEvictionPolicy": ".lfu",
+        "S3FIFOEvictionPolicy": ".s3fifo",
+        "SLRUEvictionPolicy": ".slru",
         "BeladyEvictionPolicy": ".belady",
         "CachedNode": _CORE,
         "EvictionCandidate": _CORE,

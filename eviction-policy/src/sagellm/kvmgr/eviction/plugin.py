@@ -11,6 +11,10 @@ def sagellm_providers() -> list[Provider]:
     return [
         Provider("eviction_policy", "lru", f"{_PACKAGE}.lru:LRUEvictionPolicy", "least recently used first"),
         Provider("eviction_policy", "fifo", f"{_PACKAGE}.fifo:FIFOEvictionPolicy", "first in, first out"),
+        Provider("eviction_policy", "lfu", f"{_PACKAGE}.lfu:LFUEvictionPolicy", "least often used first"),
+        Provider("eviction_policy", "arc", f"{_PACKAGE}.arc:ARCEvictionPolicy", "recency against frequency"),
+        Provider("eviction_policy", "slru", f"{_PACKAGE}.slru:SLRUEvictionPolicy", "LRU in two segments"),
+        Provider("eviction_policy", "s3fifo", f"{_PACKAGE}.s3fifo:S3FIFOEvictionPolicy", "two queues"),
         Provider(
             "eviction_policy", "reuse", f"{_PACKAGE}.reuse:ReuseEvictionPolicy", "learns who comes back"
         ),

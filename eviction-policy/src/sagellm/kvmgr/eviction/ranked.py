@@ -8,7 +8,7 @@ from dataclasses import replace
 from heapq import heapify, heappop
 
 from sagellm.core.ids import BlockId, NodeId, SequenceId
-from sagellm.core.node_ranking import NodeRanking
+from sagellm.core.node_ranking import NodeRanking, RankingKey
 from sagellm.core.protocols.eviction import (
     CachedNode,
     EvictionCandidate,
@@ -30,12 +30,12 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
 
     @staticmethod
     @abstractmethod
-    def node_key(node: CachedNode) -> float:
+    def node_key(node: CachedNode) -> RankingKey:
         """Rank a leaf of the tree."""
 
     @staticmethod
     @abstractmethod
-    def candidate_key(candidate: EvictionCandidate) -> float:
+    def candidate_key(candidate: EvictionCandidate) -> RankingKey:
         """Rank a sequence."""
 
     def on_insert(self, node: CachedNode) -> None:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from sagellm.core.ids import NodeId
-from sagellm.core.node_ranking import NodeRanking
+from sagellm.core.node_ranking import NodeRanking, RankingKey
 from sagellm.core.protocols.eviction import CachedNode
 
 
@@ -58,6 +58,6 @@ class LeafLRU:
         del node
         return num_wanted
 
-    def candidates(self) -> dict[NodeId, float]:
+    def candidates(self) -> dict[NodeId, RankingKey]:
         """Return each candidate's time of use as it was when it became one."""
         return self._leaves.keys()
