@@ -7,6 +7,7 @@ from sagellm.core.testing import RankingEvictionPolicyContract
 from sagellm.core.testing.eviction import make_node
 from sagellm.kvmgr.eviction import (
     ARCEvictionPolicy,
+    CostEvictionPolicy,
     FIFOEvictionPolicy,
     LFUEvictionPolicy,
     LRUEvictionPolicy,
@@ -37,6 +38,11 @@ class TestLFUEvictionPolicy(RankingEvictionPolicyContract):
 
     def rank(self, node):
         return node.access_count, node.last_access_ns, node.node_id
+
+
+class TestCostEvictionPolicy(RankingEvictionPolicyContract):
+    def make(self):
+        return CostEvictionPolicy()
 
 
 class TestSLRUEvictionPolicy(RankingEvictionPolicyContract):
@@ -129,3 +135,23 @@ def test_coming_and_going_leaves_no_garbage(policy):
     ranking = policy._ranking
     assert len(ranking._queue) + len(ranking._heap) < 3 * len(nodes) + 100
     assert policy.victim() is None
+
+
+def test_cost_prefers_deep_and_used_nodes_and_grows_older():
+    policy = CostEvictionPolicy(attention_depth=16)
+    shallow, deep, used = make_node(1, depth=16), make_node(2, depth=160), make_node(3, access_count=9)
+    for node in (shallow, deep, used):
+        policy.on_insert(node)
+        policy.add_candidate(node)
+    order = []
+    while (node := policy.victim()) is not None:
+        order.append(node)
+        policy.remove_candidate(node)
+        policy.on_remove(node)
+    assert order == [shallow, deep, used]
+    late, dear = make_node(4, depth=16), make_node(5, depth=16, access_count=1)
+    for node in (late, dear):
+        policy.on_insert(node)
+        policy.add_candidate(node)
+    assert policy.victim() is late
+    assert policy._ranking.key_of(late) > 20, "what came later is not measured by what was dear before"

@@ -66,6 +66,10 @@ class NodeRanking:
             return queue[0][2] if queue else None
         return min(queue[0], heap[0])[2] if queue else heap[0][2]
 
+    def key_of(self, node: CachedNode) -> RankingKey:
+        """Return the key of a node as it was when the node was added. Raises KeyError."""
+        return self._live[node.node_id]
+
     def keys(self) -> dict[NodeId, RankingKey]:
         """Return the key of each node as it was when the node was added."""
         return dict(self._live)

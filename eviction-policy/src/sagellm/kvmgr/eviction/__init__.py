@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     )
     from sagellm.kvmgr.eviction.arc import ARCEvictionPolicy as ARCEvictionPolicy
     from sagellm.kvmgr.eviction.belady import BeladyEvictionPolicy as BeladyEvictionPolicy
+    from sagellm.kvmgr.eviction.cost import CostEvictionPolicy as CostEvictionPolicy
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy as LFUEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
@@ -26,6 +27,7 @@ __all__ = [
     "ARCEvictionPolicy",
     "BeladyEvictionPolicy",
     "CachedNode",
+    "CostEvictionPolicy",
     "EvictionCandidate",
     "EvictionMetrics",
     "FIFOEvictionPolicy",
@@ -49,6 +51,7 @@ __getattr__ = lazy(
         "SLRUEvictionPolicy": ".slru",
         "BeladyEvictionPolicy": ".belady",
         "CachedNode": _CORE,
+        "CostEvictionPolicy": ".cost",
         "EvictionCandidate": _CORE,
         "EvictionMetrics": _CORE,
         "FIFOEvictionPolicy": ".fifo",

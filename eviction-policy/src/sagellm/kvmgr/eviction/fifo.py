@@ -13,12 +13,10 @@ class FIFOEvictionPolicy(RankedEvictionPolicy):
     candidates are given as their order of arrival.
     """
 
-    @staticmethod
-    def node_key(node: CachedNode) -> float:
+    def node_key(self, node: CachedNode) -> float:
         """When the node entered the tree, in nanoseconds."""
         return node.created_ns
 
-    @staticmethod
-    def candidate_key(candidate: EvictionCandidate) -> float:
+    def candidate_key(self, candidate: EvictionCandidate) -> float:
         """The same for all, which leaves the order given."""
         return 0.0

@@ -14,12 +14,10 @@ class LFUEvictionPolicy(RankedEvictionPolicy):
     evicted between two turns does not begin anew. What was used often long ago stays.
     """
 
-    @staticmethod
-    def node_key(node: CachedNode) -> RankingKey:
+    def node_key(self, node: CachedNode) -> RankingKey:
         """Hits, then the last use."""
         return (node.access_count, node.last_access_ns)
 
-    @staticmethod
-    def candidate_key(candidate: EvictionCandidate) -> RankingKey:
+    def candidate_key(self, candidate: EvictionCandidate) -> RankingKey:
         """Uses, then the last one."""
         return (candidate.access_count, candidate.last_access_time)

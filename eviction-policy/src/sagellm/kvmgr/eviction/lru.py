@@ -9,12 +9,10 @@ from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 class LRUEvictionPolicy(RankedEvictionPolicy):
     """Evicts what was not used for the longest time: for chat, where turns follow each other soon."""
 
-    @staticmethod
-    def node_key(node: CachedNode) -> float:
+    def node_key(self, node: CachedNode) -> float:
         """The last use, in nanoseconds."""
         return node.last_access_ns
 
-    @staticmethod
-    def candidate_key(candidate: EvictionCandidate) -> float:
+    def candidate_key(self, candidate: EvictionCandidate) -> float:
         """The last use, in the caller's unit."""
         return candidate.last_access_time

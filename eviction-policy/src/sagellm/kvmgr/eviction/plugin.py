@@ -15,6 +15,7 @@ def sagellm_providers() -> list[Provider]:
         Provider("eviction_policy", "arc", f"{_PACKAGE}.arc:ARCEvictionPolicy", "recency against frequency"),
         Provider("eviction_policy", "slru", f"{_PACKAGE}.slru:SLRUEvictionPolicy", "LRU in two segments"),
         Provider("eviction_policy", "s3fifo", f"{_PACKAGE}.s3fifo:S3FIFOEvictionPolicy", "two queues"),
+        Provider("eviction_policy", "cost", f"{_PACKAGE}.cost:CostEvictionPolicy", "cheapest first"),
         Provider(
             "eviction_policy", "reuse", f"{_PACKAGE}.reuse:ReuseEvictionPolicy", "learns who comes back"
         ),

@@ -28,14 +28,12 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
         self._metrics = EvictionMetrics()
         self._named: NodeId | None = None  # the last victim, until it has left
 
-    @staticmethod
     @abstractmethod
-    def node_key(node: CachedNode) -> RankingKey:
+    def node_key(self, node: CachedNode) -> RankingKey:
         """Rank a leaf of the tree."""
 
-    @staticmethod
     @abstractmethod
-    def candidate_key(candidate: EvictionCandidate) -> RankingKey:
+    def candidate_key(self, candidate: EvictionCandidate) -> RankingKey:
         """Rank a sequence."""
 
     def on_insert(self, node: CachedNode) -> None:
