@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import torch
 
 from sagellm.engines import LLMEngine
 from sagellm.engines.testing import make_checkpoint
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So it is in the background of a shell without job control, and programs that are started inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # the models are so small that a second thread only costs
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from sagellm.core import ConfigError
 from sagellm.engines.simulation.conversations import ConversationSettings, simulate_clients
-from sagellm.engines.traces import read_trace
 from sagellm.engines.traces.lengths import Lengths
-
-TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 
 
 def test_a_conversation_goes_on_from_all_that_was_said():
@@ -74,22 +70,3 @@ def test_tenants_take_turns():
 def test_senseless_settings_are_refused(settings):
     with pytest.raises(ConfigError):
         ConversationSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("multi_turn", ConversationSettings(seed=3)),
-        (
-            "single_turn",
-            ConversationSettings(
-                turns=Lengths("fixed", (1.0,)), user_len=Lengths("lognormal", (303.0, 0.5)), seed=3
-            ),
-        ),
-    ],
-)
-def test_the_reference_traces_can_be_made_again(name, settings):
-    found = read_trace(TRACES / f"{name}.jsonl.xz")
-    made = simulate_clients(settings)
-    assert [one.token_ids for one in found] == [one.token_ids for one in made]
-    assert [one.arrival_s for one in found] == pytest.approx([one.arrival_s for one in made], abs=1e-5)
