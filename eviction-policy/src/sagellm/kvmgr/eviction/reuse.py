@@ -52,13 +52,15 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     """Evicts the leaf whose room earns least: the chance that its conversation comes back, over the time.
 
     Every prompt that enters the cache is a turn. It goes on with a conversation if it begins with the
-    whole of its last turn, or ends what they have in common where no prompts parted before: a system
-    prompt is nobody's turn. ReturnModel learns from the turns who comes back and
-    when, starting cold. What a conversation left behind when it went on goes first, then the last block
-    of each turn if such blocks turn out not to be reused (a prompt's unfinished block, in replays), then
-    the rest by the model's index. `select_victims` knows no turns and goes by the last use.
+    whole of its last turn, or parts from it where no prompts parted before: a system prompt is nobody's
+    turn. ReturnModel learns from the turns who comes back and when, starting cold.
 
-    Each call is O(log nodes), and a fit of a few milliseconds comes with every 100th turn.
+    First goes what a conversation left behind when it went on; then the last block of each turn, if it
+    turns out that such blocks are not reused (they are a prompt's unfinished ones, in replays); then the
+    rest by the model's index. `select_victims` knows no turns and goes by the last use.
+
+    Each call is O(log nodes), an insertion O(nodes on its path); a fit of a few milliseconds comes with
+    every `refit_every`th turn, and learns from the last `window`.
     """
 
     def __init__(self, *, window: int = 8192, refit_every: int = 100) -> None:
