@@ -18,7 +18,7 @@ class TestNullPrefixCache(PrefixCacheContract):
 
 def test_every_lookup_misses_and_every_block_stays_with_the_caller():
     cache = NullPrefixCache(1000, 16)
-    assert cache.insert_prefix(range(32), [0, 1]) == ([], 0, [])
+    assert cache.insert_prefix(range(32), [0, 1]) == ([], 0, [], None, ())
     match = cache.lock(cache.match_prefix(range(32)), num_lookup_tokens=32)
     cache.unlock(match)
     assert match.match_length == cache.num_idle_blocks(match) == 0

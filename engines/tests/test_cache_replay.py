@@ -19,7 +19,12 @@ SIZE = 4
 
 def config(num_blocks: int, policy: str = "lru") -> EngineConfig:
     return EngineConfig().with_values(
-        {"kv.num_blocks": num_blocks, "kv.block_size": SIZE, "prefix_cache.eviction_policy": policy}
+        {
+            "kv.num_blocks": num_blocks,
+            "kv.block_size": SIZE,
+            "prefix_cache.eviction_policy": policy,
+            "prefix_cache.options": {"reuses_partial_blocks": False},
+        }
     )
 
 

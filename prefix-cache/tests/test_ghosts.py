@@ -100,9 +100,9 @@ def test_a_leaf_that_grows_again_in_place_leaves_no_ghost():
     cache, _ = make(Watcher())
     cache.insert_prefix(tokens(1, 2), [0, 1])
     cache.evict(1)
-    assert len(cache._tree.ghosts) == 1
+    assert len(cache._tree.ledger.ghosts) == 1
     cache.insert_prefix(tokens(1, 2), [0, 5])
-    assert len(cache._tree.ghosts) == 0
+    assert len(cache._tree.ledger.ghosts) == 0
     cache.check_integrity()
 
 
@@ -111,7 +111,7 @@ def test_the_budget_counts_blocks_and_the_oldest_go(budget, num_known):
     ghosts = Ghosts(budget)
     keys = block_keys(0, b"".join(bytes([name]) * 4 for name in (1, 2, 3)), 4)
     for number, key in enumerate(keys):
-        ghosts.remember([key], Ghost(NodeId(number), 0, 0, 0, ""))
+        ghosts.remember([key], Ghost(NodeId(number), 0, 0, 0, "", None))
     assert len(ghosts) == num_known
     assert [ghosts.find(key) is not None for key in keys] == [False] * (3 - num_known) + [True] * num_known
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.eviction import *
     from sagellm.core.protocols.forward import *
     from sagellm.core.protocols.kv_allocator import *
+    from sagellm.core.protocols.kv_events import *
     from sagellm.core.protocols.kv_pool import *
     from sagellm.core.protocols.lifetime import *
     from sagellm.core.protocols.logits_processor import *
@@ -71,7 +72,7 @@ _NAMES = {
     """,
     "metrics.lifetime": "lifetime_mae median_mae within_10_percent within_10_percent_or_5_tokens",
     "metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
-    "namespace": "DEFAULT Namespace",
+    "namespace": "DEFAULT PUBLIC Namespace",
     "node_ranking": "NodeRanking RankingKey",
     "plugins.hookspecs": "hookimpl",
     "plugins.provider": "KINDS Provider",
@@ -99,8 +100,10 @@ _NAMES = {
         BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily
         TensorLoader
     """,
+    "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink",
     "protocols.prefix_cache": """
-        InsertResult KVBlockDescriptor NullPrefixCache PrefixCacheMetrics PrefixCacheProtocol PrefixMatch
+        InsertResult KVBlockDescriptor MissCause MissExplanation NullPrefixCache PartialMatch PinResult
+        PrefixCacheMetrics PrefixCacheProtocol PrefixMatch TenantUsage
     """,
     "protocols.quantizer": """
         NullQuantizer QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
@@ -114,7 +117,7 @@ _NAMES = {
         CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol
     """,
     "protocols.trace": "NullTraceReader Tokenize TraceReaderProtocol TraceRequest",
-    "request": "FinishReason KVEvent Request RequestRecord RequestStatus StepRecord",
+    "request": "FinishReason Request RequestRecord RequestStatus StepRecord",
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
     "tokens": "TokenIds TokenIdsLike pack",
     "tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+PUBLIC = ""
+"""The tenant of public namespaces. No principal is called so."""
+
 
 class Namespace(NamedTuple):
     """Prefixes are shared inside one namespace and never across two.
@@ -15,6 +18,16 @@ class Namespace(NamedTuple):
     tenant: str = "default"
     salt: str = ""
     adapter: str = ""
+
+    @classmethod
+    def public(cls, name: str, adapter: str = "") -> Namespace:
+        """Return the namespace in which all tenants that name it share their prefixes."""
+        return cls(PUBLIC, name, adapter)
+
+    @property
+    def account(self) -> str:
+        """Who is charged for the blocks: the tenant, or the public namespace as a whole."""
+        return f"public:{self.salt}" if self.tenant == PUBLIC else self.tenant
 
 
 DEFAULT = Namespace()

@@ -71,13 +71,3 @@ class StepRecord:
     num_scheduled_tokens: int
     num_preempted: int
     num_free_blocks: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVEvent:
-    """Blocks that entered the prefix cache of a namespace, or left it (of all namespaces together: None)."""
-
-    action: Literal["stored", "removed"]
-    namespace: Namespace | None
-    num_blocks: int
-    num_tokens: int

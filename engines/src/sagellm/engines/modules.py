@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from sagellm.core import ConfigError, PluginRegistry
+from sagellm.core import Clock, ConfigError, PluginRegistry, PrefixCacheProtocol
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.settings import named_providers
 
@@ -44,12 +45,37 @@ class Modules:
 def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any:
     """Make the eviction policy. Raises ConfigError for options that it does not take."""
     factory = modules.factory("eviction_policy", name)
-    try:
-        signature(factory).bind(**options)
-    except TypeError as error:
-        takes = ", ".join(signature(factory).parameters) or "no options"
-        raise ConfigError(f"prefix_cache.eviction_options is {options!r}; {name!r} takes {takes}") from error
+    _check_options(factory, "prefix_cache.eviction_options", name, options)
     return factory(**options)
+
+
+def prefix_cache(modules: Modules, max_blocks: int, policy: Any, clock: Clock) -> PrefixCacheProtocol:
+    """Make the prefix cache. Raises ConfigError for options that it does not take."""
+    settings = modules.config.prefix_cache
+    name, options = (settings.name, settings.options) if settings.enabled else ("null", {})
+    factory = modules.factory("prefix_cache", name)
+    given = {"eviction_policy": policy, "clock": clock}
+    _check_options(factory, "prefix_cache.options", name, options, given)
+    cache: PrefixCacheProtocol = factory(max_blocks, modules.config.kv.block_size, **given, **options)
+    return cache
+
+
+def _check_options(
+    factory: Callable[..., Any],
+    key: str,
+    name: str,
+    options: dict[str, Any],
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    names = signature(factory).parameters
+    try:
+        if not given.keys().isdisjoint(options):
+            raise TypeError("these are not the user's to give")
+        signature(factory).bind_partial(**given, **options)
+    except TypeError as error:
+        known = (each for each in names if each not in given and each not in ("max_blocks", "block_size"))
+        takes = ", ".join(known) or "no options"
+        raise ConfigError(f"{key} is {options!r}; {name!r} takes {takes}") from error
 
 
 def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProcessorProtocol[Any]]:

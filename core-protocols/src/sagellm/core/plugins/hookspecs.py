@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pluggy
 
 from sagellm.core.plugins.provider import Provider
-from sagellm.core.request import KVEvent, RequestRecord, StepRecord
+from sagellm.core.protocols.kv_events import KVCacheEvent
+from sagellm.core.request import RequestRecord, StepRecord
 
 PROJECT = "sagellm"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -33,5 +34,5 @@ def sagellm_step_finished(record: StepRecord) -> None:
 
 
 @hookspec
-def sagellm_kv_events(events: Sequence[KVEvent]) -> None:
+def sagellm_kv_events(events: Sequence[KVCacheEvent]) -> None:
     """Observe what entered and left the prefix cache during the last step."""

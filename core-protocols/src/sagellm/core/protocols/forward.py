@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sagellm.core.ids import BlockId
 from sagellm.core.kv_layout import KVLayout
 
 if TYPE_CHECKING:
@@ -28,13 +30,17 @@ class ForwardBackendProtocol(ABC):
     """Computes logits of a batch over paged KV.
 
     Providers are called as `factory(model, attention, device=..., dtype=...)`. The model runner
-    calls `initialize_kv_caches` once and then `forward` once a step, from one thread. KV writes
-    are idempotent: the same step may be run again.
+    calls `initialize_kv_caches` once and then, once a step and from one thread, `copy_blocks` if there is
+    something to copy, and `forward`. KV writes are idempotent: the same step may be run again.
     """
 
     @abstractmethod
     def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
+
+    @abstractmethod
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy the KV of the first block of each pair to the second, one pair after the other."""
 
     @abstractmethod
     def forward(self, batch: InputBatch) -> torch.Tensor:
@@ -61,6 +67,9 @@ class NullForwardBackend(ForwardBackendProtocol):
 
     def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
         """Keep no KV."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Have nothing to copy."""
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return zeros."""

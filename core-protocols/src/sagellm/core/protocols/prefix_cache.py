@@ -4,78 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
-from sagellm.core.protocols.eviction import CachedNode
+from sagellm.core.protocols.kv_events import KVEventSink
+from sagellm.core.protocols.prefix_cache_types import (
+    InsertResult as InsertResult,
+    KVBlockDescriptor as KVBlockDescriptor,
+    MissCause as MissCause,
+    MissExplanation as MissExplanation,
+    PartialMatch as PartialMatch,
+    PinResult as PinResult,
+    PrefixCacheMetrics as PrefixCacheMetrics,
+    PrefixMatch as PrefixMatch,
+    TenantUsage as TenantUsage,
+)
 from sagellm.core.tokens import TokenIdsLike
-
-
-class PrefixMatch(NamedTuple):
-    """The longest cached beginning of some token ids.
-
-    `match_length` counts tokens and is a multiple of the block size; `block_ids` hold exactly
-    those tokens. `node` and `version` are the cache's own.
-    """
-
-    match_length: int
-    block_ids: list[BlockId]
-    namespace: Namespace = DEFAULT
-    node: CachedNode | None = None
-    version: int = 0
-
-
-class InsertResult(NamedTuple):
-    """What an insertion did.
-
-    `block_ids` now hold the prefix in the cache, one for each full block of the tokens.
-    `num_new_blocks` of the offered blocks at the end of that list are the cache's from now on.
-    `duplicate_block_ids` were offered for content that the cache already had: they stay with the
-    caller.
-    """
-
-    block_ids: list[BlockId]
-    num_new_blocks: int
-    duplicate_block_ids: list[BlockId]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVBlockDescriptor:
-    """One cached block: where it is and which tokens of the prompt it holds."""
-
-    block_id: BlockId
-    start: int  # position of its first token
-    num_tokens: int
-    namespace: Namespace = DEFAULT
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixCacheMetrics:
-    """Counts since the cache was made. Token hit rate = hit tokens ÷ looked-up tokens."""
-
-    num_lookups: int
-    num_hits: int  # lookups that matched at least one block
-    num_lookup_tokens: int
-    num_hit_tokens: int
-    num_nodes: int
-    num_blocks: int
-    num_locked_blocks: int
-    max_blocks: int
-    num_inserted_blocks: int
-    num_evicted_blocks: int
-
-    @property
-    def token_hit_rate(self) -> float:
-        """Tokens whose KV was reused ÷ tokens of all lookups; 0 before the first."""
-        return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
 
 
 class PrefixCacheProtocol(ABC):
     """Finds and keeps the KV of prompt prefixes, by namespace.
 
-    Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=...)`.
+    Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=..., **options)`.
     The order of calls for one request is: `match_prefix` (reads only, may be repeated), `lock`
     (what matched cannot be evicted; counts the lookup as used), later `insert_prefix` with what
     was computed, `unlock` with what `lock` returned. `evict` takes unlocked leaves in the order
@@ -89,7 +39,10 @@ class PrefixCacheProtocol(ABC):
 
     @abstractmethod
     def match_prefix(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> PrefixMatch:
-        """Find the longest cached prefix made of whole blocks. Changes nothing, counts nothing."""
+        """Find the longest cached prefix: whole blocks, and perhaps the beginning of one more.
+
+        Changes nothing, counts nothing.
+        """
 
     @abstractmethod
     def lock(self, match: PrefixMatch, *, num_lookup_tokens: int | None = None) -> PrefixMatch:
@@ -97,13 +50,13 @@ class PrefixCacheProtocol(ABC):
 
         Returns the match to give to `unlock`. None as `num_lookup_tokens` counts no lookup and no
         hit of a node (a request that runs again after preemption, or keeps what it inserted). A
-        match may be shortened by whole blocks before; one of length 0 protects nothing. Raises
-        StaleMatchError if blocks entered or left the cache in between; match again then.
+        match may be shortened to any number of its whole blocks before; only those are protected.
+        Raises StaleMatchError if blocks entered or left the cache in between; match again then.
         """
 
     @abstractmethod
     def unlock(self, match: PrefixMatch) -> None:
-        """Undo one `lock`. Raises BlockError if the match is not locked; length 0 is no lock."""
+        """Undo one `lock`. Raises BlockError if there is none; a match without a whole block has none."""
 
     @abstractmethod
     def insert_prefix(
@@ -116,13 +69,14 @@ class PrefixCacheProtocol(ABC):
     ) -> InsertResult:
         """Remember which blocks hold the beginning of `token_ids`.
 
-        `block_ids` may be fewer than the tokens fill; a last block that is not full is ignored.
+        `block_ids` may be fewer than the tokens fill. A last block that is not full may be kept as
+        well, so offer it only when nobody writes to it any more; it goes before any full one.
         Offering the very block that the cache holds for these tokens is neither new nor a
         duplicate. It is a use of the whole prefix, but no hit.
-        When the cache is at `max_blocks`, it keeps as much as fits: the rest is reported among
-        neither the new nor the duplicate ones and stays with the caller. Raises BlockError when
-        there are more blocks than tokens to fill them, one is given twice, or one is in the cache
-        for other tokens.
+        When the cache is at `max_blocks`, or the tenant at its quota, it keeps as much as fits: the rest
+        is reported among neither the new nor the duplicate ones and stays with the caller. Raises
+        BlockError when there are more blocks than tokens to fill them, one is given twice, or one is in
+        the cache for other tokens.
         """
 
     @abstractmethod
@@ -135,12 +89,20 @@ class PrefixCacheProtocol(ABC):
         """
 
     @abstractmethod
-    def evict(self, num_blocks: int) -> list[BlockId]:
+    def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
         """Drop unlocked leaves until at least `num_blocks` are dropped or none is left.
 
         Returns the dropped blocks, whose references the caller now owns. A leaf that is longer
-        than what is wanted gives up its end only.
+        than what is wanted gives up its end only. `namespace` says for whom: where so many blocks more
+        would exceed its tenant's quota, the tenant's own leaves go first.
         """
+
+    def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
+        """Drop what keeps `num_blocks` from being inserted under a namespace, and nothing else.
+
+        A tenant at its quota loses leaves of its own alone. Returns the dropped blocks as `evict` does.
+        """
+        return self.evict(num_blocks, namespace=namespace)
 
     @abstractmethod
     def clear(self) -> list[BlockId]:
@@ -157,6 +119,45 @@ class PrefixCacheProtocol(ABC):
 
         Raises StaleMatchError as `lock` does.
         """
+
+    def pin(
+        self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT, *, ttl_s: float | None = None
+    ) -> PinResult:
+        """Keep the cached whole blocks of a prefix until `unpin`, or until no lookup hit them for `ttl_s`.
+
+        Pins less where less is cached or the budget of pinned blocks ends. Raises InvalidInputError for a
+        `ttl_s` that is not positive. A cache without pins pins nothing and says so.
+        """
+        del namespace, ttl_s
+        return PinResult(
+            num_tokens=len(token_ids),
+            num_pinned_tokens=0,
+            num_pinned_blocks=0,
+            max_pinned_blocks=0,
+            reason="this prefix cache has no pins",
+        )
+
+    def unpin(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> int:
+        """End the pins that end within a prefix and return how many they were."""
+        del token_ids, namespace
+        return 0
+
+    def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
+        """Say why no more of some tokens would match now. Counts nothing. `unknown` by default."""
+        match_length = self.match_prefix(token_ids, namespace).match_length
+        return MissExplanation(
+            cause="unknown" if match_length < len(token_ids) else "none",
+            num_tokens=len(token_ids),
+            match_length=match_length,
+            diverges_at=match_length,
+        )
+
+    def subscribe(self, sink: KVEventSink) -> None:
+        """Tell `sink` of every full block that enters or leaves, beginning with those that are there.
+
+        A cache that tells nothing never calls it.
+        """
+        del sink
 
     @abstractmethod
     def metrics(self) -> PrefixCacheMetrics:
@@ -208,9 +209,13 @@ class NullPrefixCache(PrefixCacheProtocol):
         self._num_lookup_tokens += len(token_ids)
         return None
 
-    def evict(self, num_blocks: int) -> list[BlockId]:
+    def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
         """Have nothing to drop."""
         return []
+
+    def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
+        """Say that prefix caching is off."""
+        return MissExplanation(cause="disabled", num_tokens=len(token_ids), match_length=0, diverges_at=0)
 
     def clear(self) -> list[BlockId]:
         """Have nothing to drop."""

@@ -21,12 +21,14 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
     """Holds for every prefix cache that keeps what it is given, up to its capacity."""
 
     def test_what_was_inserted_is_matched_by_whole_blocks(self) -> None:
-        """A last block that is not full is neither kept nor matched."""
+        """What agrees of one more block is said apart."""
         cache = self.make()
         result = cache.insert_prefix(range(10), blocks(7, 3))
-        assert result == ([7, 8], 2, [])
+        assert result[:3] == ([7, 8], 2, [])
         match = cache.match_prefix([*range(7), 99, 99])
-        assert (match.match_length, match.block_ids) == (4, [7])
+        assert match.block_ids == [7]
+        assert match.partial in (None, (8, 3))
+        assert match.match_length == (7 if match.partial else 4)
         assert cache.match_prefix(range(100)).block_ids == [7, 8]
         assert cache.match_prefix([1, *range(7)]).match_length == 0
 
@@ -37,7 +39,9 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         cache.insert_prefix(tokens, blocks(0, 8))
         for position in range(32):
             changed = [*tokens[:position], 2**31 - 1, *tokens[position + 1 :]]
-            assert cache.match_prefix(changed).match_length == position // 4 * 4
+            match = cache.match_prefix(changed)
+            assert match.block_ids == blocks(0, position // 4)
+            assert match.match_length in (position // 4 * 4, position)
 
     def test_namespaces_never_share(self) -> None:
         """Tenant, salt and adapter each keep prefixes apart, in both directions."""
@@ -54,24 +58,24 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         """A running request inserts its whole table again, and only the new end is new."""
         cache = self.make()
         cache.insert_prefix(range(8), blocks(0, 2))
-        assert cache.insert_prefix(range(8), blocks(0, 2)) == ([0, 1], 0, [])
-        assert cache.insert_prefix(range(16), blocks(0, 4)) == ([0, 1, 2, 3], 2, [])
-        assert cache.insert_prefix(range(4), blocks(0, 1)) == ([0], 0, [])
+        assert cache.insert_prefix(range(8), blocks(0, 2))[:3] == ([0, 1], 0, [])
+        assert cache.insert_prefix(range(16), blocks(0, 4))[:3] == ([0, 1, 2, 3], 2, [])
+        assert cache.insert_prefix(range(4), blocks(0, 1))[:3] == ([0], 0, [])
 
     def test_other_blocks_for_cached_tokens_stay_with_the_caller(self) -> None:
         """They are duplicates; the cached ones remain."""
         cache = self.make()
         cache.insert_prefix(range(8), blocks(0, 2))
         result = cache.insert_prefix(range(12), [BlockId(0), BlockId(11), BlockId(12)])
-        assert result == ([0, 1, 12], 1, [11])
+        assert result[:3] == ([0, 1, 12], 1, [11])
 
     def test_a_full_cache_keeps_what_fits_and_evicts_nothing(self) -> None:
         """The rest is neither new nor duplicate."""
         cache = self.make(max_blocks=3)
         assert cache.insert_prefix(range(8), blocks(0, 2)).num_new_blocks == 2
         tokens = range(100, 116)
-        assert cache.insert_prefix(tokens, blocks(10, 4)) == ([10], 1, [])
-        assert cache.insert_prefix(tokens, blocks(20, 4)) == ([10], 0, [20])
+        assert cache.insert_prefix(tokens, blocks(10, 4))[:3] == ([10], 1, [])
+        assert cache.insert_prefix(tokens, blocks(20, 4))[:3] == ([10], 0, [20])
         assert cache.match_prefix(range(8)).block_ids == [0, 1]
         cache.check_integrity()
 
@@ -185,7 +189,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         cache.insert_prefix(range(20), blocks(0, 5))
         assert sorted(cache.evict(2)) == [3, 4]
         assert cache.match_prefix(range(20)).block_ids == [0, 1, 2]
-        assert cache.insert_prefix(range(20), blocks(0, 5)) == ([0, 1, 2, 3, 4], 2, [])
+        assert cache.insert_prefix(range(20), blocks(0, 5))[:3] == ([0, 1, 2, 3, 4], 2, [])
 
     def test_the_policy_decides_and_none_ends_eviction(self) -> None:
         """A policy that names no victim keeps everything; clear asks no policy."""

@@ -27,6 +27,7 @@ class PrefixCacheModel:
         self.block_size = block_size
         self.blocks: dict[Prefix, BlockId] = {}
         self.prefixes: dict[BlockId, Prefix] = {}
+        self.partials: dict[BlockId, Prefix] = {}  # of unfinished blocks; which are kept is up to the other
         self.locks: Counter[Prefix] = Counter()
 
     def match(self, namespace: Namespace, tokens: Tokens) -> list[Prefix]:
@@ -39,21 +40,56 @@ class PrefixCacheModel:
             found.append(prefix)
         return found
 
+    def check_partial(self, namespace: Namespace, tokens: Tokens, match: PrefixMatch) -> None:
+        """Check that the block which matched in part holds so many of the tokens, and no more."""
+        num_whole = len(match.block_ids) * self.block_size
+        assert match.match_length == num_whole + (match.partial.num_tokens if match.partial else 0)
+        if match.partial is not None:
+            block_id, num_tokens = match.partial
+            owner, held = self.prefixes.get(block_id) or self.partials[block_id]
+            assert owner == namespace
+            assert 0 < num_tokens < self.block_size or block_id in self.partials
+            agreed = tokens[: num_whole + num_tokens]
+            assert held[: len(agreed)] == agreed, "a block matched whose tokens are others"
+            rest = (held[len(agreed) :], tokens[len(agreed) :])
+            assert not all(rest) or rest[0][0] != rest[1][0], "more of the block agrees"
+
     def insert(self, namespace: Namespace, tokens: Tokens, offered: list[BlockId]) -> InsertResult:
-        """Keep what fits and say what that was."""
+        """Keep what fits and say what that was, unfinished blocks aside."""
         cached = [self.blocks[prefix] for prefix in self.match(namespace, tokens)][: len(offered)]
         num_full = min(len(offered), len(tokens) // self.block_size)
-        new = offered[len(cached) : num_full][: self.max_blocks - len(self.blocks)]
+        offered_new = offered[len(cached) : num_full]
+        grown = offered_new[:1] if offered_new and offered_new[0] in self.partials else []
+        room = self.max_blocks - len(self.blocks) - len(self.partials)
+        new = offered_new[: room + len(grown)]
+        for block_id in new[: len(grown)]:
+            del self.partials[block_id]
         for index, block_id in enumerate(new, len(cached) + 1):
             prefix = (namespace, tokens[: index * self.block_size])
             self.blocks[prefix] = block_id
             self.prefixes[block_id] = prefix
         duplicates = [block for block, kept in zip(offered, cached, strict=False) if block != kept]
-        return InsertResult(cached + new, len(new), duplicates)
+        return InsertResult(cached + new, len(new) - (len(grown) if new else 0), duplicates)
+
+    def follow(
+        self, namespace: Namespace, tokens: Tokens, offered: list[BlockId], result: InsertResult
+    ) -> None:
+        """Note which unfinished blocks came and went with an insertion."""
+        for block_id in result.released_block_ids:
+            del self.partials[block_id]
+        is_partial = len(offered) * self.block_size > len(tokens)
+        if result.partial_block_id is not None:
+            assert is_partial, "a block is called unfinished that is full"
+            assert result.partial_block_id == offered[-1] not in self.partials
+            self.partials[offered[-1]] = (namespace, tokens)
+        elif is_partial and offered[-1] in self.partials:
+            self.partials[offered[-1]] = (namespace, tokens)  # the same block holds more now
 
     def drop(self, block_ids: Iterable[BlockId]) -> None:
         """Follow an eviction. AssertionError if a block was not there, was locked or had others behind."""
         for block_id in block_ids:
+            if self.partials.pop(block_id, None) is not None:
+                continue
             prefix = self.prefixes.pop(block_id)
             assert not self.locks[prefix], f"block {block_id} was evicted although it is locked"
             del self.blocks[prefix]
@@ -63,8 +99,8 @@ class PrefixCacheModel:
 
     @property
     def num_unlocked(self) -> int:
-        """Blocks that no lock protects."""
-        return sum(not self.locks[prefix] for prefix in self.blocks)
+        """Blocks that no lock protects; an unfinished one never is."""
+        return sum(not self.locks[prefix] for prefix in self.blocks) + len(self.partials)
 
 
 class _Running(NamedTuple):
@@ -90,7 +126,7 @@ class PrefixCacheMachine:
             + [self.insert] * 5
             + [self.finish] * 4
             + [self.evict] * 4
-            + [self.query, self.grow]
+            + [self.query, self.grow, self.refill]
         )
 
     def run(self, num_operations: int, check_every: int = 1) -> None:
@@ -107,14 +143,15 @@ class PrefixCacheMachine:
         self.check()
         self.clear()
         assert not self.model.blocks, "clear leaves nothing when nothing is locked"
+        assert not self.model.partials, "clear leaves no unfinished block"
         self.check()
 
     def check(self) -> None:
         """Compare the cache's own counts with the model's."""
         self.cache.check_integrity()
         metrics = self.cache.metrics()
-        num_blocks = len(self.model.blocks)
-        assert metrics.num_blocks == num_blocks
+        num_blocks = len(self.model.blocks) + len(self.model.partials)
+        assert (metrics.num_blocks, metrics.num_partial_blocks) == (num_blocks, len(self.model.partials))
         assert metrics.num_locked_blocks == num_blocks - self.model.num_unlocked
         assert metrics.num_inserted_blocks - metrics.num_evicted_blocks == num_blocks
         counted = (metrics.num_lookups, metrics.num_hits, metrics.num_lookup_tokens, metrics.num_hit_tokens)
@@ -126,11 +163,11 @@ class PrefixCacheMachine:
         prefixes = self.model.match(namespace, tokens)
         match = self.cache.match_prefix(pack(tokens), namespace)
         assert match.block_ids == [self.model.blocks[prefix] for prefix in prefixes]
-        assert match.match_length == len(prefixes) * self.model.block_size
+        self.model.check_partial(namespace, tokens, match)
         if prefixes and self._random.random() < 0.2:
             prefixes.pop()
             length = len(prefixes) * self.model.block_size
-            match = match._replace(match_length=length, block_ids=match.block_ids[:-1])
+            match = match._replace(match_length=length, block_ids=match.block_ids[:-1], partial=None)
         num_idle = sum(not self.model.locks[prefix] for prefix in prefixes)
         assert self.cache.num_idle_blocks(match) == num_idle
         if len(self._running) >= 6:
@@ -153,6 +190,16 @@ class PrefixCacheMachine:
             running = self._random.choice(self._running)
             self._insert(running.namespace, running.tokens, running.block_ids)
 
+    def refill(self) -> None:
+        """Let the owner of an unfinished block offer it again with more tokens in it."""
+        if self.model.partials:
+            block_id = self._random.choice(list(self.model.partials))
+            namespace, tokens = self.model.partials[block_id]
+            held = [self.model.blocks[prefix] for prefix in self.model.match(namespace, tokens)]
+            more = tuple(self._random.choices((0, 1), k=self._random.randrange(self.model.block_size + 1)))
+            if (len(held) + 1) * self.model.block_size > len(tokens) >= len(held) * self.model.block_size:
+                self._insert(namespace, tokens + more, [*held, block_id])
+
     def finish(self) -> None:
         """Unlock a random request."""
         if self._running:
@@ -167,7 +214,9 @@ class PrefixCacheMachine:
         wanted = self._random.randrange(-1, 9)
         num_unlocked = self.model.num_unlocked
         dropped = self.cache.evict(wanted)
+        is_full_gone = not self.model.prefixes.keys().isdisjoint(dropped)
         self.model.drop(dropped)
+        assert not (is_full_gone and self.model.partials), "unfinished blocks go before full ones"
         assert len(dropped) == max(0, min(wanted, num_unlocked))
 
     def query(self) -> None:
@@ -176,11 +225,14 @@ class PrefixCacheMachine:
         prefixes = self.model.match(namespace, tokens)
         min_match_length = self._random.randrange(1, 2 * self.model.block_size)
         found = self.cache.query_by_prefix(pack(tokens), min_match_length, namespace)
-        is_hit = len(prefixes) * self.model.block_size >= min_match_length
-        self._count(len(tokens), len(prefixes) * self.model.block_size if is_hit else 0)
+        match = self.cache.match_prefix(pack(tokens), namespace)
+        is_hit = match.match_length >= min_match_length
+        self._count(len(tokens), match.match_length if is_hit else 0)
         assert (found is not None) == is_hit
         if found is not None:
-            assert [block.block_id for block in found] == [self.model.blocks[prefix] for prefix in prefixes]
+            whole = [block.block_id for block in found if block.num_tokens == self.model.block_size]
+            assert whole == [self.model.blocks[prefix] for prefix in prefixes]
+            assert sum(block.num_tokens for block in found) == match.match_length
 
     def clear(self) -> None:
         """Drop all that is not locked."""
@@ -196,7 +248,9 @@ class PrefixCacheMachine:
         self._next_block += num_own
         expected = self.model.insert(namespace, tokens, offered)
         priority = int(self._random.random() < 0.1)
-        assert self.cache.insert_prefix(pack(tokens), offered, namespace, priority=priority) == expected
+        result = self.cache.insert_prefix(pack(tokens), offered, namespace, priority=priority)
+        assert result[:3] == expected[:3]
+        self.model.follow(namespace, tokens, offered, result)
 
     def _tokens(self) -> tuple[Namespace, Tokens]:
         random = self._random

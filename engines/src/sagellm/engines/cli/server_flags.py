@@ -24,7 +24,12 @@ def _repeatable(name: str, key: str, metavar: str) -> inspect.Parameter:
     return make_flag(name, list[str], option)
 
 
-_REPEATABLE = {"api_key": "KEY", "allowed_hosts": "HOST", "served_model_name": "NAME"}
+_REPEATABLE = {
+    "api_key": "KEY",
+    "allowed_hosts": "HOST",
+    "public_namespaces": "NAME",
+    "served_model_name": "NAME",
+}
 
 SERVER_FLAGS = tuple(
     _repeatable(name, key, _REPEATABLE[name]) if name in _REPEATABLE else setting_flag(name, key)

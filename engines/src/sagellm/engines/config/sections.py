@@ -115,6 +115,9 @@ class PrefixCacheConfig(Checked):
     max_blocks: int | None = Field(
         default=None, ge=1, description="most KV blocks that the cache keeps; null: all there are"
     )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the prefix cache, as a YAML mapping"
+    )
     eviction_policy: Name = Field(default="lru", description="policy that chooses what is evicted, by name")
     eviction_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the eviction policy, as a YAML mapping"
@@ -176,6 +179,9 @@ class ServerConfig(Checked):
     )
     allowed_hosts: Names = Field(
         default=(), description="names in the Host header that are answered, beside the address itself"
+    )
+    public_namespaces: Names = Field(
+        default=(), description="namespaces in which all who name one in cache_namespace share prefixes"
     )
     served_model_name: Names = Field(
         default=(), description="names of the model in the API, the first in answers; none: the model's own"

@@ -82,6 +82,8 @@ class EngineCore:
         self._observes_requests = bool(hook.sagellm_request_finished.get_hookimpls())
         self._observes_steps = bool(hook.sagellm_step_finished.get_hookimpls())
         self._observes_kv = bool(hook.sagellm_kv_events.get_hookimpls())
+        if self._observes_kv:
+            self.kv.observe()
 
     def step(self) -> list[TokenOutput]:
         """Compute one step and return what it did to each sequence that it sampled or ended."""
@@ -91,6 +93,7 @@ class EngineCore:
         try:
             scheduled = self.scheduler.schedule()
             self._require_progress(scheduled)
+            self.runner.copy_blocks(self.kv.take_copies())
             results = self._steps.run(scheduled)
             for entry in scheduled:
                 output = self._advance(entry, results)

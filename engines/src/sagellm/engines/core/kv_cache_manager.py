@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 
@@ -10,7 +9,7 @@ from sagellm.core import (
     BlockAllocationRequest,
     BlockId,
     InsertResult,
-    KVEvent,
+    KVCacheEvent,
     KVPoolProtocol,
     Namespace,
     PrefixCacheProtocol,
@@ -31,8 +30,9 @@ class KVCacheManager:
         self._pool = pool
         self._cache = cache
         self._block_size = pool.block_size
-        self._stored: Counter[Namespace] = Counter()
-        self._num_evicted = 0
+        self._events: list[KVCacheEvent] = []
+        self._copies: list[tuple[BlockId, BlockId]] = []
+        self._namespace: Namespace | None = None  # for whose blocks others may be evicted at this moment
         pool.set_evictor(self._evict)
 
     @property
@@ -72,6 +72,9 @@ class KVCacheManager:
             undo.callback(self._pool.free, new_blocks)
             self._pool.share(match.block_ids)
             undo.pop_all()
+        if match.partial is not None and match.partial.block_id != new_blocks[0]:
+            # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
+            self._copies.append((match.partial.block_id, new_blocks[0]))
         sequence.match = match
         sequence.block_ids = [*match.block_ids, *new_blocks]
         if first_time:
@@ -93,7 +96,7 @@ class KVCacheManager:
         Where the cache has the same content already, the sequence goes on with the cached block
         and gives its own back.
         """
-        tokens, result = self._insert(sequence)
+        tokens, result = self._insert(sequence, is_running=True)
         held = len(result.block_ids)
         if result.duplicate_block_ids:
             own = sequence.block_ids[:held]
@@ -123,20 +126,21 @@ class KVCacheManager:
             if is_sound:
                 self._insert(sequence)
 
-    def take_events(self) -> Seq[KVEvent]:
-        """Return what entered and left the prefix cache since the last call."""
-        size = self._block_size
-        events = [
-            KVEvent(action="stored", namespace=namespace, num_blocks=count, num_tokens=count * size)
-            for namespace, count in self._stored.items()
-        ]
-        if self._num_evicted:
-            count = self._num_evicted
-            events.append(
-                KVEvent(action="removed", namespace=None, num_blocks=count, num_tokens=count * size)
-            )
-        self._stored.clear()
-        self._num_evicted = 0
+    def take_copies(self) -> Seq[tuple[BlockId, BlockId]]:
+        """Return which KV to copy, from block to block and in this order, before a step writes any."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def observe(self) -> None:
+        """Collect what enters and leaves the prefix cache from now on."""
+        self._cache.subscribe(self._events.append)
+
+    def take_events(self) -> Seq[KVCacheEvent]:
+        """Return what entered and left the prefix cache since the last call, if it is observed."""
+        if not self._events:
+            return ()
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def check_integrity(self) -> None:
@@ -153,12 +157,13 @@ class KVCacheManager:
 
     def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
         # What logits are wanted of is computed: the last token at least.
-        return tokens[: sequence.first_wanted // self._block_size * self._block_size]
+        return tokens[: sequence.first_wanted]
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
         if num_blocks == 0:
             return []
         if self._pool.get_free_blocks() < num_blocks:
+            self._namespace = sequence.request.namespace
             self._pool.evict_if_needed(num_blocks)
         request = BlockAllocationRequest(
             num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=sequence.request.priority
@@ -166,19 +171,24 @@ class KVCacheManager:
         return self._pool.allocate(request)
 
     def _evict(self, num_blocks: int) -> int:
-        dropped = self._cache.evict(num_blocks)
-        self._num_evicted += len(dropped)
+        return self._give_back(self._cache.evict(num_blocks, namespace=self._namespace))
+
+    def _give_back(self, dropped: list[BlockId]) -> int:
         return self._pool.free(dropped) if dropped else 0
 
-    def _insert(self, sequence: Sequence) -> tuple[TokenIds, InsertResult]:
-        num_blocks = sequence.schedule.num_computed_tokens // self._block_size
-        tokens = sequence.token_ids()[: num_blocks * self._block_size]
-        blocks = sequence.block_ids[:num_blocks]
+    def _insert(self, sequence: Sequence, *, is_running: bool = False) -> tuple[TokenIds, InsertResult]:
+        """Cache what a sequence has computed; of one that runs on, the blocks that are full."""
+        num_tokens = sequence.schedule.num_computed_tokens
+        if is_running:
+            num_tokens -= num_tokens % self._block_size
+        num_full = num_tokens // self._block_size
+        tokens = sequence.token_ids()[:num_tokens]
+        blocks = sequence.block_ids[: self.num_blocks_for(num_tokens)]
         namespace, priority = sequence.request.namespace, sequence.request.priority
         result = self._cache.insert_prefix(tokens, blocks, namespace, priority=priority)
         self._adopt(sequence, result)
-        shortfall = num_blocks - len(result.block_ids)
-        if shortfall and self._evict(shortfall):  # the cache is at its own limit: make room and try once more
+        shortfall = num_full - len(result.block_ids)
+        if shortfall and self._give_back(self._cache.make_room(shortfall, namespace)):  # and try once more
             result = self._cache.insert_prefix(tokens, blocks, namespace, priority=priority)
             self._adopt(sequence, result)
         return tokens, result
@@ -186,4 +196,7 @@ class KVCacheManager:
     def _adopt(self, sequence: Sequence, result: InsertResult) -> None:
         if result.num_new_blocks:
             self._pool.share(result.block_ids[-result.num_new_blocks :])
-            self._stored[sequence.request.namespace] += result.num_new_blocks
+        if result.partial_block_id is not None:
+            self._pool.share([result.partial_block_id])
+        if result.released_block_ids:
+            self._pool.free(result.released_block_ids)

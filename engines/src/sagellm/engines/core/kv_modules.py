@@ -8,7 +8,7 @@ from typing import Any
 
 from sagellm.core import Clock, ConfigError, KVPoolProtocol, PrefixCacheProtocol
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
-from sagellm.engines.modules import Modules, eviction_policy
+from sagellm.engines.modules import Modules, eviction_policy, prefix_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,7 @@ def build_kv(modules: Modules, block_size: int, num_blocks: int, clock: Clock) -
     if pool.get_free_blocks() < 1:
         raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
     policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
-    cache = modules.make(
-        "prefix_cache",
-        prefix.name if prefix.enabled else "null",
-        min(num_blocks, prefix.max_blocks or num_blocks),
-        block_size,
-        eviction_policy=policy,
-        clock=clock,
-    )
+    cache = prefix_cache(modules, min(num_blocks, prefix.max_blocks or num_blocks), policy, clock)
     return KVModules(
         manager=KVCacheManager(pool, cache),
         pool=pool,

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from sagellm.core import ForwardBackendProtocol, InputBatch, KVLayout
+from sagellm.core import BlockId, ForwardBackendProtocol, InputBatch, KVLayout
 from sagellm.engines.core.sequence import ScheduledSequence
 
 
@@ -23,6 +23,11 @@ class ModelRunner:
     def initialize_kv_caches(self, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
         self.backend.initialize_kv_caches(self._layout, num_blocks)
+
+    def copy_blocks(self, pairs: Seq[tuple[BlockId, BlockId]]) -> None:
+        """Copy KV from the first block of each pair to the second, before anything of the step is written."""
+        if pairs:
+            self.backend.copy_blocks(pairs)
 
     def prepare_inputs(self, scheduled: Seq[ScheduledSequence]) -> InputBatch:
         """Lay the tokens of all sequences one after another.

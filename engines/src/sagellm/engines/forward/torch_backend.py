@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from sagellm.core import (
     AttentionBackendProtocol,
+    BlockId,
     CausalLM,
     EngineError,
     ForwardBackendProtocol,
@@ -73,6 +75,14 @@ class TorchForwardBackend(ForwardBackendProtocol):
             1,
         )
         self._kv = flat.as_strided(shape, strides)
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy the KV of the first block of each pair to the second, one pair after the other."""
+        if self._kv is None:
+            raise EngineError("copy_blocks was called before initialize_kv_caches; there is no KV to copy")
+        for source, target in pairs:
+            self._kv[target].copy_(self._kv[source])
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -49,6 +49,7 @@ def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int 
         admission=Admission(max_num_seqs + settings.max_queued_requests),
         metrics=ServerMetrics(names[0]),
         encoder=PromptEncoder(front.tokenizer, front.max_model_len),
+        public_namespaces=settings.public_namespaces,
     )
     app.state.admission = service.admission
     _add_routes(app, service)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from sagellm.core import get_logger
+from sagellm.core import Namespace, get_logger
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.chat import ChatShape
 from sagellm.engines.server.completion import CompletionShape
-from sagellm.engines.server.errors import APIError, as_api_error
+from sagellm.engines.server.errors import APIError, as_api_error, invalid
 from sagellm.engines.server.events import EventReply
 from sagellm.engines.server.front import EngineFront
 from sagellm.engines.server.metrics import RequestTimer, ServerMetrics
@@ -44,6 +44,7 @@ class Service:
     admission: Admission
     metrics: ServerMetrics
     encoder: PromptEncoder
+    public_namespaces: tuple[str, ...]
 
 
 class Generation(ABC, Generic[B]):
@@ -72,7 +73,7 @@ class Generation(ABC, Generic[B]):
                 body = await parse(scope["state"]["body"].take(), self.kind)
                 job = await self._job(body)
                 seat.take(len(job.prompts) * job.params.n)
-                namespace = scope["state"]["namespace"]._replace(salt=body.cache_salt or "")
+                namespace = self._namespace(scope["state"]["namespace"], body)
                 timers = [
                     RequestTimer(self.service.metrics, arrived, request_id) for request_id in job.request_ids
                 ]
@@ -89,6 +90,18 @@ class Generation(ABC, Generic[B]):
             told = as_api_error(error)
             logger.info("a request is answered with %d (%s)", told.status, told.code or told.param)
             await reply.fail(told)
+
+    def _namespace(self, own: Namespace, body: B) -> Namespace:
+        """Return where the prompt's KV is shared: with the caller's others, fewer of them, or in public."""
+        public, name = self.service.public_namespaces, body.cache_namespace
+        if name is None:
+            return own._replace(salt=body.cache_salt or "")
+        if body.cache_salt is not None:
+            raise invalid("cache_salt", "cache_salt cannot be used with cache_namespace, which is public")
+        if name not in public:
+            there = ", ".join(public) or "none; the server's --public-namespaces names them"
+            raise invalid("cache_namespace", f"no public namespace {name!r}; there is {there}")
+        return Namespace.public(name)
 
     async def _job(self, body: B) -> Job:
         service = self.service

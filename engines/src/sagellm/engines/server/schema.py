@@ -61,6 +61,7 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_namespace: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     user: Annotated[str, Meta(max_length=MAX_LIST)] | None = None
 
 

@@ -68,7 +68,7 @@ class CacheReplay:
         manager = self.kv.manager
         self.clock.advance_ns(max(0, round(request.arrival_s * 1e9) - self.clock.now_ns()))
         sequence = self._sequence(request)
-        before = self.kv.cache.metrics().num_inserted_blocks
+        before = self._num_cached_blocks()
         try:
             manager.admit(sequence)
         except OutOfBlocksError:
@@ -80,17 +80,23 @@ class CacheReplay:
         num_new = len(sequence.block_ids) - num_reused
         sequence.schedule.num_computed_tokens = sequence.num_tokens
         manager.release(sequence)
+        manager.take_copies()  # there is no KV to copy
         return self._outcome(
             request,
             num_saved_tokens=min(num_cached, request.num_prompt_tokens),
             num_reused_blocks=num_reused,
             num_new_blocks=num_new,
-            num_cached_blocks=self.kv.cache.metrics().num_inserted_blocks - before,
+            num_cached_blocks=self._num_cached_blocks() - before,
         )
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the metrics of every module."""
         return {kind: read() for kind, read in self.kv.metrics_of.items()}
+
+    def _num_cached_blocks(self) -> int:
+        """Full blocks that the cache took so far."""
+        cache = self.kv.cache.metrics()
+        return cache.num_inserted_blocks - cache.num_inserted_partial_blocks
 
     def _sequence(self, request: TraceRequest) -> Sequence:
         self._num_requests += 1

@@ -45,12 +45,17 @@ def _count_common_blocks(data: bytes, position: int, edge: bytes, block_bytes: i
 
 def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
     """Return the keys of the contents of a node's blocks, which are kept with it and its ancestors."""
-    missing = [step for step in node.path() if step.keys is None]
-    for step in reversed(missing):
-        assert step.parent is not None, "the root has no edge"
-        step.keys = block_keys(end_key(step.parent, block_bytes), step.edge, block_bytes)
-    assert node.keys is not None, "made just now"
-    return node.keys
+    keys = node.keys
+    if keys is not None and len(keys) == node.num_blocks:
+        return keys
+    for step in reversed(node.path()):
+        keys = step.keys = [] if step.keys is None else step.keys
+        if len(keys) < step.num_blocks:
+            assert step.parent is not None, "the root has no edge"
+            parent_key = keys[-1] if keys else end_key(step.parent, block_bytes)
+            keys += block_keys(parent_key, step.edge[len(keys) * block_bytes :], block_bytes)
+    assert keys is not None, "made just now"
+    return keys
 
 
 def end_key(node: PrefixNode, block_bytes: int) -> int:
@@ -80,12 +85,15 @@ def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int)
         block_ids=lower.block_ids[:num_blocks],
         parent=parent,
         lock_count=lower.lock_count,
+        num_pins=lower.num_pins,
         former_id=lower.former_id,
         former_access_ns=lower.former_access_ns,
         former_depth=lower.former_depth,
     )
     if lower.keys is not None:
         upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]
+    if lower.hashes is not None:
+        upper.hashes, lower.hashes = lower.hashes[:num_blocks], lower.hashes[num_blocks:]
     parent.children[lower.edge[:block_bytes]] = upper
     lower.parent = upper
     lower.edge = lower.edge[cut:]

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from sagellm.core.ids import NodeId
 
+_FILTER_BITS_A_GHOST = 64
+
 
 class Ghost(NamedTuple):
     """The last of a node that was evicted, or of the end that it gave up."""
@@ -16,19 +18,24 @@ class Ghost(NamedTuple):
     access_count: int
     last_access_ns: int
     evicted_ns: int
-    policy: str  # that chose it, by the name of its class; "" for `clear`
+    policy: str  # that chose it; "quota" and "clear" are none
+    evicted_for: str | None  # account whose blocks took the room
 
 
 class Ghosts:
     """Ghosts by the key of a block's content (`block_keys`); beyond the budget the oldest go.
 
     A key stands for all tokens up to the end of its block in one namespace. It is a 64-bit hash, good
-    for statistics and explanations: blocks are never shared by it.
+    for statistics and explanations: blocks are never shared by it. Of the keys that had to go, a Bloom
+    filter with two bits a key remembers that they were there: never a wrong "no", and a "perhaps" more
+    often the more there were.
     """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+        self._num_bits = _FILTER_BITS_A_GHOST * max_blocks + 8
+        self._forgotten: bytearray | None = None  # made when the first goes
 
     def __len__(self) -> int:
         return len(self._ghosts)
@@ -39,11 +46,16 @@ class Ghosts:
         for key in keys:
             ghosts[key] = ghost
         while len(ghosts) > self.max_blocks:
-            ghosts.popitem(last=False)
+            self._forget(ghosts.popitem(last=False)[0])
 
     def find(self, key: int) -> Ghost | None:
         """Return what became of a block."""
         return self._ghosts.get(key)
+
+    def may_have_forgotten(self, key: int) -> bool:
+        """Say whether a block may have been evicted so long ago that its ghost went."""
+        bits = self._forgotten
+        return bits is not None and all(bits[bit >> 3] >> (bit & 7) & 1 for bit in self._bits_of(key))
 
     def revive(self, key: int, edge: bytes, block_bytes: int) -> tuple[Ghost | None, int]:
         """Forget the blocks of an edge that are back; `key` is its parent's.
@@ -58,6 +70,16 @@ class Ghosts:
                 return deepest, begin
             deepest = ghost
         return deepest, len(edge)
+
+    def _forget(self, key: int) -> None:
+        bits = self._forgotten
+        if bits is None:
+            bits = self._forgotten = bytearray((self._num_bits + 7) // 8)
+        for bit in self._bits_of(key):
+            bits[bit >> 3] |= 1 << (bit & 7)
+
+    def _bits_of(self, key: int) -> tuple[int, int]:
+        return key % self._num_bits, (key >> 20) * 0x9E3779B97F4A7C15 % self._num_bits
 
 
 def block_key(parent_key: int, tokens: bytes) -> int:

@@ -11,6 +11,15 @@ TOKEN_BYTES = 4
 """Bytes of one packed token id."""
 
 
+@dataclass(slots=True, eq=False)
+class PartialBlock:
+    """A block that is not full, behind the end of a node; nobody writes to it any more."""
+
+    block_id: BlockId
+    tokens: bytes
+    node: PrefixNode = field(repr=False)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixNode(CachedNode):
     """A run of cached blocks that belong together; the root of a namespace has none.
@@ -29,7 +38,10 @@ class PrefixNode(CachedNode):
     children: dict[bytes, PrefixNode] = field(default_factory=dict, repr=False)
     lock_count: int = 0
     num_own_locks: int = 0
+    num_pins: int = 0  # that end here or further down
+    partials: list[PartialBlock] = field(default_factory=list, repr=False)
     keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once wanted
+    hashes: list[bytes] | None = field(default=None, repr=False)  # the same for KV events
 
     @property
     def parent_id(self) -> NodeId | None:

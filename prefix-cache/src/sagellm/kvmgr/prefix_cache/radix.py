@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 
 from sagellm.core.errors import BlockError, ConfigError, InvalidInputError, StaleMatchError
@@ -11,18 +12,26 @@ from sagellm.core.ids import BlockId
 from sagellm.core.logging import get_logger
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import EvictionPolicyProtocol
+from sagellm.core.protocols.kv_events import KVEventSink
 from sagellm.core.protocols.prefix_cache import (
     InsertResult,
     KVBlockDescriptor,
+    MissExplanation,
+    PinResult,
     PrefixCacheMetrics,
     PrefixCacheProtocol,
     PrefixMatch,
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.tokens import TokenIdsLike, pack
+from sagellm.kvmgr.prefix_cache.explain import explain_miss
+from sagellm.kvmgr.prefix_cache.insertion import Offer, insert
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
+from sagellm.kvmgr.prefix_cache.ledger import Departure
+from sagellm.kvmgr.prefix_cache.lookups import Lookups
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
-from sagellm.kvmgr.prefix_cache.tree import RadixTree
+from sagellm.kvmgr.prefix_cache.pins import Pins
+from sagellm.kvmgr.prefix_cache.tree import RadixTree, TreeLimits
 
 _MIN_GHOSTS, _GHOSTS_A_BLOCK = 65_536, 16  # about 150 bytes each
 
@@ -37,13 +46,20 @@ class RadixPrefixCache(PrefixCacheProtocol):
     that no lock protects grows in place when its prefix is inserted with more blocks and the same
     priority.
 
+    Reuse goes into blocks where `reuses_partial_blocks`: the last block of an insertion is kept though it
+    is not full, up to four of them behind a node, and matched as far as its tokens agree, as are the next
+    block of an edge and the first ones of the latest eight children.
+
+    `tenant_quotas` are the full blocks that an account (`Namespace.account`) may have, "*" for all that
+    are not named. `max_pinned_blocks` is the budget of pins, by default half of `max_blocks`.
+
     What was evicted is remembered without its blocks, `max_ghost_blocks` of them (if None, 16
     times `max_blocks`, at least 65,536; 150 bytes each): when it is inserted again, its counts go on.
 
-    Raises ConfigError for sizes below one.
+    Raises ConfigError for sizes below one and negative ones of what may be 0.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         max_blocks: int = 1000,
         block_size: int = 16,
@@ -51,53 +67,77 @@ class RadixPrefixCache(PrefixCacheProtocol):
         eviction_policy: EvictionPolicyProtocol | None = None,
         clock: Clock | None = None,
         max_ghost_blocks: int | None = None,
+        max_pinned_blocks: int | None = None,
+        tenant_quotas: Mapping[str, int] | None = None,
+        reuses_partial_blocks: bool = True,
     ) -> None:
-        for name, value in (("max_blocks", max_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ConfigError(f"prefix cache: {name} is {value}; it must be at least 1")
         self.max_blocks = max_blocks
         self.block_size = block_size
         self._clock = SystemClock() if clock is None else clock
-        num_ghosts = max_ghost_blocks
-        if num_ghosts is None:
-            num_ghosts = max(_MIN_GHOSTS, _GHOSTS_A_BLOCK * max_blocks)
-        order = LeafLRU() if eviction_policy is None else eviction_policy
-        self._tree = RadixTree(block_size, order, num_ghosts)
+        if max_ghost_blocks is None:
+            max_ghost_blocks = max(_MIN_GHOSTS, _GHOSTS_A_BLOCK * max_blocks)
+        if max_pinned_blocks is None:
+            max_pinned_blocks = max_blocks // 2
+        quotas = dict(tenant_quotas or {})
+        for name, value, least in (
+            ("max_blocks", max_blocks, 1),
+            ("block_size", block_size, 1),
+            ("max_ghost_blocks", max_ghost_blocks, 0),
+            ("max_pinned_blocks", max_pinned_blocks, 0),
+            *((f"tenant_quotas[{tenant!r}]", quota, 0) for tenant, quota in quotas.items()),
+        ):
+            if type(value) is not int or value < least:
+                raise ConfigError(f"prefix cache: {name} is {value!r}; it must be an int of at least {least}")
+        limits = TreeLimits(block_size, max_ghost_blocks, reuses_partial_blocks, quotas)
+        self._tree = RadixTree(limits, LeafLRU() if eviction_policy is None else eviction_policy)
+        self._pins = Pins(self._tree, max_pinned_blocks)
         self._mutex = Lock()  # held during every call that reads or changes what follows, and the tree
-        self._num_lookups = self._num_hits = self._num_lookup_tokens = self._num_hit_tokens = 0
-        self._num_inserted = self._num_evicted = 0
+        self._lookups = Lookups(self._tree.ledger)
+        self._num_inserted = self._num_inserted_partials = self._num_evicted = 0
 
     def match_prefix(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> PrefixMatch:
-        """Find the longest cached prefix made of whole blocks. Changes nothing, counts nothing."""
+        """Find the longest cached prefix. Changes nothing, counts nothing."""
         data = pack(token_ids).data
         with self._mutex:
             return self._tree.match(data, namespace)
 
     def lock(self, match: PrefixMatch, *, num_lookup_tokens: int | None = None) -> PrefixMatch:
-        """Protect what matched from eviction and count a lookup of `num_lookup_tokens` tokens.
+        """Protect the whole blocks of a match from eviction and count a lookup of `num_lookup_tokens` tokens.
 
-        A match of length 0 protects nothing. Raises StaleMatchError if blocks entered or left
+        A match without a whole block protects nothing. Raises StaleMatchError if blocks entered or left
         the cache since the match, or if the match is another cache's.
         """
         with self._mutex:
             node = self._find(match)
+            now_ns = self._clock.now_ns()
+            is_hit = num_lookup_tokens is not None
             if node is not None:
-                is_hit = num_lookup_tokens is not None
-                node = self._tree.lock(node, match.match_length, self._clock.now_ns(), is_hit=is_hit)
+                depth = match.match_length // self.block_size * self.block_size
+                node = self._tree.lock(node, depth, now_ns, is_hit=is_hit)
+                if is_hit and self._pins:
+                    self._pins.refresh(node, now_ns)
+            if match.partial is not None:
+                self._tree.partials.touch(match.partial.block_id)
             if num_lookup_tokens is not None:
-                self._count(num_lookup_tokens, match.match_length)
-            return PrefixMatch(match.match_length, match.block_ids, match.namespace, node, self._tree.version)
+                self._lookups.count(
+                    num_lookup_tokens,
+                    match.match_length,
+                    match.match_length % self.block_size,
+                    match.namespace,
+                )
+            return match._replace(node=node, version=self._tree.version)
 
     def unlock(self, match: PrefixMatch) -> None:
-        """Undo one `lock`; a match of length 0 was never locked.
+        """Undo one `lock`; a match without a whole block was never locked.
 
         Raises BlockError if no lock ends where this match does.
         """
-        if not match.match_length:
+        if match.match_length < self.block_size:
             return
         node = match.node
         with self._mutex:
-            if not isinstance(node, PrefixNode) or not node.num_own_locks or not self._tree.owns(node):
+            is_owned = isinstance(node, PrefixNode) and self._tree.owns(node)
+            if not isinstance(node, PrefixNode) or not is_owned or node.num_own_locks <= (node in self._pins):
                 raise BlockError(
                     f"a match of {match.match_length} tokens is not locked; unlock once what lock returned"
                 )
@@ -113,9 +153,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
     ) -> InsertResult:
         """Remember which blocks hold the beginning of `token_ids`.
 
-        Evicts nothing: at `max_blocks` it keeps the first ones that fit. Raises BlockError, and
-        changes nothing, when there are more blocks than tokens to fill them, one is given twice,
-        or one is in the cache for other tokens.
+        Evicts nothing: at `max_blocks`, or at the tenant's quota, it keeps the first ones that fit. Raises
+        BlockError, and changes nothing, when there are more blocks than tokens to fill them, one is given
+        twice, or one is in the cache for other tokens.
         """
         tokens = pack(token_ids)
         if len(block_ids) > -(-len(tokens) // self.block_size):
@@ -125,44 +165,63 @@ class RadixPrefixCache(PrefixCacheProtocol):
         if len(set(block_ids)) < len(block_ids):
             repeated = [block_id for block_id, times in Counter(block_ids).items() if times > 1]
             raise BlockError(f"blocks {repeated} are given more than once for one prefix")
-        offered = list(block_ids[: len(tokens) // self.block_size])
-        data = tokens.data[: len(offered) * self.block_size * TOKEN_BYTES]
+        offer = Offer(data=tokens.data, block_ids=list(block_ids), namespace=namespace, priority=priority)
         with self._mutex:
-            held, new = self._insert(data, offered, namespace, priority)
-        duplicates = [block_id for block_id, kept in zip(offered, held, strict=False) if block_id != kept]
-        return InsertResult(held + new, len(new), duplicates)
+            result = insert(self._tree, offer, self.max_blocks, self._clock.now_ns())
+            self._num_inserted += result.num_new_blocks + (result.partial_block_id is not None)
+            self._num_inserted_partials += result.partial_block_id is not None
+            self._num_evicted += len(result.released_block_ids)
+        return result
 
     def query_by_prefix(
         self, token_ids: TokenIdsLike, min_match_length: int = 1, namespace: Namespace = DEFAULT
     ) -> list[KVBlockDescriptor] | None:
-        """Return the cached blocks of a prefix, or None when fewer tokens match. Counts a lookup."""
+        """Return the cached blocks of a prefix, or None when fewer tokens match. Counts a lookup.
+
+        The last one holds fewer tokens of it than a block where only its beginning agrees.
+        """
         tokens = pack(token_ids)
+        size = self.block_size
         with self._mutex:
             match = self._tree.match(tokens.data, namespace)
             is_hit = match.match_length >= max(min_match_length, 1)
-            self._count(len(tokens), match.match_length if is_hit else 0)
+            num_hit = match.match_length if is_hit else 0
+            self._lookups.count(len(tokens), num_hit, num_hit % size, namespace)
         if not is_hit:
             return None
-        size = self.block_size
+        found = [(block_id, size) for block_id in match.block_ids]
+        if match.partial is not None:
+            found.append(match.partial)
         return [
-            KVBlockDescriptor(block_id=block_id, start=index * size, num_tokens=size, namespace=namespace)
-            for index, block_id in enumerate(match.block_ids)
+            KVBlockDescriptor(
+                block_id=block_id, start=index * size, num_tokens=num_tokens, namespace=namespace
+            )
+            for index, (block_id, num_tokens) in enumerate(found)
         ]
 
-    def evict(self, num_blocks: int) -> list[BlockId]:
-        """Drop `num_blocks` blocks of unlocked leaves, fewer if no victim is left, and return them.
+    def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
+        """Drop blocks until `num_blocks` are dropped or no victim is left, and return them.
 
-        Raises PluginError when the policy names a node that is no unlocked leaf of this cache.
+        Unfinished blocks go first. Raises PluginError when the policy names a node that is no unlocked
+        leaf of this cache.
         """
         with self._mutex:
-            dropped = self._tree.evict(num_blocks, self._clock.now_ns())
-            self._num_evicted += len(dropped)
-        return dropped
+            own = self._evict_own(num_blocks, namespace)
+            return own + self._evict(num_blocks - len(own), namespace)
+
+    def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
+        """Drop what keeps `num_blocks` from being inserted under a namespace, and nothing else."""
+        with self._mutex:
+            own = self._evict_own(num_blocks, namespace)
+            num_over = len(self._tree.cached) + num_blocks - self.max_blocks
+            return own + self._evict(min(num_over, num_blocks - len(own)), namespace)
 
     def clear(self) -> list[BlockId]:
-        """Drop everything that no lock protects and return the blocks, whatever the policy says."""
+        """Drop everything that no lock or pin protects and return the blocks, whatever the policy says."""
         with self._mutex:
-            dropped = self._tree.clear()
+            now_ns = self._clock.now_ns()
+            self._pins.expire(now_ns)
+            dropped = self._tree.clear(Departure(now_ns, "clear"))
             self._num_evicted += len(dropped)
             num_left = len(self._tree.cached)
         _log.info("prefix cache cleared: %d blocks dropped, %d locked", len(dropped), num_left)
@@ -170,7 +229,10 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Blocks of unlocked nodes. Whatever is below one is unlocked too."""
+        """Unfinished blocks, and those of unlocked nodes. Whatever is below one is unlocked too."""
+        if self._pins:
+            with self._mutex:
+                self._pins.expire(self._clock.now_ns())
         return self._tree.num_evictable
 
     def num_idle_blocks(self, match: PrefixMatch) -> int:
@@ -183,72 +245,135 @@ class RadixPrefixCache(PrefixCacheProtocol):
             if node is None or node.lock_count:
                 return 0
             num_idle = sum(step.num_blocks for step in node.path() if not step.lock_count)
-            return num_idle - (node.depth - match.match_length) // self.block_size
+            return num_idle - (node.depth // self.block_size - match.match_length // self.block_size)
+
+    def pin(
+        self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT, *, ttl_s: float | None = None
+    ) -> PinResult:
+        """Keep the cached whole blocks of a prefix until `unpin`, or until no lookup hit them for `ttl_s`.
+
+        Pinning the same again sets its time anew. Raises InvalidInputError for a `ttl_s` not above 0.
+        """
+        if ttl_s is not None and not 0 < ttl_s < 1e9:
+            raise InvalidInputError(f"ttl_s is {ttl_s!r}; give seconds above 0, or None for no end")
+        tokens = pack(token_ids)
+        pins = self._pins
+        with self._mutex:
+            match = self._tree.match(tokens.data, namespace)
+            num_pinned = pins.set(match, None if ttl_s is None else round(ttl_s * 1e9), self._clock.now_ns())
+            num_cached = len(match.block_ids) * self.block_size
+            reason = ""
+            if num_pinned < num_cached:
+                reason = f"{pins.num_blocks} of the {pins.max_blocks} blocks that may be pinned are"
+            elif num_cached < len(tokens) // self.block_size * self.block_size:
+                reason = f"only {num_cached} tokens are cached; send the prompt once, then pin it"
+            return PinResult(
+                num_tokens=len(tokens),
+                num_pinned_tokens=num_pinned,
+                num_pinned_blocks=pins.num_blocks,
+                max_pinned_blocks=pins.max_blocks,
+                reason=reason,
+            )
+
+    def unpin(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> int:
+        """End the pins that end within a prefix and return how many they were."""
+        data = pack(token_ids).data
+        with self._mutex:
+            node = self._tree.match(data, namespace).node
+            if not isinstance(node, PrefixNode):
+                return 0
+            end = len(data) // TOKEN_BYTES
+            return sum(self._pins.end(step) for step in node.path() if step.depth <= end)
+
+    def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
+        """Say why no more of some tokens would match now. Counts nothing."""
+        data = pack(token_ids).data
+        with self._mutex:
+            return explain_miss(self._tree, data, namespace)
+
+    def subscribe(self, sink: KVEventSink) -> None:
+        """Tell `sink` of every full block that enters or leaves, beginning with those that are there."""
+        with self._mutex:
+            self._tree.ledger.add_sink(sink, self._tree.nodes())
 
     def metrics(self) -> PrefixCacheMetrics:
         """Return the counts so far; what `clear` dropped counts as evicted."""
         with self._mutex:
-            num_blocks = len(self._tree.cached)
+            tree, lookups = self._tree, self._lookups
+            num_blocks = len(tree.cached)
             return PrefixCacheMetrics(
-                num_lookups=self._num_lookups,
-                num_hits=self._num_hits,
-                num_lookup_tokens=self._num_lookup_tokens,
-                num_hit_tokens=self._num_hit_tokens,
-                num_nodes=self._tree.num_nodes,
+                num_lookups=lookups.num_lookups,
+                num_hits=lookups.num_hits,
+                num_lookup_tokens=lookups.num_tokens,
+                num_hit_tokens=lookups.num_hit_tokens,
+                num_partial_hit_tokens=lookups.num_partial_hit_tokens,
+                num_nodes=tree.num_nodes,
                 num_blocks=num_blocks,
-                num_locked_blocks=num_blocks - self._tree.num_evictable,
+                num_locked_blocks=num_blocks - tree.num_evictable,
                 max_blocks=self.max_blocks,
                 num_inserted_blocks=self._num_inserted,
+                num_inserted_partial_blocks=self._num_inserted_partials,
                 num_evicted_blocks=self._num_evicted,
+                num_partial_blocks=len(tree.partials),
+                num_pins=len(self._pins),
+                num_pinned_blocks=self._pins.num_blocks,
+                max_pinned_blocks=self._pins.max_blocks,
+                num_ghost_blocks=len(tree.ledger.ghosts),
+                tenants={name: replace(usage) for name, usage in tree.ledger.accounts.items()},
             )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself. O(cache)."""
         with self._mutex:
             self._tree.check_integrity()
+            self._pins.check_integrity(self._tree.nodes())
             num_blocks = len(self._tree.cached)
             assert num_blocks <= self.max_blocks, f"{num_blocks} blocks, {self.max_blocks} allowed"
             assert self._num_inserted - self._num_evicted == num_blocks, "blocks came or went uncounted"
+            ghosts = self._tree.ledger.ghosts
+            assert len(ghosts) <= ghosts.max_blocks, f"{len(ghosts)} ghosts, {ghosts.max_blocks} allowed"
 
-    def _insert(
-        self, data: bytes, offered: list[BlockId], namespace: Namespace, priority: int
-    ) -> tuple[list[BlockId], list[BlockId]]:
-        """Return the blocks that were cached already and those that are from now on."""
-        tree = self._tree
-        match = tree.match(data, namespace)
-        num_held = len(match.block_ids)
-        new = offered[num_held : num_held + self.max_blocks - len(tree.cached)]
-        if not tree.cached.isdisjoint(new):
-            raise BlockError(f"blocks {sorted(tree.cached.intersection(new))} are cached for other tokens")
+    def _evict(self, num_blocks: int, namespace: Namespace | None, own: str | None = None) -> list[BlockId]:
+        if num_blocks <= 0:
+            return []
         now_ns = self._clock.now_ns()
-        if isinstance(match.node, PrefixNode):
-            tree.touch(match.node, now_ns)
-        if new:
-            begin = match.match_length * TOKEN_BYTES
-            tail = data[begin : begin + len(new) * tree.block_bytes]
-            tree.extend(match, tail, new, priority=priority, now_ns=now_ns)
-            self._num_inserted += len(new)
-        return match.block_ids, new
+        self._pins.expire(now_ns)
+        tree = self._tree
+        policy = tree.leaves.policy_name if own is None else "quota"
+        departure = Departure(now_ns, policy, None if namespace is None else namespace.account)
+        dropped = tree.evict(num_blocks, departure, own)
+        self._num_evicted += len(dropped)
+        return dropped
+
+    def _evict_own(self, num_blocks: int, namespace: Namespace | None) -> list[BlockId]:
+        """Drop of a tenant's own leaves as many blocks as `num_blocks` more would exceed its quota."""
+        if namespace is None or not self._tree.ledger.has_quotas:
+            return []
+        account = self._tree.ledger.account(namespace)
+        if account.max_blocks is None:
+            return []
+        num_over = account.num_blocks + num_blocks - account.max_blocks
+        return self._evict(min(num_over, num_blocks), namespace, own=namespace.account)
 
     def _find(self, match: PrefixMatch) -> PrefixNode | None:
         """Return the node in which a match ends now; None for an empty match."""
         if match.version != self._tree.version:
             raise StaleMatchError("blocks entered or left the cache since this match; match again")
-        if not match.match_length:
+        num_partial = match.match_length % self.block_size
+        depth = match.match_length - num_partial
+        if num_partial and (match.partial is None or match.partial.num_tokens != num_partial):
+            raise InvalidInputError(
+                f"a match of {match.match_length} tokens; shorten one to whole blocks of {self.block_size}"
+            )
+        if not depth:
             return None
         node = match.node
         if not isinstance(node, PrefixNode) or not self._tree.owns(node):
             raise StaleMatchError("this match is another cache's; match again in this one")
-        if match.match_length % self.block_size or match.match_length > node.depth:
+        if depth > node.depth:
             raise InvalidInputError(
-                f"a match of {match.match_length} tokens; shorten one by whole blocks of {self.block_size}"
+                f"a match of {match.match_length} tokens ends at {node.depth}; make it no longer than it was"
             )
-        while match.match_length <= node.start and node.parent is not None:
+        while depth <= node.start and node.parent is not None:
             node = node.parent  # the caller shortened the match, or the node was split since
         return node
-
-    def _count(self, num_tokens: int, num_hit_tokens: int) -> None:
-        self._num_lookups += 1
-        self._num_lookup_tokens += num_tokens
-        self._num_hits += num_hit_tokens > 0
-        self._num_hit_tokens += num_hit_tokens

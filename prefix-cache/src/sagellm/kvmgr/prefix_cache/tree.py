@@ -2,47 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
+from typing import NamedTuple
 
 from sagellm.core.errors import PluginError
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.prefix_cache import PrefixMatch
-from sagellm.kvmgr.prefix_cache.edges import end_key, keys_of, split, walk
-from sagellm.kvmgr.prefix_cache.ghosts import Ghost, Ghosts
-from sagellm.kvmgr.prefix_cache.guarded_order import GuardedOrder
+from sagellm.kvmgr.prefix_cache.edges import split, walk
 from sagellm.kvmgr.prefix_cache.integrity import check_tree
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
+from sagellm.kvmgr.prefix_cache.leaves import Leaves
+from sagellm.kvmgr.prefix_cache.ledger import Departure, Ledger
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+from sagellm.kvmgr.prefix_cache.partials import Partials, find_partial
+
+
+class TreeLimits(NamedTuple):
+    """What a tree is made for."""
+
+    block_size: int
+    max_ghost_blocks: int = 0
+    reuses_partial_blocks: bool = True
+    quotas: Mapping[str, int] = {}
 
 
 class RadixTree:
     """Path-compressed, block-aligned, one root for each namespace that has blocks.
 
-    Tells `order` which nodes there are and which of them are unlocked leaves. `version` rises
-    when blocks enter or leave; a split keeps every match valid and does not count.
+    Tells its order of leaves which nodes there are and which of them are unlocked leaves, and its ledger
+    which full blocks come and go. `version` rises when blocks enter or leave; a split keeps every match
+    valid and does not count.
     """
 
-    def __init__(self, block_size: int, order: LeafOrder, max_ghost_blocks: int = 0) -> None:
-        self.block_size = block_size
-        self.block_bytes = block_size * TOKEN_BYTES
-        self.order = GuardedOrder(order, self._unlocked_leaves)
+    def __init__(self, limits: TreeLimits, policy: LeafOrder) -> None:
+        self.block_size = limits.block_size
+        self.block_bytes = limits.block_size * TOKEN_BYTES
+        self.reuses_partial_blocks = limits.reuses_partial_blocks
+        self.ledger = Ledger(self.block_bytes, limits.max_ghost_blocks, limits.quotas)
+        has_quota = (lambda name: self.ledger.quota_of(name) is not None) if limits.quotas else None
+        self.leaves = Leaves(policy, self._unlocked_leaves, has_quota)
+        self.partials = Partials()
         self.roots: dict[Namespace, PrefixNode] = {}
         self.cached: set[BlockId] = set()
-        self.ghosts = Ghosts(max_ghost_blocks)
         self.version = 0
         self.num_nodes = 0
         self.num_evictable = 0
         self._node_ids = map(NodeId, count(1))
 
     def match(self, data: bytes, namespace: Namespace) -> PrefixMatch:
-        """Find how many whole blocks of packed tokens are in the tree."""
+        """Find the whole blocks of packed tokens that are in the tree, and one that begins like the rest."""
         root = self.roots.get(namespace)
-        if root is not None:
-            node, num_bytes, block_ids = walk(root, data, self.block_bytes)
-            if num_bytes:
-                return PrefixMatch(num_bytes // TOKEN_BYTES, block_ids, namespace, node, self.version)
-        return PrefixMatch(0, [], namespace, None, self.version)
+        if root is None:
+            return PrefixMatch(0, [], namespace, None, self.version)
+        node, num_bytes, block_ids = walk(root, data, self.block_bytes)
+        num_tokens = num_bytes // TOKEN_BYTES
+        partial = None
+        if num_bytes < len(data) and self.reuses_partial_blocks:
+            partial = find_partial(node, data, num_bytes, self.block_bytes)
+            if partial is not None:
+                num_tokens += partial.num_tokens
+        found = node if num_bytes else None
+        return PrefixMatch(num_tokens, block_ids, namespace, found, self.version, partial)
 
     def owns(self, node: PrefixNode) -> bool:
         """Say whether a node is in this tree now."""
@@ -56,7 +78,8 @@ class RadixTree:
         if num_blocks < node.num_blocks:
             node = self._split(node, num_blocks)
         elif self._is_candidate(node):
-            self.order.remove_candidate(node)
+            self.leaves.remove(node)
+        order = self.leaves.order
         for step in node.path():
             if not step.lock_count:
                 self.num_evictable -= step.num_blocks
@@ -64,7 +87,7 @@ class RadixTree:
             step.last_access_ns = now_ns
             if is_hit:
                 step.access_count += 1
-                self.order.on_hit(step)
+                order.on_hit(step)
         node.num_own_locks += 1
         return node
 
@@ -76,42 +99,38 @@ class RadixTree:
             if not step.lock_count:
                 self.num_evictable += step.num_blocks
         if self._is_candidate(node):
-            self.order.add_candidate(node)
+            self.leaves.add(node)
 
     def touch(self, node: PrefixNode, now_ns: int) -> None:
         """Note a use of the path to a node that is no hit."""
         is_candidate = self._is_candidate(node)
         if is_candidate:
-            self.order.remove_candidate(node)
+            self.leaves.remove(node)
         for step in node.path():
             step.last_access_ns = now_ns
         if is_candidate:
-            self.order.add_candidate(node)
+            self.leaves.add(node)
 
     def extend(
         self, match: PrefixMatch, tail: bytes, new: list[BlockId], *, priority: int, now_ns: int
-    ) -> None:
-        """Put blocks behind the end of a match: into the unlocked leaf there, or as a new leaf."""
-        self.version += 1
-        self.cached.update(new)
-        self.num_evictable += len(new)
-        node, depth = match.node, match.match_length
+    ) -> list[BlockId]:
+        """Put blocks behind the whole blocks of a match: into the unlocked leaf there, or as a new leaf.
+
+        Returns the unfinished blocks that they replace.
+        """
+        self._enter(new)
+        node, depth = match.node, len(match.block_ids) * self.block_size
         assert node is None or isinstance(node, PrefixNode), "the match is this tree's"
         if node is None:
-            node = self.roots.get(match.namespace) or self._add_root(match.namespace)
+            node = self._root(match.namespace)
         elif depth < node.depth:
             node = self._split(node, (depth - node.start) // self.block_size)
-        elif self._is_candidate(node):
-            if node.priority == priority:
-                if len(self.ghosts):
-                    self.ghosts.revive(end_key(node, self.block_bytes), tail, self.block_bytes)
-                node.edge += tail
-                node.keys = None
-                node.block_ids += new
-                node.num_blocks += len(new)
-                node.depth += len(new) * self.block_size
-                return
-            self.order.remove_candidate(node)
+        released = self._release(self.partials.supersede(node, tail[: self.block_bytes]))
+        if node.parent is not None and self._is_candidate(node):
+            if node.priority == priority and not node.partials:
+                self._lengthen(node, tail, new)
+                return released
+            self.leaves.remove(node)
         leaf = PrefixNode(
             node_id=next(self._node_ids),
             num_blocks=len(new),
@@ -124,132 +143,180 @@ class RadixTree:
             block_ids=list(new),
             parent=node,
         )
-        if len(self.ghosts):
-            self._revive(leaf, node)
+        self.ledger.revive(leaf, node)
         node.children[tail[: self.block_bytes]] = leaf
         self.num_nodes += 1
-        self.order.on_insert(leaf)
-        self.order.add_candidate(leaf)
+        self.ledger.entered(leaf, len(new))
+        self.leaves.order.on_insert(leaf)
+        self.leaves.add(leaf)
+        return released
 
-    def evict(self, num_blocks: int, now_ns: int) -> list[BlockId]:
-        """Drop blocks of unlocked leaves in order. Raises PluginError when the order names another node."""
-        dropped: list[BlockId] = []
+    def keep_partial(
+        self, node: PrefixNode | None, namespace: Namespace, tokens: bytes, block_id: BlockId
+    ) -> list[BlockId] | None:
+        """Keep an unfinished block behind the end of a node, or at the beginning of a namespace.
+
+        Returns those that it replaces; None if the tree has its tokens already, and nothing was kept.
+        """
+        parent = self._root(namespace) if node is None else node
+        replaced = self.partials.add(parent, tokens, block_id)
+        if replaced is None:
+            return None
+        self._enter([block_id])
+        return self._release(replaced)
+
+    def release_partial(self, block_id: BlockId) -> None:
+        """Let an unfinished block go; its namespace stays, as something is about to enter it."""
+        partial = self.partials.get(block_id)
+        assert partial is not None, f"block {block_id} is no unfinished one"
+        self._release([self.partials.drop(partial)])
+
+    def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
+        """Drop blocks, unfinished ones first and then those of unlocked leaves in order.
+
+        `own` names an account whose leaves alone go. Raises PluginError when the policy names what is no
+        unlocked leaf.
+        """
+        dropped = self._drop_partials(num_blocks) if own is None else []
+        order = self.leaves.order if own is None else self.leaves.of_account(own)
         while (wanted := num_blocks - len(dropped)) > 0:
-            node = self.order.victim()
+            node = order.victim()
             if node is None:
                 break
             if not isinstance(node, PrefixNode) or node.parent is None or not self._is_candidate(node):
                 if dropped:  # the caller must learn of these; the next call raises
                     break
-                policy = type(self.order.current).__qualname__
                 raise PluginError(
-                    f"{policy} named node {node.node_id} as a victim, which is no unlocked leaf"
+                    f"{self.leaves.policy_name} named node {node.node_id} as a victim, "
+                    "which is no unlocked leaf"
                 )
-            given = min(max(1, self.order.num_victim_blocks(node, wanted)), wanted, node.num_blocks)
-            if self.ghosts.max_blocks:
-                self._remember(node, given, now_ns)
-            dropped += self._drop(node) if given == node.num_blocks else self._shorten(node, given)
+            given = min(max(1, order.num_victim_blocks(node, wanted)), wanted, node.num_blocks)
+            whole = given == node.num_blocks
+            dropped += self._drop(node, departure) if whole else self._shorten(node, given, departure)
         return dropped
 
-    def clear(self) -> list[BlockId]:
-        """Drop every unlocked node."""
-        dropped: list[BlockId] = []
-        for node in reversed(self._nodes()):
-            if node.parent is not None and not node.lock_count:
-                dropped += self._drop(node)
+    def clear(self, departure: Departure) -> list[BlockId]:
+        """Drop every unlocked node and all unfinished blocks."""
+        dropped = self._drop_partials(len(self.partials))
+        for node in reversed(self.nodes()):
+            if not node.lock_count:
+                dropped += self._drop(node, departure)
+        if dropped and not self.cached:
+            self.ledger.emptied()
         return dropped
+
+    def nodes(self) -> list[PrefixNode]:
+        """Return all nodes but the roots, parents before their children."""
+        nodes = [*self.roots.values()]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        return nodes[len(self.roots) :]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if nodes, counters and order contradict each other. O(tree)."""
-        found = check_tree(self.roots, self.block_bytes)
+        found = check_tree(self.roots, self.block_bytes, self.partials)
         assert found.block_ids == self.cached, "the set of cached blocks differs from the tree"
         assert found.num_nodes == self.num_nodes, f"{found.num_nodes} nodes, {self.num_nodes} counted"
         counted = f"{found.num_evictable} blocks are evictable, {self.num_evictable} counted"
         assert found.num_evictable == self.num_evictable, counted
-        order = self.order.current
-        if isinstance(order, LeafLRU):
-            assert order.candidates() == found.leaves, "the order of leaves differs from the tree"
-
-    def _nodes(self) -> list[PrefixNode]:
-        """Return all nodes, parents before their children, the roots too."""
-        nodes = [*self.roots.values()]
-        for node in nodes:  # grows while it is walked
-            nodes.extend(node.children.values())
-        return nodes
+        accounts = {name: each.num_blocks for name, each in self.ledger.accounts.items() if each.num_blocks}
+        assert found.num_blocks_of == accounts, f"{found.num_blocks_of} blocks by tenant, {accounts} counted"
+        policy = self.leaves.order.current
+        if isinstance(policy, LeafLRU):
+            assert policy.candidates() == found.leaves, "the order of leaves differs from the tree"
 
     def _unlocked_leaves(self) -> list[PrefixNode]:
-        return [node for node in self._nodes() if node.parent is not None and self._is_candidate(node)]
+        return [node for node in self.nodes() if self._is_candidate(node)]
 
     def _is_candidate(self, node: PrefixNode) -> bool:
         return not node.children and not node.lock_count
 
-    def _add_root(self, namespace: Namespace) -> PrefixNode:
-        root = PrefixNode(
-            node_id=NodeId(0),
-            num_blocks=0,
-            depth=0,
-            created_ns=0,
-            last_access_ns=0,
-            namespace=namespace,
-            edge=b"",
-            block_ids=[],
-        )
-        self.roots[namespace] = root
+    def _root(self, namespace: Namespace) -> PrefixNode:
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = PrefixNode(
+                node_id=NodeId(0),
+                num_blocks=0,
+                depth=0,
+                created_ns=0,
+                last_access_ns=0,
+                namespace=namespace,
+                edge=b"",
+                block_ids=[],
+            )
         return root
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
         upper = split(node, num_blocks, next(self._node_ids), self.block_bytes)
         self.num_nodes += 1
-        self.order.on_split(upper, node)
+        self.leaves.order.on_split(upper, node)
         return upper
 
-    def _drop(self, node: PrefixNode) -> list[BlockId]:
-        self.order.remove_candidate(node)
+    def _lengthen(self, node: PrefixNode, tail: bytes, new: list[BlockId]) -> None:
+        self.ledger.revive_behind(node, tail)
+        node.edge += tail
+        node.block_ids += new
+        node.num_blocks += len(new)
+        node.depth += len(new) * self.block_size
+        self.ledger.entered(node, len(new))
+
+    def _drop(self, node: PrefixNode, departure: Departure) -> list[BlockId]:
+        self.ledger.leaving(node, node.num_blocks, departure)
+        self.leaves.remove(node)
         parent = node.parent
         assert parent is not None, "a root is no victim"
+        behind = self.partials.drop_behind(node) if node.partials else []
         del parent.children[node.edge[: self.block_bytes]]
         node.parent = None
         self.num_nodes -= 1
-        self._forget(node.block_ids)
-        self.order.on_remove(node)
+        dropped = node.block_ids + behind
+        self._leave(dropped)
+        self.leaves.order.on_remove(node)
         if not parent.children:
-            if parent.parent is None:  # a namespace goes with its last node
-                del self.roots[parent.namespace]
+            if parent.parent is None:
+                self._drop_root(parent)
             elif not parent.lock_count:
-                self.order.add_candidate(parent)
-        return node.block_ids
-
-    def _shorten(self, node: PrefixNode, num_blocks: int) -> list[BlockId]:
-        dropped = node.block_ids[-num_blocks:]
-        del node.block_ids[-num_blocks:]
-        node.edge = node.edge[: -num_blocks * self.block_bytes]
-        node.num_blocks -= num_blocks
-        if node.keys is not None:
-            del node.keys[-num_blocks:]
-        node.depth -= num_blocks * self.block_size
-        self._forget(dropped)
+                self.leaves.add(parent)
         return dropped
 
-    def _remember(self, node: PrefixNode, num_blocks: int, now_ns: int) -> None:
-        ghost = Ghost(
-            node.node_id,
-            node.access_count,
-            node.last_access_ns,
-            now_ns,
-            type(self.order.current).__name__,
-        )
-        self.ghosts.remember(keys_of(node, self.block_bytes)[-num_blocks:], ghost)
+    def _shorten(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
+        self.ledger.leaving(node, num_blocks, departure)
+        dropped = node.block_ids[-num_blocks:]
+        del node.block_ids[-num_blocks:]
+        if node.partials:
+            dropped += self.partials.drop_behind(node)
+        node.edge = node.edge[: -num_blocks * self.block_bytes]
+        node.num_blocks -= num_blocks
+        for by_block in (node.keys, node.hashes):
+            if by_block is not None:
+                del by_block[node.num_blocks :]
+        node.depth -= num_blocks * self.block_size
+        self._leave(dropped)
+        return dropped
 
-    def _revive(self, leaf: PrefixNode, parent: PrefixNode) -> None:
-        """Let a new leaf go on from what it was before it was evicted."""
-        key = end_key(parent, self.block_bytes)
-        ghost, num_bytes = self.ghosts.revive(key, leaf.edge, self.block_bytes)
-        if ghost is not None:
-            leaf.former_id, leaf.former_access_ns = ghost.node_id, ghost.last_access_ns
-            leaf.former_depth = parent.depth + num_bytes // TOKEN_BYTES
-            leaf.access_count = ghost.access_count + 1
+    def _drop_partials(self, num_blocks: int) -> list[BlockId]:
+        dropped: list[BlockId] = []
+        while len(dropped) < num_blocks and (partial := self.partials.first()) is not None:
+            dropped.append(self.partials.drop(partial))
+            self._drop_root(partial.node)
+        return self._release(dropped)
 
-    def _forget(self, block_ids: list[BlockId]) -> None:
+    def _drop_root(self, node: PrefixNode) -> None:
+        """Let a namespace go with its last block."""
+        if node.parent is None and not node.children and not node.partials:
+            self.roots.pop(node.namespace, None)
+
+    def _enter(self, block_ids: list[BlockId]) -> None:
+        self.version += 1
+        self.cached.update(block_ids)
+        self.num_evictable += len(block_ids)
+
+    def _release(self, block_ids: list[BlockId]) -> list[BlockId]:
+        if block_ids:
+            self._leave(block_ids)
+        return block_ids
+
+    def _leave(self, block_ids: list[BlockId]) -> None:
         self.version += 1
         self.cached.difference_update(block_ids)
         self.num_evictable -= len(block_ids)

@@ -1,0 +1,140 @@
+"""What a prefix cache answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from sagellm.core.ids import BlockId
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.protocols.eviction import CachedNode
+
+
+class PartialMatch(NamedTuple):
+    """The beginning of a cached block that agrees with the tokens; what follows in it does not.
+
+    Whoever wants it copies the block and writes on behind `num_tokens`, before any other block is
+    written: it is protected by no lock.
+    """
+
+    block_id: BlockId
+    num_tokens: int
+
+
+class PrefixMatch(NamedTuple):
+    """The longest cached beginning of some token ids.
+
+    `match_length` counts tokens: those of `block_ids`, which are whole blocks, and those of
+    `partial`. `node` and `version` are the cache's own.
+    """
+
+    match_length: int
+    block_ids: list[BlockId]
+    namespace: Namespace = DEFAULT
+    node: CachedNode | None = None
+    version: int = 0
+    partial: PartialMatch | None = None
+
+
+class InsertResult(NamedTuple):
+    """What an insertion did.
+
+    `block_ids` now hold the prefix in the cache, one for each full block of the tokens.
+    `num_new_blocks` of the offered blocks at the end of that list are the cache's from now on.
+    `duplicate_block_ids` were offered for content that the cache already had: they stay with the
+    caller. `partial_block_id` is the last block offered, not full, if the cache keeps it too.
+    `released_block_ids` the cache had and gives back: unfinished ones that new blocks replace.
+    """
+
+    block_ids: list[BlockId]
+    num_new_blocks: int
+    duplicate_block_ids: list[BlockId]
+    partial_block_id: BlockId | None = None
+    released_block_ids: tuple[BlockId, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVBlockDescriptor:
+    """One cached block: where it is and which tokens of the prompt it holds."""
+
+    block_id: BlockId
+    start: int  # position of its first token
+    num_tokens: int  # fewer than a block has where only its beginning agrees
+    namespace: Namespace = DEFAULT
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinResult:
+    """How much of a prefix is pinned now, and why not all of it."""
+
+    num_tokens: int  # asked for
+    num_pinned_tokens: int
+    num_pinned_blocks: int  # of all pins together
+    max_pinned_blocks: int
+    reason: str = ""  # empty if all whole blocks are pinned
+
+
+MissCause: TypeAlias = Literal[
+    "none", "never_seen", "evicted", "other_tenant", "block_border", "disabled", "unknown"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissExplanation:
+    """Why a prompt did not match further.
+
+    `cause` is `none` if all of it is cached; `never_seen` if its next block never was; `evicted` if
+    it was dropped, with by whom, when and for whom; `other_tenant` if it is cached in a namespace
+    that this one does not share; `block_border` if what follows agrees with cached tokens, but for less
+    than a block; `unknown` if it may have been dropped longer ago than the cache remembers.
+    """
+
+    cause: MissCause
+    num_tokens: int
+    match_length: int  # tokens reused
+    diverges_at: int  # position of the first token that no cached block of the namespace has
+    policy: str | None = None  # that dropped the block: a policy's name, "quota" or "clear"
+    evicted_ns: int | None = None  # on the cache's clock
+    evicted_for: str | None = None  # account whose blocks took the room, if it was said
+    num_evicted_blocks: int = 0  # of this prompt, in a row, that were cached once
+
+
+@dataclass(kw_only=True)
+class TenantUsage:
+    """What one tenant, or one public namespace, has of the cache and had from it."""
+
+    num_blocks: int = 0  # full ones
+    max_blocks: int | None = None  # its quota
+    num_lookups: int = 0
+    num_lookup_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCacheMetrics:
+    """Counts since the cache was made. Token hit rate = hit tokens ÷ looked-up tokens."""
+
+    num_lookups: int
+    num_hits: int  # lookups that matched at least one token
+    num_lookup_tokens: int
+    num_hit_tokens: int
+    num_nodes: int
+    num_blocks: int
+    num_locked_blocks: int
+    max_blocks: int
+    num_inserted_blocks: int
+    num_evicted_blocks: int
+    num_partial_blocks: int = 0  # of the blocks, those that are not full
+    num_inserted_partial_blocks: int = 0
+    num_partial_hit_tokens: int = 0  # of the hit tokens, those in a block that matched in part
+    num_pins: int = 0
+    num_pinned_blocks: int = 0
+    max_pinned_blocks: int = 0
+    num_ghost_blocks: int = 0  # evicted ones that are remembered
+    tenants: dict[str, TenantUsage] = field(default_factory=dict)
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Tokens whose KV was reused ÷ tokens of all lookups; 0 before the first."""
+        return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0

@@ -1,0 +1,108 @@
+"""Blocks that are not full: kept behind the ends of nodes, and full ones that agree in part."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+
+from sagellm.core.ids import BlockId
+from sagellm.core.protocols.prefix_cache import PartialMatch
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PartialBlock, PrefixNode
+
+_MAX_SIBLINGS = 8
+_MAX_PARTIALS = 4
+
+
+class Partials:
+    """The unfinished blocks of a tree, least recently used first."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[BlockId, PartialBlock] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def values(self) -> list[PartialBlock]:
+        """Return them all, the one to go first first."""
+        return list(self._blocks.values())
+
+    def get(self, block_id: BlockId) -> PartialBlock | None:
+        """Return an unfinished block by its id."""
+        return self._blocks.get(block_id)
+
+    def add(self, node: PrefixNode, tokens: bytes, block_id: BlockId) -> list[BlockId] | None:
+        """Keep a block behind a node and return those that it replaces; None if nothing new is in it."""
+        if any(each.tokens.startswith(tokens) for each in node.partials):
+            return None
+        if any(first.startswith(tokens) for first in islice(reversed(node.children), _MAX_SIBLINGS)):
+            return None
+        replaced = self.supersede(node, tokens)
+        if len(node.partials) == _MAX_PARTIALS:
+            replaced.append(self._remove(node.partials[0]))
+        partial = PartialBlock(block_id, tokens, node)
+        node.partials.append(partial)
+        self._blocks[block_id] = partial
+        return replaced
+
+    def supersede(self, node: PrefixNode, tokens: bytes) -> list[BlockId]:
+        """Drop what the tokens that now follow a node begin with."""
+        if not node.partials:
+            return []
+        return [self._remove(each) for each in list(node.partials) if tokens.startswith(each.tokens)]
+
+    def touch(self, block_id: BlockId) -> None:
+        """Note a use, if it is an unfinished block."""
+        if block_id in self._blocks:
+            self._blocks.move_to_end(block_id)
+
+    def drop_behind(self, node: PrefixNode) -> list[BlockId]:
+        """Drop those of a node that leaves."""
+        return [self._remove(each) for each in list(node.partials)]
+
+    def first(self) -> PartialBlock | None:
+        """Return the one that was not used for the longest time."""
+        return next(iter(self._blocks.values()), None)
+
+    def drop(self, partial: PartialBlock) -> BlockId:
+        """Drop one and return its block."""
+        return self._remove(partial)
+
+    def _remove(self, partial: PartialBlock) -> BlockId:
+        partial.node.partials.remove(partial)
+        del self._blocks[partial.block_id]
+        return partial.block_id
+
+
+def find_partial(node: PrefixNode, data: bytes, position: int, block_bytes: int) -> PartialMatch | None:
+    """Find the block whose beginning agrees best with what follows `position`, where a walk ended.
+
+    Inside an edge that is the edge's next block; behind a node, its unfinished blocks and its few latest
+    children.
+    """
+    rest = data[position : position + block_bytes]
+    inside = position - node.depth * TOKEN_BYTES + len(node.edge)
+    if inside < len(node.edge):
+        num_tokens = count_common_tokens(rest, node.edge[inside : inside + block_bytes])
+        return PartialMatch(node.block_ids[inside // block_bytes], num_tokens) if num_tokens else None
+    best, found = 0, None
+    first = rest[:TOKEN_BYTES]
+    for partial in node.partials:
+        if partial.tokens.startswith(first):
+            num_tokens = count_common_tokens(rest, partial.tokens)
+            if num_tokens > best:
+                best, found = num_tokens, partial.block_id
+    for key in islice(reversed(node.children), _MAX_SIBLINGS):
+        if key.startswith(first):
+            num_tokens = count_common_tokens(rest, key)
+            if num_tokens > best:
+                best, found = num_tokens, node.children[key].block_ids[0]
+    return None if found is None else PartialMatch(found, best)
+
+
+def count_common_tokens(one: bytes, other: bytes) -> int:
+    """Return how many packed tokens agree from the beginning on."""
+    length = min(len(one), len(other))
+    difference = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
+    if not difference:
+        return length // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
