@@ -242,3 +242,31 @@ def test_websockets_are_not_answered(server):
     )
     assert status(server, "/v1/models", *headers) == 200  # as the GET that it is
     assert status(server, "/nothing", *headers) == 404
+
+
+def test_tenants_share_in_a_public_namespace_that_both_name_and_nowhere_else(serve):
+    server = serve(api_keys=("one", "two"), public_namespaces=("docs",))
+    prompt = list(range(10, 60))
+
+    def cached(key, **fields):
+        body = {"prompt": prompt, "max_tokens": 1, **fields}
+        answer = server.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("one"), cached("two")] == [0, 0]
+    assert [cached("one", cache_namespace="docs"), cached("two", cache_namespace="docs")] == [0, 49]
+    assert [cached("one"), cached("two", cache_salt="docs")] == [49, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"cache_namespace": "unknown"}, "cache_namespace"),
+        ({"cache_namespace": "docs", "cache_salt": "s"}, "cache_salt"),
+    ],
+)
+def test_a_namespace_that_nobody_opened_is_refused(serve, fields, param):
+    server = serve(public_namespaces=("docs",))
+    answer = server.http.post("/v1/completions", json={"prompt": [5, 6], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

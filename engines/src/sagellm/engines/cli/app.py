@@ -16,7 +16,6 @@ _DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is
 _PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, or tell about one.")
 
 _MODULES = {
-    "cache": "prefix cache",
     "pool": "KV pool",
     "eviction": "eviction policy",
     "scheduler": "scheduler",
@@ -37,6 +36,7 @@ class LLMGroup(LazyGroup):
         "simulate": Entry(f"{_HERE}.simulate:app", "Replay a trace through the prefix cache alone."),
         "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
+        "cache": Entry(f"{_HERE}.cache:app", "Watch and change the prefix cache of a running engine."),
         **{
             name: Entry(f"{_HERE}.stats:{name}", f"Watch the {what} of a running engine.")
             for name, what in _MODULES.items()

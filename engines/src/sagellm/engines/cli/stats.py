@@ -186,6 +186,6 @@ def _app(name: str) -> typer.Typer:
     return make_app(module.title, lambda client: read_module(client, module), without=module.without)
 
 
-cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")
+cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache has more for the first
 scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
 comm = make_app("topology", read_machine)

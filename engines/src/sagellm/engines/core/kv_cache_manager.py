@@ -8,13 +8,17 @@ from contextlib import ExitStack
 from sagellm.core import (
     BlockAllocationRequest,
     BlockId,
+    Clock,
     InsertResult,
     KVCacheEvent,
     KVPoolProtocol,
+    MissExplanation,
     Namespace,
     PrefixCacheProtocol,
+    Request,
     TokenIds,
 )
+from sagellm.engines.core.request_log import LoggedRequest, RequestLog
 from sagellm.engines.core.sequence import Sequence
 
 
@@ -26,9 +30,12 @@ class KVCacheManager:
     exactly one reference, so evicting it always frees it.
     """
 
-    def __init__(self, pool: KVPoolProtocol, cache: PrefixCacheProtocol) -> None:
+    def __init__(self, pool: KVPoolProtocol, cache: PrefixCacheProtocol, clock: Clock) -> None:
+        self.cache = cache
+        self.log = RequestLog()
         self._pool = pool
         self._cache = cache
+        self._clock = clock
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
         self._copies: list[tuple[BlockId, BlockId]] = []
@@ -64,10 +71,12 @@ class KVCacheManager:
         """
         tokens = sequence.token_ids()
         first_time = sequence.num_cached_tokens is None
-        match = self._cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
+        reusable, namespace = self._reusable(sequence, tokens), sequence.request.namespace
+        match = self._cache.match_prefix(reusable, namespace)
         match = self._cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
         with ExitStack() as undo:
             undo.callback(self._cache.unlock, match)
+            explanation = self._cache.explain_miss(reusable, namespace) if first_time else None
             new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
             undo.callback(self._pool.free, new_blocks)
             self._pool.share(match.block_ids)
@@ -77,8 +86,9 @@ class KVCacheManager:
             self._copies.append((match.partial.block_id, new_blocks[0]))
         sequence.match = match
         sequence.block_ids = [*match.block_ids, *new_blocks]
-        if first_time:
+        if explanation is not None:
             sequence.num_cached_tokens = match.match_length
+            self._note(sequence.request, explanation)
         schedule = sequence.schedule
         schedule.num_computed_tokens = match.match_length
         schedule.num_blocks = len(sequence.block_ids)
@@ -143,10 +153,29 @@ class KVCacheManager:
         self._events.clear()
         return events
 
+    def clear_cache(self) -> int:
+        """Drop all that is cached and neither in use nor pinned; return how many blocks."""
+        return self._give_back(self._cache.clear())
+
+    def evict(self, num_blocks: int) -> int:
+        """Drop cached blocks in the order of the policy; return how many."""
+        return self._give_back(self._cache.evict(num_blocks))
+
     def check_integrity(self) -> None:
         """Raise AssertionError if pool or cache contradict themselves."""
         self._pool.check_integrity()
         self._cache.check_integrity()
+
+    def _note(self, request: Request, explanation: MissExplanation) -> None:
+        self.log.add(
+            LoggedRequest(
+                request_id=request.request_id,
+                namespace=request.namespace,
+                token_ids=request.token_ids,
+                admitted_ns=self._clock.now_ns(),
+                explanation=explanation,
+            )
+        )
 
     @staticmethod
     def _forget(sequence: Sequence) -> None:

@@ -31,7 +31,7 @@ def build_kv(modules: Modules, block_size: int, num_blocks: int, clock: Clock) -
     policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
     cache = prefix_cache(modules, min(num_blocks, prefix.max_blocks or num_blocks), policy, clock)
     return KVModules(
-        manager=KVCacheManager(pool, cache),
+        manager=KVCacheManager(pool, cache, clock),
         pool=pool,
         cache=cache,
         metrics_of={

@@ -39,9 +39,17 @@ _TYPES: dict[str, type[Any]] = {
 
 def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
     """Return the operations of a core: name → what runs it, with JSON-like arguments and result."""
+    from sagellm.engines.core.cache_admin import CacheAdmin
+
+    cache = CacheAdmin(core.kv, core.parts.runtime.clock)
     return {
         "metrics": core.metrics,
         "ping": time.monotonic_ns,
+        "cache_why": cache.why,
+        "cache_pin": cache.pin,
+        "cache_unpin": cache.unpin,
+        "cache_clear": cache.clear,
+        "cache_evict": cache.evict,
     }
 
 

@@ -1,0 +1,140 @@
+"""`cache stats|why|pin|unpin|clear|evict`: the prefix cache of an engine that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from sagellm.core import InvalidInputError
+from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.output import print_json
+from sagellm.engines.cli.prefix_flags import PREFIX_FLAGS, read_prefix
+from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.cli.stats import cache as app
+
+RequestName = Annotated[
+    str | None,
+    typer.Argument(metavar="[REQUEST]", help="Id of a request, as its answer has it. [default: the latest]"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_CAUSES = {
+    "none": "all of it was cached",
+    "never_seen": "nobody sent what comes next before",
+    "evicted": "what comes next was cached once and was evicted",
+    "other_tenant": "what comes next is cached for another tenant or salt, which is not shared",
+    "block_border": "what comes next agrees with cached tokens, but for less than a block",
+    "disabled": "prefix caching is off",
+    "unknown": "what comes next may have been evicted longer ago than the cache remembers",
+}
+
+
+@app.command()
+def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
+    """Say why a request did not reuse more of the cache than it did."""
+    _, client = connect(engine)
+    with client:
+        found = client.call("cache_why", request=request)
+    if as_json:
+        print_json(found)
+        return
+    reused, total = found["match_length"], found["num_tokens"]
+    typer.echo(
+        f"request {found['request_id']} of tenant {found['tenant']}, {found['admitted_s_ago']:.1f} s ago"
+    )
+    typer.echo(f"reused {reused:,} of the {total:,} tokens that could be")
+    typer.echo(f"cause: {found['cause']}: {_CAUSES[found['cause']]}")
+    if found["cause"] not in ("none", "disabled"):
+        typer.echo(f"leaves what is cached at position {found['diverges_at']:,}")
+    if found["cause"] == "evicted":
+        whom = f" for tenant {found['evicted_for']}" if found["evicted_for"] else ""
+        typer.echo(
+            f"evicted {found['evicted_s_before']:.1f} s before by {found['policy']}{whom}; "
+            f"{found['num_evicted_blocks']:,} blocks in a row were"
+        )
+
+
+@app.command()
+@with_flags(PREFIX_FLAGS)
+def pin(
+    request: RequestName = None,
+    *,
+    ttl: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0.001, help="End it when no request used it for so long. [default: never]"
+        ),
+    ] = None,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+    **prefix: Any,
+) -> None:
+    """Keep the prompt of a request, or the beginning of prompts, whatever else is evicted.
+
+    Only what is cached can be pinned, in whole blocks. Pins end with the engine.
+    """
+    _, client = connect(engine)
+    with client:
+        result = client.call("cache_pin", ttl_s=ttl, **read_prefix(client, request, prefix))
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(
+        f"pinned {result['num_pinned_tokens']:,} of {result['num_tokens']:,} tokens"
+        + (f": {result['reason']}" if result["reason"] else "")
+    )
+    typer.echo(
+        f"{result['num_pinned_blocks']:,} of at most {result['max_pinned_blocks']:,} blocks are pinned"
+    )
+
+
+@app.command()
+@with_flags(PREFIX_FLAGS)
+def unpin(
+    request: RequestName = None, *, engine: EngineName = None, as_json: AsJson = False, **prefix: Any
+) -> None:
+    """End the pins within the prompt of a request, or within a beginning of prompts."""
+    _, client = connect(engine)
+    with client:
+        result = client.call("cache_unpin", **read_prefix(client, request, prefix))
+    _say(result, as_json, f"ended {result['num_unpinned']:,} pins")
+
+
+@app.command()
+def clear(*, engine: EngineName = None, as_json: AsJson = False) -> None:
+    """Drop everything that no request uses and nothing pins."""
+    _, client = connect(engine)
+    with client:
+        result = client.call("cache_clear")
+    _say(result, as_json, f"dropped {result['num_dropped_blocks']:,} blocks")
+
+
+@app.command()
+def evict(
+    num_blocks: Annotated[int, typer.Argument(metavar="BLOCKS", help="How many blocks.")],
+    *,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop blocks now, in the order of the eviction policy."""
+    if num_blocks < 1:
+        raise InvalidInputError(f"{num_blocks} blocks cannot be evicted; give at least 1")
+    _, client = connect(engine)
+    with client:
+        result = client.call("cache_evict", num_blocks=num_blocks)
+    _say(result, as_json, f"dropped {result['num_dropped_blocks']:,} blocks")
+
+
+def _say(result: Mapping[str, Any], as_json: bool, done: str) -> None:  # noqa: FBT001
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(done)
+    if "num_blocks" in result:
+        typer.echo(
+            f"{result['num_blocks']:,} are left, {result['num_locked_blocks']:,} of them in use or pinned"
+        )
+    else:
+        typer.echo(f"{result['num_pins']:,} pins are left, of {result['num_pinned_blocks']:,} blocks")

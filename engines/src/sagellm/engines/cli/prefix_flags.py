@@ -1,0 +1,77 @@
+"""Flags that name a prefix of a running engine's cache otherwise than by a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sagellm.core import InvalidInputError, Namespace
+from sagellm.engines.cli.flags import make_flag
+
+if TYPE_CHECKING:
+    from sagellm.engines.serving import AdminClient
+
+PREFIX_FLAGS = (
+    make_flag("tokens", int, typer.Option(metavar="INT", min=1, help="Only so many of its first tokens.")),
+    make_flag(
+        "prompt", str, typer.Option(metavar="TEXT", help="The beginning of prompts, instead of a request.")
+    ),
+    make_flag(
+        "system", str, typer.Option(metavar="TEXT", help="The system message of chats, instead of a request.")
+    ),
+    make_flag(
+        "tenant",
+        str,
+        typer.Option(metavar="NAME", help="Whose, with --prompt or --system. [default: default]"),
+    ),
+    make_flag("salt", str, typer.Option(metavar="TEXT", help="The cache_salt of those requests.")),
+    make_flag("public", str, typer.Option(metavar="NAME", help="The cache_namespace of those requests.")),
+)
+
+
+def read_prefix(client: AdminClient, request: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the core is to be asked for. Raises InvalidInputError for a prefix named twice."""
+    texts = {name: given[name] for name in ("prompt", "system") if name in given}
+    if len(texts) + (request is not None) > 1:
+        raise InvalidInputError("a request, --prompt and --system each name a prefix; give one of them")
+    asked: dict[str, Any] = {"request": request, "num_tokens": given.get("tokens")}
+    whose = {name: given[name] for name in ("tenant", "salt", "public") if name in given}
+    if not texts:
+        if whose:
+            raise InvalidInputError(f"--{next(iter(whose))} goes with --prompt or --system")
+        return asked
+    if "public" in whose and len(whose) > 1:
+        raise InvalidInputError("--public names a namespace by itself; leave --tenant and --salt out")
+    namespace = (
+        Namespace.public(whose["public"])
+        if "public" in whose
+        else Namespace(whose.get("tenant", "default"), whose.get("salt", ""))
+    )
+    ((kind, text),) = texts.items()
+    return {**asked, "token_ids": _encode(client, kind, text), "namespace": tuple(namespace)}
+
+
+def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
+    """Make tokens with the tokenizer of the engine's model."""
+    from sagellm.engines.config.schema import EngineConfig
+    from sagellm.engines.loading.source import resolve_tokenizer
+    from sagellm.engines.loading.tokenizer import load_tokenizer
+    from sagellm.engines.text import ChatMessage, ChatTemplate
+
+    config = EngineConfig().with_values(
+        {key: value for key, value in client.hello.config.items() if key.startswith("model.")}
+    )
+    tokenizer = load_tokenizer(resolve_tokenizer(config.model))
+    if tokenizer is None:
+        raise InvalidInputError("the engine's model has no tokenizer; name a request instead")
+    if kind == "prompt":
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    # What two chats have in common that differ in the first word of the user only.
+    template = ChatTemplate(tokenizer)
+    one, other = (
+        template.render([ChatMessage("system", text), ChatMessage("user", word)]) for word in ("a", "Z")
+    )
+    return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

@@ -1,0 +1,87 @@
+"""What an operator may ask of the prefix cache of a running engine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sagellm.core import Clock, InvalidInputError, Namespace, TokenIdsLike, pack
+from sagellm.engines.core.kv_cache_manager import KVCacheManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """Names a prefix: the prompt of a request, or tokens of a namespace; `num_tokens` cuts it."""
+
+    request: str | None = None
+    token_ids: TokenIdsLike | None = None
+    namespace: Namespace | None = None
+    num_tokens: int | None = None
+
+
+class CacheAdmin:
+    """Operations by prefix or request, between two steps. What they drop is freed."""
+
+    def __init__(self, kv: KVCacheManager, clock: Clock) -> None:
+        self._kv = kv
+        self._clock = clock
+
+    def why(self, request: str | None = None) -> dict[str, Any]:
+        """Say why a request, by default the latest, did not reuse more than it did."""
+        logged = self._kv.log.find(request)
+        found = asdict(logged.explanation)
+        evicted_ns = found.pop("evicted_ns")
+        return {
+            "request_id": logged.request_id,
+            "tenant": logged.namespace.account,
+            "admitted_s_ago": (self._clock.now_ns() - logged.admitted_ns) / 1e9,
+            **found,
+            "evicted_s_before": None if evicted_ns is None else (logged.admitted_ns - evicted_ns) / 1e9,
+        }
+
+    def pin(self, *, ttl_s: float | None = None, **prefix: Any) -> dict[str, Any]:
+        """Pin a prefix and say how much of it."""
+        tokens, namespace = self._find(**prefix)
+        return asdict(self._kv.cache.pin(tokens, namespace, ttl_s=ttl_s))
+
+    def unpin(self, **prefix: Any) -> dict[str, Any]:
+        """End the pins within a prefix."""
+        tokens, namespace = self._find(**prefix)
+        return {"num_unpinned": self._kv.cache.unpin(tokens, namespace), **self._pins()}
+
+    def clear(self) -> dict[str, Any]:
+        """Drop all that no request uses and nothing pins."""
+        num_blocks = self._kv.clear_cache()
+        return {"num_dropped_blocks": num_blocks, **self._left()}
+
+    def evict(self, num_blocks: int) -> dict[str, Any]:
+        """Drop blocks in the order of the eviction policy."""
+        if num_blocks < 1:
+            raise InvalidInputError(f"{num_blocks} blocks cannot be evicted; give at least 1")
+        return {"num_dropped_blocks": self._kv.evict(num_blocks), **self._left()}
+
+    def _left(self) -> dict[str, Any]:
+        cache = self._kv.cache.metrics()
+        return {
+            "num_blocks": cache.num_blocks,
+            "num_locked_blocks": cache.num_locked_blocks,
+            "num_pinned_blocks": cache.num_pinned_blocks,
+        }
+
+    def _pins(self) -> dict[str, Any]:
+        cache = self._kv.cache.metrics()
+        return {"num_pins": cache.num_pins, "num_pinned_blocks": cache.num_pinned_blocks}
+
+    def _find(self, **given: Any) -> tuple[TokenIdsLike, Namespace]:
+        if given.get("namespace") is not None:
+            given["namespace"] = Namespace(*given["namespace"])
+        prefix = Prefix(**given)
+        tokens, namespace = prefix.token_ids, prefix.namespace
+        if tokens is None:
+            logged = self._kv.log.find(prefix.request)
+            tokens, namespace = logged.token_ids, logged.namespace
+        if prefix.num_tokens is not None:
+            if prefix.num_tokens < 1:
+                raise InvalidInputError(f"{prefix.num_tokens} tokens are no prefix; give at least 1")
+            tokens = pack(tokens)[: prefix.num_tokens]
+        return tokens, namespace or Namespace()

@@ -1,0 +1,93 @@
+"""`cache why|pin|unpin|clear|evict`: the prefix cache of an engine that runs, over its socket."""
+
+from __future__ import annotations
+
+import pytest
+
+from sagellm.core import Namespace
+from sagellm.engines import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+SYSTEM = list(range(10, 42))
+
+
+@pytest.fixture
+def engine(make_engine, run_engine):
+    engine = make_engine(num_blocks=64, block_size=8)
+    engine.generate([*SYSTEM, 3], GREEDY)
+    run_engine(engine)
+    return engine
+
+
+def test_a_miss_is_explained_for_the_latest_request_and_by_id(engine, sage):
+    first = engine.generate([*SYSTEM[:20], *range(70, 90)], GREEDY)[0]
+    engine.generate([5, 6, 7], GREEDY, namespace=Namespace("other"))
+    latest = sage("llm", "cache", "why", "--json").json
+    assert (latest["tenant"], latest["cause"], latest["match_length"]) == ("other", "block_border", 0)
+    shown = sage("llm", "cache", "why", f"cmpl-{first.request_id}")
+    assert f"request {first.request_id} of tenant default" in shown.out
+    assert "reused 20 of the 39 tokens that could be" in shown.out
+    assert "cause: never_seen" in shown.out
+    assert "leaves what is cached at position 20" in shown.out
+
+
+def test_an_eviction_is_named_with_its_policy(engine, sage):
+    sage("llm", "cache", "evict", "3")
+    engine.generate([*SYSTEM, 3], GREEDY)
+    found = sage("llm", "cache", "why", "--json").json
+    assert (found["cause"], found["policy"], found["evicted_for"]) == ("evicted", "LRUEvictionPolicy", None)
+    assert found["evicted_s_before"] > 0
+    assert "blocks in a row were" in sage("llm", "cache", "why").out
+
+
+def test_an_unknown_request_is_refused_with_the_latest(engine, sage):
+    result = sage("llm", "cache", "why", "nobody")
+    assert result.code == 1
+    assert "no request 'nobody' among the last 1; the latest is" in result.err
+
+
+def test_what_is_pinned_outlives_clear_and_evict(engine, sage):
+    request_id = engine.generate([*SYSTEM, 3], GREEDY)[0].request_id
+    pinned = sage("llm", "cache", "pin", request_id, "--tokens", "24", "--ttl", "60", "--json").json
+    assert (pinned["num_pinned_tokens"], pinned["num_pinned_blocks"]) == (24, 3)
+    assert "1 of them in use" not in sage("llm", "cache", "clear").out
+    assert sage("llm", "cache", "evict", "9", "--json").json["num_dropped_blocks"] == 0
+    again = engine.generate([*SYSTEM, 3], GREEDY)[0]
+    assert again.num_cached_tokens == 24
+    assert sage("llm", "cache", "unpin", request_id, "--json").json == {
+        "num_unpinned": 1,
+        "num_pins": 0,
+        "num_pinned_blocks": 0,
+    }
+    assert sage("llm", "cache", "clear", "--json").json["num_blocks"] == 0
+
+
+def test_a_pin_says_what_it_could_not_pin(engine, sage):
+    shown = sage(
+        "llm", "cache", "pin", "--prompt", "once upon a time there was a prompt", "--tenant", "other"
+    )
+    assert "pinned 0 of" in shown.out
+    assert "send the prompt once, then pin it" in shown.out
+
+
+def test_a_pinned_prompt_is_found_by_its_text(engine, sage):
+    text = "once upon a time " * 8
+    engine.generate(text, GREEDY)
+    pinned = sage("llm", "cache", "pin", "--prompt", text, "--json").json
+    assert 0 < pinned["num_tokens"] - pinned["num_pinned_tokens"] < 8
+    assert sage("llm", "cache", "unpin", "--prompt", text).out.startswith("ended 1 pins")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("pin", "one", "--prompt", "two"), "give one of them"),
+        (("pin", "--tenant", "a"), "--tenant goes with --prompt"),
+        (("pin", "--prompt", "x", "--public", "docs", "--salt", "s"), "leave --tenant and --salt out"),
+        (("evict", "0"), "give at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(engine, sage, arguments, reason):
+    result = sage("llm", "cache", *arguments)
+    assert result.code != 0
+    assert reason in result.err
