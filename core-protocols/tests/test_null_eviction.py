@@ -19,6 +19,7 @@ class TestNullEvictionPolicy(EvictionPolicyContract):
 class TestAuditingEvictionPolicyIsAPolicyToo(RankingEvictionPolicyContract):
     num_operations = 1_000  # by brute force
     max_decision_s = 0.5
+    max_growth = 100.0
 
     def make(self) -> AuditingEvictionPolicy:
         return AuditingEvictionPolicy()

@@ -89,6 +89,12 @@ __all__ = [
 ]
 
 # A failing `assert` of the kit then shows its values, as one in a test file does.
-pytest.register_assert_rewrite(*(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))))
+pytest.register_assert_rewrite(
+    *(
+        f"{__name__}.{name}"
+        for name in ("eviction_load", "eviction_machine", "kv_allocator_load", "kv_pool_load")
+    ),
+    *(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))),
+)
 
 __getattr__ = lazy(__name__, _TABLE)

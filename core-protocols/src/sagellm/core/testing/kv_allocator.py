@@ -11,6 +11,7 @@ import pytest
 from sagellm.core.errors import BlockError, OutOfBlocksError
 from sagellm.core.ids import BlockId
 from sagellm.core.protocols.kv_allocator import KVAllocatorProtocol
+from sagellm.core.testing.kv_allocator_load import KVAllocatorLoad
 
 BAD_SIZES: list[Any] = [0, -1, True, 1.0, "1", None]
 BAD_IDS: list[Any] = [-1, 1 << 40, True, False, 0.0, 1.5, "0", None, [0]]
@@ -22,7 +23,7 @@ def need(num_blocks: int, at_least: int) -> None:
         pytest.skip(f"needs {at_least} blocks, this one has {num_blocks}")
 
 
-class KVAllocatorContract:
+class KVAllocatorContract(KVAllocatorLoad):
     """The contract of KVAllocatorProtocol as tests.
 
     `make` may return an allocator with fewer blocks than asked for, even none; what cannot be

@@ -14,11 +14,12 @@ from sagellm.core.ids import BlockId
 from sagellm.core.protocols.kv_pool import KVPoolProtocol
 from sagellm.core.runtime import Clock, VirtualClock
 from sagellm.core.testing.kv_allocator import BAD_IDS, BAD_SIZES, need
+from sagellm.core.testing.kv_pool_load import KVPoolLoad
 from sagellm.core.testing.kv_pool_model import KVPoolMachine, ask
-from sagellm.core.testing.threads import run_in_threads
+from sagellm.core.testing.threads import NUM_THREADS, run_in_threads
 
 
-class KVPoolContract:
+class KVPoolContract(KVPoolLoad):
     """The contract of KVPoolProtocol as tests.
 
     `make` may return a pool with fewer blocks than asked for, even none; what cannot be tested
@@ -226,7 +227,7 @@ class KVPoolContract:
         machine.compare()
 
     def test_threads_never_hold_the_same_block(self) -> None:
-        """Four threads allocate, share and free; each block has one holder and none is lost."""
+        """Eight threads allocate, share and free; each block has one holder and none is lost."""
         pool = self.make_with(8)
         holders: dict[BlockId, int] = {}
 
@@ -245,7 +246,7 @@ class KVPoolContract:
                     del holders[block_id]
                 assert pool.free(block_ids) == len(block_ids)
 
-        run_in_threads(work, num_threads=4)
+        run_in_threads(work, num_threads=NUM_THREADS)
         assert pool.get_free_blocks() == pool.total_blocks
         assert dict(pool.block_info) == {}
         pool.check_integrity()

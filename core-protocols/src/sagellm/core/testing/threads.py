@@ -7,6 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+NUM_THREADS = 8
+"""How many threads the conformance kit runs at once."""
+
 
 def run_in_threads(work: Callable[[int], None], *, num_threads: int, switch_interval_s: float = 1e-5) -> None:
     """Call `work(0)`, `work(1)`, … at the same moment and raise the first error of any of them.

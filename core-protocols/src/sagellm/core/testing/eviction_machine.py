@@ -1,0 +1,153 @@
+"""Random operations of a prefix cache on its eviction policy, beside a model."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sagellm.core.ids import NodeId
+from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol
+
+_PICK = st.integers(0, 15)
+
+
+def make_node(node_id: int, **values: int) -> CachedNode:
+    """Return a node with what a test does not care about filled in."""
+    fields = {"num_blocks": 1, "depth": 16, "created_ns": node_id, "last_access_ns": node_id} | values
+    return CachedNode(node_id=NodeId(node_id), **fields)  # type: ignore[arg-type]
+
+
+class EvictionPolicyMachine(RuleBasedStateMachine):
+    """Tells a policy what a cache would tell it, and knows which nodes are unlocked leaves.
+
+    `names_victims` says that the policy names a victim as long as there is a candidate, and counts.
+    """
+
+    def __init__(self, policy: EvictionPolicyProtocol, *, names_victims: bool) -> None:
+        super().__init__()
+        self.policy = policy
+        self.names_victims = names_victims
+        self.now = 0
+        self.num_hits = 0
+        self.locked: list[CachedNode] = []
+        self.leaves: list[CachedNode] = []
+
+    @rule(num_blocks=st.integers(1, 4))
+    def insert(self, num_blocks: int) -> None:
+        """A request, which locks it, brings a node in."""
+        self.now += 1
+        node = make_node(self.now, num_blocks=num_blocks, depth=16 * num_blocks)
+        self.policy.on_insert(node)
+        self.locked.append(node)
+
+    @rule(pick=_PICK)
+    def unlock(self, pick: int) -> None:
+        """A request ended; the node is a leaf."""
+        if self.locked:
+            node = self.locked.pop(pick % len(self.locked))
+            self.policy.add_candidate(node)
+            self.leaves.append(node)
+
+    @rule(pick=_PICK, is_hit=st.booleans())
+    def lock(self, pick: int, is_hit: bool) -> None:  # noqa: FBT001  (hypothesis calls it)
+        """A request uses the node, or gives it a child."""
+        if self.leaves:
+            node = self.leaves.pop(pick % len(self.leaves))
+            self.policy.remove_candidate(node)
+            self.locked.append(node)
+            if is_hit:
+                self._hit(node)
+
+    @rule(pick=_PICK)
+    def hit_a_locked_node(self, pick: int) -> None:
+        """A second request uses what a first one holds."""
+        if self.locked:
+            self._hit(self.locked[pick % len(self.locked)])
+
+    def _hit(self, node: CachedNode) -> None:
+        self.now += 1
+        node.last_access_ns = self.now
+        node.access_count += 1
+        self.num_hits += 1
+        self.policy.on_hit(node)
+
+    @rule(pick=_PICK)
+    def split(self, pick: int) -> None:
+        """A new branch leaves a node in its middle; the lower part stays what it was."""
+        lower = (self.locked + self.leaves)[pick % (len(self.locked) + len(self.leaves) or 1) :][:1]
+        if lower and lower[0].num_blocks > 1:
+            self.now += 1
+            upper = make_node(self.now, last_access_ns=lower[0].last_access_ns)
+            lower[0].num_blocks -= 1
+            self.policy.on_split(upper, lower[0])
+            self.locked.append(upper)  # it has a child
+
+    @rule()
+    def evict(self) -> None:
+        """The cache asks who is next and takes its blocks."""
+        self._remove(self.policy.victim())
+
+    @rule(pick=_PICK)
+    def drop(self, pick: int) -> None:
+        """The cache is cleared, which asks no policy."""
+        self._remove(self.leaves[pick % len(self.leaves)] if self.leaves else None)
+
+    def _remove(self, node: CachedNode | None) -> None:
+        if node is not None and node in self.leaves:  # what else is named, the invariant finds
+            self.policy.remove_candidate(node)
+            self.policy.on_remove(node)
+            self.leaves.remove(node)
+
+    @invariant()
+    def the_victim_is_an_unlocked_leaf(self) -> None:
+        """The same one when asked twice, and one as long as there are any."""
+        victim = self.policy.victim()
+        if victim is not None:
+            assert victim in self.leaves, f"node {victim.node_id} was named: {self._what_is(victim)}"
+        assert self.policy.victim() is victim, "two questions in a row got two answers"
+        if self.names_victims:
+            assert victim is not None or not self.leaves, f"none was named of {len(self.leaves)} candidates"
+            metrics = self.policy.metrics()
+            counted = (metrics.num_candidates, metrics.num_hits)
+            expected = (len(self.leaves), self.num_hits)
+            assert counted == expected, f"candidates and hits are counted as {counted}; they are {expected}"
+
+    def _what_is(self, node: CachedNode) -> str:
+        return "it is locked or has a child" if node in self.locked else "it is not in the tree"
+
+
+def change(
+    policy: EvictionPolicyProtocol,
+    random: Random,
+    now: int,
+    outside: dict[int, CachedNode],
+    candidates: dict[int, CachedNode],
+) -> CachedNode | None:
+    """Do what a cache could do next and return the victim, if one went.
+
+    A node enters, is hit, locked, unlocked, or evicted.
+    """
+    kind = random.random()
+    if kind < 0.3 or not (outside or candidates):
+        node = make_node(now, last_access_ns=now // 3, created_ns=now // 3, num_blocks=random.randrange(1, 9))
+        policy.on_insert(node)
+        outside[now] = node
+    elif kind < 0.6 and outside:
+        node = outside.pop(random.choice(list(outside)))
+        policy.add_candidate(node)
+        candidates[node.node_id] = node
+    elif kind < 0.8 and candidates:
+        node = candidates.pop(random.choice(list(candidates)))
+        policy.remove_candidate(node)
+        node.last_access_ns = now // 3
+        node.access_count += 1
+        policy.on_hit(node)
+        outside[node.node_id] = node
+    elif victim := policy.victim():
+        assert victim.node_id in candidates, f"node {victim.node_id} was named and is no candidate"
+        policy.remove_candidate(victim)
+        policy.on_remove(victim)
+        return candidates.pop(victim.node_id)
+    return None
