@@ -1,0 +1,33 @@
+"""Runs the conformance kit on an installed plugin, away from the process that asks.
+
+    from sagellm.core.conformance import Conformance
+
+    for report in Conformance("acme-mru-policy").run():
+        print(report.provider, [fault.sentence for fault in report.faults])
+
+Needs the extra `testing` of core where it runs, not where it is imported.
+"""
+
+from typing import TYPE_CHECKING
+
+from sagellm.core import lazy
+
+if TYPE_CHECKING:
+    from sagellm.core.conformance.report import (
+        CheckResult as CheckResult,
+        Fault as Fault,
+        ProviderReport as ProviderReport,
+    )
+    from sagellm.core.conformance.supervisor import Conformance as Conformance
+
+__all__ = ["CheckResult", "Conformance", "Fault", "ProviderReport"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "CheckResult": ".report",
+        "Conformance": ".supervisor",
+        "Fault": ".report",
+        "ProviderReport": ".report",
+    },
+)

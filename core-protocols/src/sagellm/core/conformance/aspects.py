@@ -1,0 +1,28 @@
+"""Which part of a contract a test of the kit belongs to: its name says so."""
+
+from __future__ import annotations
+
+import re
+
+CONTRACT = "contract"
+
+_ASPECTS = (
+    ("random operations", r"random"),
+    ("threads", r"thread"),
+    ("isolation", r"share_nothing|never_share|without_each_other"),
+    ("cost", r"cost|cheap|takes_|does_not_grow"),
+    ("integrity", r"integrity|let_go"),
+)
+
+ASPECTS = (CONTRACT, *(aspect for aspect, _ in _ASPECTS))
+"""All parts, in the order in which they are shown."""
+
+
+def aspect_of(test_name: str) -> str:
+    """Return the part that a test belongs to, `contract` where its name has no other."""
+    return next((aspect for aspect, pattern in _ASPECTS if re.search(pattern, test_name)), CONTRACT)
+
+
+def rule_of(test_name: str) -> str:
+    """Return the fact that a test states: `test_a_block_is_freed_once` is `a block is freed once`."""
+    return test_name.removeprefix("test_").replace("_", " ")

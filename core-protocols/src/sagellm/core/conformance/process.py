@@ -1,0 +1,98 @@
+"""The process in which a plugin is tested, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_WORKER = "sagellm.core.conformance.worker"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The process is gone, or was ended for its silence."""
+
+    sentence: str
+
+
+class WorkerProcess:
+    """A worker in an empty folder of its own, which loads one distribution's plugins and no other.
+
+    A context manager; at its end the process and whatever it has started are gone.
+    """
+
+    def __init__(self, task: Mapping[str, Any], distribution: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._errors = Path(self._folder.name) / "stderr"
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=self._folder.name,
+                env=_environment(distribution),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None, "asked for as a pipe"
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps(dict(task)).encode())
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def next_event(self, timeout_s: float) -> dict[str, Any] | Ended:
+        """Wait for what the worker says next; end it if it says nothing for so long."""
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            self._end()
+            return Ended(f"no answer within {timeout_s:g} s; its process was ended")
+        return event if event is not None else Ended(self._how_it_ended())
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "asked for as a pipe"
+        for line in self._process.stdout:
+            self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def _end(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait()
+        how = f"with exit status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        lines = self._errors.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"its process ended {how}" + (f": {last[:200]}" if last and code >= 0 else "")
+
+
+def _environment(distribution: str) -> dict[str, str]:
+    """Let the worker see the packages that this process sees, and of plugins only those in question."""
+    left_out = ("SAGELLM_PLUGINS_", "PYTEST_", "PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "SAGELLM_PLUGINS_ALLOW": distribution,
+    }

@@ -1,0 +1,63 @@
+"""What the conformance kit found out about a provider."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["passed", "failed", "skipped", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rule of a contract that a provider breaks: what was done, what was expected, what came."""
+
+    rule: str  # a block is freed once
+    meaning: str  # what the contract adds to that
+    found: str
+    expected: str = ""  # empty where the rule says it
+    cases: tuple[str, ...] = ()  # the arguments with which it failed, where there are several
+    calls: tuple[str, ...] = ()  # the last ones; of random operations the fewest that show the fault
+    num_calls: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """The rule, what was expected and what came."""
+        expected = f"expected {self.expected}, found {self.found}" if self.expected else self.found
+        return f"{self.rule}: {expected}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """The verdict on one rule. `reason` says why it was skipped."""
+
+    aspect: str
+    rule: str
+    outcome: Outcome
+    reason: str = ""
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProviderReport:
+    """The verdict on one provider. `unchecked` says why there is none."""
+
+    kind: str
+    name: str
+    results: tuple[CheckResult, ...] = ()
+    unchecked: str = ""
+
+    @property
+    def provider(self) -> str:
+        """Kind and name."""
+        return f"{self.kind} {self.name}"
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """The rules that it breaks."""
+        return tuple(result.fault for result in self.results if result.fault is not None)
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether a rule is broken, or could not be tested for what others did."""
+        return any(result.outcome in ("failed", "not run") for result in self.results)

@@ -1,0 +1,184 @@
+"""Has the kit run in another process, and outlives a plugin that hangs or takes its process down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from typing import Any
+
+from sagellm.core.conformance.aspects import CONTRACT
+from sagellm.core.conformance.process import Ended, WorkerProcess
+from sagellm.core.conformance.report import CheckResult, Fault, ProviderReport
+from sagellm.core.errors import ConfigError, PluginError, UnknownProviderError, nearest
+from sagellm.core.plugins.registry import GROUP
+
+Progress = Callable[[str], None]
+"""Told what is being tested."""
+
+_MAX_LOST_PROCESSES = 3
+_LOADING = "the plugin can be loaded"
+
+
+class Conformance:
+    """The conformance kit on the providers of one installed distribution.
+
+    `timeout_s` is what one test may take, or the loading of the plugin. Nothing of the plugin is
+    imported into this process.
+    """
+
+    def __init__(self, distribution: str, *, timeout_s: float = 120.0) -> None:
+        known = installed_distributions()
+        self._distribution = re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+        self._timeout_s = timeout_s
+        if self._distribution not in known:
+            raise UnknownProviderError(
+                f"no installed distribution with plugins is called {distribution!r}; "
+                f"installed: {', '.join(known)}.{nearest(self._distribution, known)}"
+            )
+        missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"the conformance kit needs {' and '.join(missing)}; "
+                'install them with: pip install "sagellm-core-protocols[testing]"'
+            )
+
+    def run(
+        self, *, kind: str | None = None, name: str | None = None, progress: Progress = lambda _: None
+    ) -> Iterator[ProviderReport]:
+        """Yield a report for each provider, or for those of a kind or a name.
+
+        Raises PluginError if the distribution cannot be loaded, UnknownProviderError if it has no such
+        provider.
+        """
+        progress(f"loading {self._distribution}")
+        providers = self._providers()
+        chosen = [each for each in providers if kind in (None, each[0]) and name in (None, each[1])]
+        if not chosen:
+            listed = ", ".join(" ".join(each) for each in providers) or "none"
+            asked = " ".join(filter(None, (kind, name))) or "provider"
+            raise UnknownProviderError(f"{self._distribution} provides no {asked}; it provides: {listed}")
+        for each in chosen:
+            yield _ProviderRun(self._distribution, *each, self._timeout_s, progress).report()
+
+    def _providers(self) -> list[tuple[str, str]]:
+        task = {"distribution": self._distribution, "kind": None, "name": None}
+        with WorkerProcess(task, self._distribution) as worker:
+            found = worker.next_event(self._timeout_s)
+            if isinstance(found, Ended):
+                raise PluginError(f"{self._distribution} cannot be loaded: {found.sentence}")
+        if found["error"] is not None:
+            raise PluginError(found["error"])
+        return [(kind, name) for kind, name in found["providers"]]
+
+
+def installed_distributions() -> list[str]:
+    """Return the names of distributions that have plugins, without importing any."""
+    return sorted(
+        {
+            re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
+            for distribution in distributions()
+            if any(entry_point.group == GROUP for entry_point in distribution.entry_points)
+        }
+    )
+
+
+class _ProviderRun:
+    """Runs the tests of one provider, in another process again when one is lost."""
+
+    def __init__(self, distribution: str, kind: str, name: str, timeout_s: float, progress: Progress) -> None:
+        self._task: dict[str, Any] = {"distribution": distribution, "kind": kind, "name": name}
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._results: dict[str, CheckResult] = {}  # by rule
+        self._planned: dict[str, tuple[str, str]] = {}  # rule and aspect by test
+        self._finished: list[str] = []
+        self._current: str | None = None
+        self._error: tuple[str, str] | None = None  # what kept the provider from being made
+
+    def report(self) -> ProviderReport:
+        """Run all tests."""
+        num_lost = 0
+        while num_lost < _MAX_LOST_PROCESSES:
+            ended = self._run_process()
+            if self._error is not None:
+                return self._not_made(*self._error)
+            if ended is None:
+                break
+            num_lost += 1
+            self._lose(ended)
+            if not self._planned:
+                break
+        for test in self._planned.keys() - set(self._finished):
+            self._add(
+                test,
+                CheckResult(aspect=self._planned[test][1], rule=self._planned[test][0], outcome="not run"),
+            )
+        return ProviderReport(
+            kind=self._task["kind"], name=self._task["name"], results=tuple(self._results.values())
+        )
+
+    def _run_process(self) -> Ended | None:
+        """Run what is left; return how the process ended unless it came to the end of its tests."""
+        self._current = None
+        with WorkerProcess(self._task | {"finished": self._finished}, self._task["distribution"]) as worker:
+            while True:
+                event = worker.next_event(self._timeout_s)
+                if isinstance(event, Ended):
+                    return event
+                if event["event"] == "done":
+                    return None
+                self._handle(event)
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == "error":
+            self._error = (event["type"], event["text"])
+        elif event["event"] == "plan":
+            self._planned |= {test: (rule, aspect) for test, rule, aspect in event["tests"]}
+        elif event["event"] == "start":
+            self._current = event["test"]
+            number = f"{len(self._finished) + 1} of {len(self._planned)}"
+            self._progress(
+                f"{self._task['kind']} {self._task['name']} ({number}): {self._planned[event['test']][0]}"
+            )
+        elif event["event"] == "end":
+            rule, aspect = self._planned[event["test"]]
+            fault = event.get("fault")
+            if fault is not None:
+                fault = Fault(**{**fault, "cases": tuple(fault["cases"]), "calls": tuple(fault["calls"])})
+            result = CheckResult(
+                aspect=aspect,
+                rule=rule,
+                outcome=event["outcome"],
+                reason=event.get("reason", ""),
+                fault=fault,
+            )
+            self._add(event["test"], result)
+
+    def _lose(self, ended: Ended) -> None:
+        rule, aspect = _LOADING, CONTRACT
+        if self._current is not None:
+            rule, aspect = self._planned[self._current]
+        fault = Fault(rule=rule, meaning="", expected="an answer", found=ended.sentence)
+        self._add(self._current, CheckResult(aspect=aspect, rule=rule, outcome="failed", fault=fault))
+
+    def _add(self, test: str | None, result: CheckResult) -> None:
+        """Keep one result a rule: the first fault, with all cases in which it shows."""
+        if test is not None:
+            self._finished.append(test)
+        known = self._results.get(result.rule)
+        if known is None or (known.fault is None and result.outcome != "passed"):
+            self._results[result.rule] = result
+        elif known.fault is not None and result.fault is not None:
+            fault = replace(known.fault, cases=known.fault.cases + result.fault.cases)
+            self._results[result.rule] = replace(known, fault=fault)
+
+    def _not_made(self, type_name: str, text: str) -> ProviderReport:
+        report = ProviderReport(kind=self._task["kind"], name=self._task["name"])
+        if type_name == "UncheckedError":
+            return replace(report, unchecked=text)
+        fault = Fault(rule=_LOADING, meaning="", expected="no error", found=f"{type_name}: {text}")
+        failed = CheckResult(aspect=CONTRACT, rule=_LOADING, outcome="failed", fault=fault)
+        return replace(report, results=(failed,))

@@ -1,0 +1,137 @@
+"""What runs in a process of its own: a plugin's code, which may hang or crash, under the kit.
+
+`python -m sagellm.core.conformance.worker`, with a task as JSON on standard input. Each line of standard
+output is an event; what the plugin prints goes nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.conformance.aspects import aspect_of, rule_of
+from sagellm.core.conformance.explain import explain
+from sagellm.core.conformance.report import Fault
+from sagellm.core.plugins.registry import PluginRegistry
+
+Emit = Callable[[Mapping[str, Any]], None]
+
+_TESTS = "test_plugin.py"
+_SOURCE = """
+from sagellm.core.testing.installed import installed_contract
+
+TestProvider = installed_contract({kind!r}, {name!r})
+"""
+
+
+def main() -> None:
+    """Do the task that standard input describes."""
+    task = json.load(sys.stdin)
+    events = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def emit(event: Mapping[str, Any]) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
+
+    if task["name"] is None:
+        _list_providers(task["distribution"], emit)
+    else:
+        _run_tests(task, emit)
+    emit({"event": "done"})
+    events.close()
+    os._exit(0)  # whatever threads the plugin has left
+
+
+def _list_providers(distribution: str, emit: Emit) -> None:
+    registry = PluginRegistry.load()
+    emit(
+        {
+            "event": "providers",
+            "providers": [
+                [entry.provider.kind, entry.provider.name]
+                for entry in registry.providers()
+                if entry.distribution == distribution
+            ],
+            "error": next((str(p.error) for p in registry.plugins if p.error is not None), None),
+        }
+    )
+
+
+def _run_tests(task: Mapping[str, Any], emit: Emit) -> None:
+    import pytest
+
+    qualified_name = f"{task['distribution']}:{task['name']}"
+    Path(_TESTS).write_text(_SOURCE.format(kind=task["kind"], name=qualified_name), encoding="utf-8")
+    options = ["-m", "not full", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", "."]
+    pytest.main([_TESTS, *options], plugins=[_Reporter(task["kind"], task["finished"], emit)])
+
+
+class _Reporter:
+    """A plugin of pytest that emits what happens."""
+
+    def __init__(self, kind: str, finished: list[str], emit: Emit) -> None:
+        self._kind, self._finished, self._emit = kind, finished, emit
+
+    def pytest_exception_interact(self, call: Any, report: Any) -> None:
+        """Tell what kept the provider from being made."""
+        import pytest
+
+        if getattr(report, "when", "") == "collect":
+            error = call.excinfo.value
+            if isinstance(error, pytest.Collector.CollectError):
+                error = error.__cause__ or error
+            self._emit({"event": "error", "type": type(error).__name__, "text": str(error)})
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leave out what an earlier process has finished, and tell what remains."""
+        items[:] = [item for item in items if item.nodeid not in self._finished]
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Tell what will be tested."""
+        tests = [[item.nodeid, rule_of(_name(item)), aspect_of(_name(item))] for item in session.items]
+        self._emit({"event": "plan", "tests": tests})
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Tell which test begins."""
+        self._emit({"event": "start", "test": nodeid})
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        """Tell how it ended. Returns nothing, so pytest makes its own report as well."""
+        import pytest
+
+        if call.when != "call" and call.excinfo is None:
+            return
+        ended = {"event": "end", "test": item.nodeid, "outcome": "passed"}
+        if call.excinfo is not None and isinstance(call.excinfo.value, pytest.skip.Exception):
+            ended |= {"outcome": "skipped", "reason": str(call.excinfo.value)}
+        elif call.excinfo is not None:
+            ended |= {"outcome": "failed", "fault": asdict(self._fault(item, call.excinfo))}
+        self._emit(ended)
+
+    def _fault(self, item: Any, excinfo: Any) -> Fault:
+        expected, found = explain(excinfo.value, excinfo.tb)
+        calls = getattr(item.instance, "calls", None)
+        case = getattr(item, "callspec", None)
+        return Fault(
+            rule=rule_of(_name(item)),
+            meaning=next(iter((item.obj.__doc__ or "").strip().splitlines()), ""),
+            found=found,
+            expected=expected,
+            cases=() if case is None else (case.id,),
+            calls=() if calls is None else tuple(calls.texts()),
+            num_calls=0 if calls is None else calls.num_calls,
+        )
+
+
+def _name(item: Any) -> str:
+    return str(getattr(item, "originalname", None) or item.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The conformance kit on what is installed: `TestMine = installed_contract("eviction_policy", "mru")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import sagellm.core
+from sagellm.core.conformance.aspects import aspect_of
+from sagellm.core.errors import ConfigError
+from sagellm.core.ids import BlockId, RequestId, SequenceId
+from sagellm.core.plugins.registry import PluginRegistry
+from sagellm.core.protocols.eviction import EvictionCandidate
+from sagellm.core.protocols.quantizer import QuantizationConfig
+from sagellm.core.protocols.scheduler_ir import ScheduleRequest
+from sagellm.core.runtime import VirtualClock
+from sagellm.core.testing.calls import Calls
+from sagellm.core.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
+from sagellm.core.testing.kv_allocator import KVAllocatorContract
+from sagellm.core.testing.kv_pool import KVPoolContract
+from sagellm.core.testing.lifetime import LifetimePredictorContract
+from sagellm.core.testing.logits_processor import LogitsProcessorContract
+from sagellm.core.testing.prefix_cache import PrefixCacheContract
+from sagellm.core.testing.prefix_cache_keeping import KeepingPrefixCacheContract
+from sagellm.core.testing.quantizer import QuantizerContract
+from sagellm.core.testing.scheduler import SchedulerContract, SchedulerPlanContract
+from sagellm.core.testing.scheduler_pass import SchedulerPassContract
+from sagellm.core.testing.topology import TopologyContract
+from sagellm.core.tokens import pack
+
+Factory = Callable[..., Any]
+
+
+class _Kind(NamedTuple):
+    """How a kind is tested.
+
+    `contract` holds for those that do something, which `does` finds out, `null` for the others.
+    `probe` makes one as the contract would. Calls are noted where that disturbs nothing.
+    """
+
+    contract: type
+    protocol: str
+    probe: Callable[[Factory], Any]
+    make: Callable[..., Any]
+    notes_calls: bool = False
+    null: type | None = None
+    does: Callable[[Any], bool] | None = None
+
+
+def _make(self: Any, *arguments: Any, **options: Any) -> Any:
+    return self.calls.watch(self.factory(*arguments, **options))
+
+
+def _make_pool(self: Any, total_blocks: int, block_size: int, clock: Any) -> Any:
+    return _make(self, total_blocks, block_size, clock=clock)
+
+
+def _make_cache(self: Any, max_blocks: int = 100, block_size: int = 4, **options: Any) -> Any:
+    return _make(self, max_blocks, block_size, **{"eviction_policy": None, "clock": None} | options)
+
+
+def _make_quantizer(self: Any, config: QuantizationConfig | None = None) -> Any:
+    return _make(self, config or QuantizationConfig())
+
+
+def _names_victims(policy: Any) -> bool:
+    for node_id in range(1, 4):
+        node = make_node(node_id)
+        policy.on_insert(node)
+        policy.add_candidate(node)
+    candidate = EvictionCandidate(sequence_id=SequenceId("a"), block_ids=[BlockId(0)], last_access_time=0.0)
+    return policy.victim() is not None or bool(policy.select_victims([candidate], 1))
+
+
+def _keeps(cache: Any) -> bool:
+    return bool(cache.insert_prefix(range(8), [BlockId(0), BlockId(1)]).num_new_blocks)
+
+
+def _schedules(scheduler: Any) -> bool:
+    request = ScheduleRequest(RequestId("a"), pack(range(8)), 8)
+    plan = scheduler.schedule(pending_requests=[request], running_requests=[], available_memory=8)
+    return bool(plan.scheduled_requests)
+
+
+def _probe_scheduler(factory: Factory) -> Any:
+    return factory(max_num_batched_tokens=64, max_num_seqs=4, block_size=16, probe=None, clock=VirtualClock())
+
+
+def _call(factory: Factory) -> Any:
+    return factory()
+
+
+_KINDS = {
+    "eviction_policy": _Kind(
+        RankingEvictionPolicyContract,
+        "EvictionPolicyProtocol",
+        _call,
+        _make,
+        notes_calls=True,
+        null=EvictionPolicyContract,
+        does=_names_victims,
+    ),
+    "kv_allocator": _Kind(
+        KVAllocatorContract, "KVAllocatorProtocol", lambda factory: factory(64), _make, notes_calls=True
+    ),
+    "kv_pool": _Kind(
+        KVPoolContract,
+        "KVPoolProtocol",
+        lambda factory: factory(64, 16, clock=VirtualClock()),
+        _make_pool,
+        notes_calls=True,
+    ),
+    "lifetime_predictor": _Kind(
+        LifetimePredictorContract, "LifetimePredictorProtocol", _call, _make, notes_calls=True
+    ),
+    "logits_processor": _Kind(
+        LogitsProcessorContract, "LogitsProcessorProtocol", lambda factory: factory(97), _make
+    ),
+    "prefix_cache": _Kind(
+        KeepingPrefixCacheContract,
+        "PrefixCacheProtocol",
+        lambda factory: factory(100, 4, eviction_policy=None, clock=None),
+        _make_cache,
+        notes_calls=True,
+        null=PrefixCacheContract,
+        does=_keeps,
+    ),
+    "quantizer": _Kind(
+        QuantizerContract, "QuantizerProtocol", lambda factory: factory(QuantizationConfig()), _make_quantizer
+    ),
+    "scheduler": _Kind(
+        SchedulerContract,
+        "SchedulerIRProtocol",
+        _probe_scheduler,
+        _make,
+        null=SchedulerPlanContract,
+        does=_schedules,
+    ),
+    "scheduler_pass": _Kind(SchedulerPassContract, "SchedulerPassProtocol", _call, _make),
+    "topology": _Kind(TopologyContract, "TopologyProtocol", _call, _make),
+}
+
+_NO_SAMPLE = "its contract needs a file of the format; subclass TraceReaderContract in your tests"
+
+
+class UncheckedError(Exception):
+    """A provider cannot be checked by its name alone, which is no fault of it."""
+
+
+class _Installed:
+    factory: Factory
+    protocol: type
+    notes_calls: bool
+    calls: Calls
+
+    @pytest.fixture(autouse=True)
+    def _note_calls(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        aspect = aspect_of(request.node.name)
+        self.calls = Calls(is_on=self.notes_calls and aspect not in ("cost", "threads"))
+        yield
+
+
+def installed_contract(kind: str, name: str) -> type:
+    """Return the contract of a kind as a test class that makes the installed provider of that name.
+
+    Raises UncheckedError where the kind has none that a name suffices for, or the provider asks for
+    options with a ConfigError; and whatever else the provider raises.
+    """
+    if kind == "trace_reader":
+        raise UncheckedError(_NO_SAMPLE)
+    if kind not in _KINDS:
+        raise UncheckedError(f"the kit has no contract for the kind {kind}")
+    entry = _KINDS[kind]
+    factory: Any = PluginRegistry.load().resolve(kind, name)
+    try:
+        made = entry.probe(factory)
+    except ConfigError as error:
+        raise UncheckedError(f"it asks for options: {error}") from error
+    protocol = getattr(sagellm.core, entry.protocol)
+    if not isinstance(made, protocol):
+        raise TypeError(f"{factory!r} makes a {type(made).__name__}, which is no {entry.protocol}")
+    return type(
+        f"Test{entry.protocol.removesuffix('Protocol')}",
+        (_Installed, _contract(entry, made)),
+        {
+            "factory": staticmethod(factory),
+            "make": entry.make,
+            "notes_calls": entry.notes_calls,
+            "__doc__": f"The contract of {entry.protocol} on {kind} {name}.",
+        },
+    )
+
+
+def _contract(entry: _Kind, made: Any) -> type:
+    if entry.null is None or entry.does is None:
+        return entry.contract
+    try:
+        return entry.contract if entry.does(made) else entry.null
+    except Exception:  # what it does wrong, the tests will say
+        return entry.contract

@@ -1,0 +1,1 @@
+"""Five allocators of KV blocks, each with one fault that people really make."""

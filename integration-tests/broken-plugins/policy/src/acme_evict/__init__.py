@@ -1,0 +1,1 @@
+"""Five eviction policies, each with one fault that people really make."""
