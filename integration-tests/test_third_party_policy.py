@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
+from scratch import Scratch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "third-party-policy"
@@ -65,33 +63,6 @@ print("evicted", metrics.num_victims)
 """
 
 
-class Scratch:
-    """A virtual environment of its own that also sees what is installed in this one."""
-
-    def __init__(self, folder: Path) -> None:
-        venv.create(folder, with_pip=False, symlinks=True)
-        self.python = folder / "bin" / "python"
-        (site_packages,) = folder.glob("lib/python*/site-packages")
-        here = sysconfig.get_path("purelib")
-        # addsitedir, not a plain path: editable installs are .pth files of their own.
-        (site_packages / "this-environment.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-        self._environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("SAGELLM_", "PYTHON"))
-        }
-
-    def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(self.python), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env=self._environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"},
-            timeout=300,
-            check=False,
-        )
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
-
-
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     return Scratch(tmp_path_factory.mktemp("without") / "environment")
@@ -100,10 +71,8 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """The outside package is copied, built and installed, without network and without dependencies."""
-    folder = tmp_path_factory.mktemp("scratch")
-    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    made = Scratch(folder / "environment")
-    made.run("-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", source)
+    made = Scratch(tmp_path_factory.mktemp("scratch") / "environment")
+    made.install(EXAMPLE)
     return made
 
 

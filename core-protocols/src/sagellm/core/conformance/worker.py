@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sagellm.core.conformance.aspects import aspect_of, rule_of
+from sagellm.core.conformance.aspects import ASPECTS, aspect_of, rule_of
 from sagellm.core.conformance.explain import explain
 from sagellm.core.conformance.report import Fault
 from sagellm.core.plugins.registry import PluginRegistry
@@ -69,14 +69,14 @@ def _run_tests(task: Mapping[str, Any], emit: Emit) -> None:
     qualified_name = f"{task['distribution']}:{task['name']}"
     Path(_TESTS).write_text(_SOURCE.format(kind=task["kind"], name=qualified_name), encoding="utf-8")
     options = ["-m", "not full", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", "."]
-    pytest.main([_TESTS, *options], plugins=[_Reporter(task["kind"], task["finished"], emit)])
+    pytest.main([_TESTS, *options], plugins=[_Reporter(task["finished"], emit)])
 
 
 class _Reporter:
     """A plugin of pytest that emits what happens."""
 
-    def __init__(self, kind: str, finished: list[str], emit: Emit) -> None:
-        self._kind, self._finished, self._emit = kind, finished, emit
+    def __init__(self, finished: list[str], emit: Emit) -> None:
+        self._finished, self._emit = finished, emit
 
     def pytest_exception_interact(self, call: Any, report: Any) -> None:
         """Tell what kept the provider from being made."""
@@ -89,8 +89,9 @@ class _Reporter:
             self._emit({"event": "error", "type": type(error).__name__, "text": str(error)})
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leave out what an earlier process has finished, and tell what remains."""
+        """Leave out what an earlier process has finished; ask first what others could disturb."""
         items[:] = [item for item in items if item.nodeid not in self._finished]
+        items.sort(key=lambda item: _turn(_name(item)))
 
     def pytest_collection_finish(self, session: Any) -> None:
         """Tell what will be tested."""
@@ -127,6 +128,10 @@ class _Reporter:
             calls=() if calls is None else tuple(calls.texts()),
             num_calls=0 if calls is None else calls.num_calls,
         )
+
+
+def _turn(test_name: str) -> tuple[int, bool]:
+    return ASPECTS.index(aspect_of(test_name)), "share_nothing" not in test_name
 
 
 def _name(item: Any) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
     )
     from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy as AuditingEvictionPolicy
+    from sagellm.core.testing.installed import installed_contract as installed_contract
     from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
     from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
@@ -63,6 +64,7 @@ _TABLE = {
     "SchedulerPlanContract": ".scheduler",
     "TopologyContract": ".topology",
     "TraceReaderContract": ".trace",
+    "installed_contract": ".installed",
     "run_in_threads": ".threads",
 }
 
@@ -85,6 +87,7 @@ __all__ = [
     "SchedulerPlanContract",
     "TopologyContract",
     "TraceReaderContract",
+    "installed_contract",
     "run_in_threads",
 ]
 

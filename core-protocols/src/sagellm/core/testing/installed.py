@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -156,10 +156,9 @@ class _Installed:
     calls: Calls
 
     @pytest.fixture(autouse=True)
-    def _note_calls(self, request: pytest.FixtureRequest) -> Iterator[None]:
+    def _note_calls(self, request: pytest.FixtureRequest) -> None:
         aspect = aspect_of(request.node.name)
         self.calls = Calls(is_on=self.notes_calls and aspect not in ("cost", "threads"))
-        yield
 
 
 def installed_contract(kind: str, name: str) -> type:

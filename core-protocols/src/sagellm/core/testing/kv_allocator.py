@@ -161,7 +161,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         if 1 <= size <= total - len(held):
             block_ids = allocator.allocate(size)
             assert len(set(block_ids)) == size
-            assert set(block_ids).isdisjoint(held)
+            assert set(block_ids).isdisjoint(held), "a block was handed out while it was held"
             assert all(0 <= block_id < total for block_id in block_ids)
             held += block_ids
         else:

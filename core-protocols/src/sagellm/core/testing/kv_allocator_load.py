@@ -87,11 +87,24 @@ class KVAllocatorLoad:
         """No block is held twice, lost or invented, and the integrity holds after each step."""
         run_operations(lambda: KVAllocatorMachine(*self._sized(16)))
 
+    def test_the_integrity_holds_while_all_blocks_come_and_go(self) -> None:
+        """One by one, in the order in which they came, in the reverse one, and with gaps."""
+        allocator, total = self._sized(24)
+        for order in (slice(None), slice(None, None, -1), slice(None, None, 2)):
+            held = []
+            for _ in range(total):
+                held += allocator.allocate(1)
+                allocator.check_integrity()
+            for block_id in held[order] + ([] if order.step != 2 else held[1::2]):
+                allocator.free([block_id])
+                allocator.check_integrity()
+            assert allocator.num_free_blocks == total
+
     def test_two_allocators_decide_without_each_other(self) -> None:
         """Equal calls give equal ids, whatever another one is asked in between."""
         alone = _handed_out(self.make(64), Random(1))
         other = self.make(64)
-        assert _handed_out(self.make(64), Random(1), beside=other) == alone
+        assert _handed_out(self.make(64), Random(1), beside=other) == alone, "other blocks came"
 
     def test_eight_threads_may_take_turns(self) -> None:
         """The pool calls from any thread under its own lock."""

@@ -101,11 +101,27 @@ class KVPoolLoad:
         """No reference is lost or invented, and the integrity holds after each step."""
         run_operations(lambda: KVPoolOperations(self.make(16, 16, VirtualClock())))
 
+    def test_the_integrity_holds_while_all_blocks_come_and_go(self) -> None:
+        """One by one, in the order in which they came and in the reverse one, held once and twice."""
+        pool = self.make(24, 16, VirtualClock())
+        for step in (1, -1):
+            held = []
+            for _ in range(pool.total_blocks):
+                held += pool.allocate(ask(1))
+                pool.share(held[-1:] * (len(held) % 2))
+                pool.check_integrity()
+            for block_id in held[::step] + held[::2]:
+                pool.free([block_id])
+                pool.check_integrity()
+            assert pool.get_free_blocks() == pool.total_blocks
+
     def test_two_pools_decide_without_each_other(self) -> None:
         """Equal calls give equal ids, whatever another one is asked in between."""
         alone = _handed_out(self.make(64, 16, VirtualClock()), Random(1))
         other = self.make(64, 16, VirtualClock())
-        assert _handed_out(self.make(64, 16, VirtualClock()), Random(1), beside=other) == alone
+        assert _handed_out(self.make(64, 16, VirtualClock()), Random(1), beside=other) == alone, (
+            "other blocks came"
+        )
 
     def test_eight_threads_may_have_a_pool_each(self) -> None:
         """Nothing that two of them share is changed without a lock."""

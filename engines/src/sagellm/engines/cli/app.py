@@ -13,7 +13,7 @@ _HERE = "sagellm.engines.cli"
 
 _CONFIG = Entry(f"{_HERE}.config:app", "Show the settings and where they come from.")
 _DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is wrong and how to mend it.")
-_PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, or tell about one.")
+_PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, tell about one, or test it.")
 
 _MODULES = {
     "pool": "KV pool",

@@ -1,4 +1,4 @@
-"""`plugins list` and `plugins info`: what is installed, and what is broken."""
+"""`plugins list|info|check`: what is installed, and what is broken."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from sagellm.core import (
     nearest,
 )
 from sagellm.engines.cli.output import columns, new_app, print_json
+from sagellm.engines.cli.plugin_check import check
 
 CORE = "sagellm-core-protocols"
 
-app = new_app("List installed plugins, or tell about one.")
+app = new_app("List installed plugins, tell about one, or test it.")
+app.command("check")(check)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,43 +77,48 @@ class Generous(Stack):
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         if type(num_blocks) is int and num_blocks > self.num_free_blocks:
-            num_blocks = self.num_free_blocks
-            return self._take(num_blocks)
+            return self._take(self.num_free_blocks)
         return super().allocate(num_blocks)
 
 
 class Runs(Stack):
-    """Keeps runs of free blocks, and joins them in an order that sometimes counts a block twice."""
+    """Keeps runs of free blocks; where a block closes a gap, the run on its right stays on the books."""
 
     def __init__(self, total_blocks: int) -> None:
         super().__init__(total_blocks)
-        self._runs: dict[int, int] = {0: total_blocks} if total_blocks else {}  # first block, length
+        self._lengths: dict[int, int] = {}  # by the first block of a run
+        self._firsts: dict[int, int] = {}  # by the block behind a run
+        if total_blocks:
+            self._add(0, total_blocks)
 
     def check_integrity(self) -> None:
         """There is nothing to check."""
 
+    def _add(self, first: int, length: int) -> None:
+        self._lengths[first], self._firsts[first + length] = length, first
+
     def _take(self, num_blocks: int) -> list[BlockId]:
         taken: list[BlockId] = []
         while len(taken) < num_blocks:
-            first, length = self._runs.popitem()
+            first, length = self._lengths.popitem()
+            self._firsts.pop(first + length, None)
             size = min(length, num_blocks - len(taken))
             taken += (BlockId(block_id) for block_id in range(first, first + size))
             if size < length:
-                self._runs[first + size] = length - size
+                self._add(first + size, length - size)
         self._held.update(taken)
         return taken
 
     def _give_back(self, block_ids: Sequence[BlockId]) -> None:
         self._held.difference_update(block_ids)
         for block_id in block_ids:
-            # A block that closes a gap joins both runs; the right one is forgotten to be taken out.
-            length = 1 + self._runs.get(block_id + 1, 0)
-            left = next((first for first, size in self._runs.items() if first + size == block_id), None)
+            length = 1 + self._lengths.get(block_id + 1, 0)
+            left = self._firsts.pop(block_id, None)
             if left is not None:
-                self._runs[left] += length
+                self._add(left, self._lengths[left] + length)  # and what of block_id + 1?
             else:
-                self._runs.pop(block_id + 1, None)
-                self._runs[block_id] = length
+                self._lengths.pop(block_id + 1, None)
+                self._add(block_id, length)
 
 
 class Common(Stack):
@@ -134,10 +139,10 @@ class Common(Stack):
 
 
 class Lowest(Stack):
-    """Looks at all blocks for the lowest free one."""
+    """Sorts all free blocks for the lowest ones."""
 
     def _take(self, num_blocks: int) -> list[BlockId]:
-        taken = sorted(self._free)[:num_blocks]
-        self._free = [block_id for block_id in self._free if block_id not in set(taken)]
+        self._free.sort()
+        taken, self._free = self._free[:num_blocks], self._free[num_blocks:]
         self._held.update(taken)
         return taken

@@ -1,0 +1,143 @@
+"""`plugins check`: the conformance kit on an installed plugin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sagellm.engines.cli.output import print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sagellm.core.conformance import Fault, ProviderReport
+
+_WIDE = 1000  # columns, so that a program that reads the table gets whole lines
+_MAX_CALLS = 20
+"""Of more, the last ones alone would explain nothing."""
+
+
+def _complete(incomplete: str) -> list[str]:
+    from sagellm.core.conformance.supervisor import installed_distributions
+
+    return [name for name in installed_distributions() if name.startswith(incomplete)]
+
+
+def check(
+    distribution: Annotated[
+        str, typer.Argument(metavar="DIST", help="Installed distribution.", autocompletion=_complete)
+    ],
+    *,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only providers of this kind.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Only the provider of this name.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What one test may take.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Test what a distribution provides against the contracts of its kinds.
+
+    Every provider runs through the conformance kit in a process of its own: contract, isolation,
+    integrity, random operations, eight threads, cost. Exit status 1 if a contract is broken.
+    """
+    from sagellm.core.conformance import Conformance
+
+    conformance = Conformance(distribution, timeout_s=timeout)
+    with _progress() as progress:
+        reports = list(conformance.run(kind=kind, name=name, progress=progress))
+    if as_json:
+        print_json({"distribution": distribution, "providers": reports})
+    else:
+        _print_report(distribution, reports)
+    if any(report.is_faulty for report in reports) or all(report.unchecked for report in reports):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield what shows each test on a terminal, and each provider elsewhere."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        with Console(stderr=True).status(Text("")) as status:
+            yield lambda text: status.update(Text(text))
+        return
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        subject = text.partition(" (")[0]
+        if subject not in shown[-1:]:
+            shown.append(subject)
+            typer.echo(subject, err=True)
+
+    yield show
+
+
+def _print_report(distribution: str, reports: Sequence[ProviderReport]) -> None:
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _WIDE
+    Console(highlight=False, width=width).print(_table(reports))
+    for report in reports:
+        if report.unchecked:
+            typer.echo(f"\n{report.provider} was not checked: {report.unchecked}")
+        for fault in report.faults:
+            typer.echo(f"\n{report.provider} breaks its contract. {_fault_text(fault)}")
+    num_checked = sum(not report.unchecked for report in reports)
+    num_faulty = sum(report.is_faulty for report in reports)
+    verdict = f"{num_faulty} of {num_checked} checked providers break their contract"
+    if not num_checked:
+        verdict = "nothing could be checked"
+    elif not num_faulty:
+        verdict = f"all {num_checked} checked providers keep their contract"
+    typer.echo(f"\n{distribution}: {verdict}.")
+
+
+def _table(reports: Sequence[ProviderReport]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for head in ("KIND", "NAME", "CHECK", "VERDICT"):
+        table.add_column(head)
+    for report in reports:
+        rows = _verdicts(report) or {"": "not checked"}
+        for aspect, verdict in rows.items():
+            style = "red" if verdict.startswith("FAILED") else ""
+            table.add_row(Text(report.kind), Text(report.name), Text(aspect), Text(verdict, style=style))
+    return table
+
+
+def _verdicts(report: ProviderReport) -> dict[str, str]:
+    """Return a verdict for each part of the contract."""
+    outcomes: dict[str, list[str]] = {}
+    for result in report.results:
+        outcomes.setdefault(result.aspect, []).append(result.outcome)
+    return {aspect: _verdict(found) for aspect, found in outcomes.items()}
+
+
+def _verdict(outcomes: list[str]) -> str:
+    num_tested = len(outcomes) - outcomes.count("skipped")
+    parts = [f"{number} {word}" for word in ("skipped", "not run") if (number := outcomes.count(word))]
+    if "failed" in outcomes:
+        parts.insert(0, f"FAILED {outcomes.count('failed')} of {num_tested}")
+    elif "passed" in outcomes:
+        parts.insert(0, f"passed {outcomes.count('passed')}")
+    return ", ".join(parts)
+
+
+def _fault_text(fault: Fault) -> str:
+    """Write the rule, what was expected and found, and what was called, a line each."""
+    meaning = f" ({fault.meaning.rstrip('.')})" if fault.meaning else ""
+    lines = [f"Rule: {fault.rule}{meaning}"]
+    if fault.expected:
+        lines.append(f"  expected  {fault.expected}")
+    lines.append(f"  found     {fault.found}")
+    if fault.cases:
+        lines.append(f"  with      {', '.join(fault.cases)}")
+    if fault.calls and fault.num_calls <= _MAX_CALLS:
+        lines.append(f"  calls     {'; '.join(fault.calls)}")
+    return "\n".join(lines)

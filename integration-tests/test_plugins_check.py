@@ -1,0 +1,155 @@
+"""`plugins check` names what is wrong with allocators and policies from outside, and clears what is right."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scratch import Scratch
+
+ROOT = Path(__file__).resolve().parents[1]
+BROKEN = Path(__file__).with_name("broken-plugins")
+FAULTS = {
+    "trusting": ("a block is freed once", "BlockError", "no error", "free([62]); free([62])"),
+    "generous": (
+        "one block more than there are is refused",
+        "OutOfBlocksError",
+        "no error",
+        "allocate(65) → ",
+    ),
+    "runs": (
+        "no random sequence of calls disagrees with a model",
+        "",
+        "one block was handed out twice in ",
+        "; free([",
+    ),
+    "common": (
+        "two allocators share nothing",
+        "other.num_free_blocks == total",
+        "0 == 64",
+        "allocate(64) → ",
+    ),
+    "lowest": (
+        "the cost of a call does not grow with the number of blocks",
+        "",
+        "32 blocks take ",
+        "",
+    ),
+    "greedy": ("a pinned sequence is never chosen", "", "12 pinned sequences were chosen", "select_victims("),
+    "careless": (
+        "no random sequence of calls disagrees with a model",
+        "",
+        "node 1 was named: it is locked or has a child",
+        "on_insert(node 1); add_candidate(node 1); remove_candidate(node 1); victim() → node 1",
+    ),
+    "scan": ("a decision is cheap among many leaves", "", "one victim of 10,000 leaves took ", ""),
+    "gossip": ("two policies decide without each other", "", "victim 34 was node 162 instead of node ", ""),
+    "hoarder": ("nodes that left are let go", "", "5000 of 5,000 nodes that left are still held", ""),
+}
+"""Of each provider: the rule it breaks, what was expected (where the rule does not say it), found, called."""
+
+CHECK = "from sagellm.engines.cli import main; main()"
+
+
+class Checks:
+    """An environment with the packages from outside, and what the command says of each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.scratch = Scratch(folder)
+        for package in (BROKEN / "allocator", BROKEN / "policy", ROOT / "examples" / "third-party-policy"):
+            self.scratch.install(package)
+
+    @cache  # noqa: B019  (one object, as long as this module)
+    def json(self, distribution: str) -> tuple[int, dict[str, Any]]:
+        """Return exit status and providers by name."""
+        arguments = ("llm", "plugins", "check", distribution, "--json")
+        done = self.scratch.run("-c", CHECK, *arguments, check=False)
+        return done.returncode, {each["name"]: each for each in json.loads(done.stdout)["providers"]}
+
+    def text(self, *arguments: str) -> tuple[int, str]:
+        """Return exit status and output."""
+        done = self.scratch.run("-c", CHECK, "llm", "plugins", "check", *arguments, check=False)
+        return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> Checks:
+    return Checks(tmp_path_factory.mktemp("checks") / "environment")
+
+
+@pytest.mark.parametrize("distribution", ["acme-blocks", "acme-evict"])
+def test_a_distribution_that_ignores_the_contract_in_five_ways_fails(
+    checks: Checks, distribution: str
+) -> None:
+    status, providers = checks.json(distribution)
+    assert status == 1
+    assert len(providers) == 5
+    for provider in providers.values():
+        assert any(result["outcome"] == "failed" for result in provider["results"])
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_named(checks: Checks, name: str) -> None:
+    rule, expected, found, calls = FAULTS[name]
+    providers = checks.json("acme-blocks")[1] | checks.json("acme-evict")[1]
+    faults = {each["fault"]["rule"]: each["fault"] for each in providers[name]["results"] if each["fault"]}
+    assert rule in faults
+    assert faults[rule]["expected"] == expected
+    assert found in faults[rule]["found"]
+    assert calls in "; ".join(faults[rule]["calls"])
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("lowest", {"cost"}),
+        ("greedy", {"contract"}),
+        ("scan", {"cost"}),
+        ("hoarder", {"integrity"}),
+        ("gossip", {"isolation", "threads"}),
+    ],
+)
+def test_what_a_fault_does_not_touch_passes(checks: Checks, name: str, broken: set[str]) -> None:
+    providers = checks.json("acme-blocks")[1] | checks.json("acme-evict")[1]
+    failed = {each["aspect"] for each in providers[name]["results"] if each["outcome"] == "failed"}
+    assert failed <= broken
+    assert failed
+
+
+def test_a_policy_from_outside_that_keeps_the_contract_passes(checks: Checks) -> None:
+    status, output = checks.text("acme-mru-policy")
+    assert status == 0, output
+    assert output.endswith("acme-mru-policy: all 1 checked providers keep their contract.\n")
+
+
+def test_the_table_and_the_faults_can_be_read(checks: Checks) -> None:
+    status, output = checks.text("acme-blocks", "--name", "trusting")
+    assert status == 1
+    rows = [line.split() for line in output.splitlines()]
+    assert rows[0] == ["KIND", "NAME", "CHECK", "VERDICT"]
+    assert ["kv_allocator", "trusting", "contract", "FAILED", "1", "of", "8"] in rows
+    assert ["kv_allocator", "trusting", "cost", "passed", "2"] in rows
+    fault = "\n".join(
+        [
+            "kv_allocator trusting breaks its contract. Rule: a block is freed once "
+            "(Neither two calls nor one call can free a block twice)",
+            "  expected  BlockError",
+            "  found     no error",
+            "  calls     allocate(3) → [63, 62, 61]; free([62]); free([62])",
+        ]
+    )
+    assert fault in output
+
+
+HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("package", HATCH["workspace"]["members"])
+def test_our_own_packages_pass(checks: Checks, package: str) -> None:
+    status, output = checks.text(f"sagellm-{package}")
+    assert status == 0, output
