@@ -1,4 +1,4 @@
-"""`plugins list` and `plugins info`, with plugins that work and plugins that do not."""
+"""`plugins list`, `info` and `check`, with plugins that work and plugins that do not."""
 
 from __future__ import annotations
 
@@ -123,3 +123,36 @@ def test_info_can_be_limited_to_a_kind(sage):
         sage("plugins", "info", "null", "--kind", "engine", "--json").json["providers"][0]["kind"] == "engine"
     )
     assert "no installed engine or distribution" in sage("plugins", "info", "absent", "--kind", "engine").err
+
+
+def test_check_shows_a_verdict_for_each_part_of_the_contract(sage):
+    result = sage("plugins", "check", "sagellm-core-protocols", "--kind", "kv_allocator")
+    assert result.code == 0
+    rows = [line.split() for line in result.out.splitlines()]
+    assert ["kv_allocator", "null", "isolation", "passed", "1,", "1", "skipped"] in rows
+    assert result.out.endswith("sagellm-core-protocols: all 1 checked providers keep their contract.\n")
+    assert result.err.splitlines() == ["loading sagellm-core-protocols", "kv_allocator null"]
+
+
+def test_check_of_what_has_no_contract_fails(sage):
+    result = sage("plugins", "check", "sagellm-core-protocols", "--kind", "model_family")
+    assert result.code == 1
+    assert "the kit has no contract for the kind model_family" in result.out
+    assert result.out.endswith("sagellm-core-protocols: nothing could be checked.\n")
+
+
+def test_check_of_a_provider_that_does_not_import_is_a_fault(sage, install):
+    install("moon-plugin", WORKING)
+    result = sage("plugins", "check", "moon-plugin", "--name", "mars", "--json")
+    assert result.code == 1
+    (provider,) = result.json["providers"]
+    (checked,) = provider["results"]
+    assert "No module named 'absent_module'" in checked["fault"]["found"]
+
+
+def test_check_completes_the_names_of_distributions(install):
+    from sagellm.engines.cli.plugin_check import complete_distribution
+
+    install("moon-plugin", BROKEN)
+    assert complete_distribution("moon") == ["moon-plugin"]
+    assert "sagellm-kv-pool" in complete_distribution("")

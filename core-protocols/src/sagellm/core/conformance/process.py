@@ -47,15 +47,17 @@ class WorkerProcess:
                 start_new_session=True,
             )
         assert self._process.stdin is not None, "asked for as a pipe"
-        with self._process.stdin as stdin:
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # it may be gone already
             stdin.write(json.dumps(dict(task)).encode())
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        self._reader.join(timeout=1)  # unless the plugin gave its output to a process that went away
         self._folder.cleanup()
 
     def next_event(self, timeout_s: float) -> dict[str, Any] | Ended:
@@ -69,8 +71,9 @@ class WorkerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "asked for as a pipe"
-        for line in self._process.stdout:
-            self._events.put(json.loads(line))
+        with self._process.stdout as lines:
+            for line in lines:
+                self._events.put(json.loads(line))
         self._events.put(None)
 
     def _end(self) -> None:

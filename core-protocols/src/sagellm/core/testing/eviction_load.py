@@ -43,7 +43,7 @@ class EvictionPolicyLoad:
 
     names_victims = False  # as long as there is a candidate
     max_decision_s = 100e-6  # median of one victim among 10,000 leaves, its removal included
-    max_growth = 4.0  # of that from 1,000 leaves to 10,000; a linear one grows by 10
+    max_growth = 5.0  # of that from 1,000 leaves to 10,000; a linear one grows by 10
     max_choice_s = 2e-3  # of victims among 1,000 sequences, best of some
     max_kept_nodes = 1_000  # of 5,000 that left one by one
 

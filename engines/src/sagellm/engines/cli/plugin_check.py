@@ -21,7 +21,8 @@ _MAX_CALLS = 20
 """Of more, the last ones alone would explain nothing."""
 
 
-def _complete(incomplete: str) -> list[str]:
+def complete_distribution(incomplete: str) -> list[str]:
+    """Return the names that may be meant."""
     from sagellm.core.conformance.supervisor import installed_distributions
 
     return [name for name in installed_distributions() if name.startswith(incomplete)]
@@ -29,7 +30,8 @@ def _complete(incomplete: str) -> list[str]:
 
 def check(
     distribution: Annotated[
-        str, typer.Argument(metavar="DIST", help="Installed distribution.", autocompletion=_complete)
+        str,
+        typer.Argument(metavar="DIST", help="Installed distribution.", autocompletion=complete_distribution),
     ],
     *,
     kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only providers of this kind.")] = None,

@@ -1,0 +1,181 @@
+"""The kit on installed plugins: what they do wrong is told, and what they do to their process is survived."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sagellm.core import ConfigError, NullKVAllocator, PluginError, UnknownProviderError
+from sagellm.core.conformance import Conformance, ProviderReport
+from sagellm.core.conformance.aspects import ASPECTS, CONTRACT, aspect_of
+from sagellm.core.conformance.explain import explain
+from sagellm.core.testing.calls import Calls
+
+PLUGIN = """
+import os, signal, time
+from sagellm.core import ConfigError, NullKVAllocator, Provider, hookimpl
+
+class Allocator(NullKVAllocator):
+    pass
+
+{code}
+
+@hookimpl
+def sagellm_providers():
+    return [Provider({kind!r}, "mine", __name__ + ":Allocator", "one of mine")]
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProviderReport]:
+    """Return a function that installs a plugin with such code and checks its only provider."""
+
+    def run(code: str = "", kind: str = "kv_allocator", timeout_s: float = 30.0) -> ProviderReport:
+        info = tmp_path / "my_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: My.Plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[sagellm]\nmy_plugin = my_plugin\n")
+        (tmp_path / "my_plugin.py").write_text(PLUGIN.format(code=code, kind=kind))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        (report,) = Conformance("my-plugin", timeout_s=timeout_s).run()
+        return report
+
+    return run
+
+
+def outcomes(report: ProviderReport) -> dict[str, str]:
+    return {result.rule: result.outcome for result in report.results}
+
+
+def test_a_provider_that_keeps_its_contract_passes(check):
+    report = check()
+    assert not report.is_faulty
+    assert outcomes(report)["a block is freed once"] == "skipped"  # it has no blocks
+    assert outcomes(report)["nothing may be freed"] == "passed"
+    assert {result.aspect for result in report.results} == set(ASPECTS)
+
+
+def test_a_test_that_hangs_is_ended_and_the_others_go_on(check):
+    started = time.monotonic()
+    report = check(
+        "def _hang(self, block_ids): time.sleep(1000)\nAllocator.all_allocated = _hang", timeout_s=4
+    )
+    assert time.monotonic() - started < 60
+    rules = outcomes(report)
+    assert report.faults[0].found == "no answer within 4 s; its process was ended"
+    assert rules["everything is free at first"] == "passed"
+    assert "not run" in rules.values()  # after three lost processes
+
+
+def test_a_crash_is_named_by_its_signal_and_the_others_go_on(check):
+    report = check(
+        "def _crash(self, block_ids): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "Allocator.all_allocated = _crash\n"
+    )
+    assert "SIGSEGV" in report.faults[0].found
+    assert outcomes(report)["everything is free at first"] == "passed"
+
+
+def test_an_exit_is_a_fault_of_the_test_in_which_it_happens(check):
+    report = check("def _exit(self): os._exit(3)\nAllocator.check_integrity = _exit")
+    assert "its process ended with exit status 3" in report.faults[0].found
+
+
+def test_what_a_plugin_prints_disturbs_nothing(check):
+    report = check("print('{', flush=True)\nos.write(1, b'nonsense')")
+    assert not report.is_faulty
+
+
+def test_a_plugin_that_does_not_import_cannot_be_checked(check):
+    with pytest.raises(PluginError, match="RuntimeError: no moon"):
+        check("raise RuntimeError('no moon')")
+
+
+def test_a_plugin_that_hangs_at_import_cannot_be_checked(check):
+    with pytest.raises(PluginError, match="no answer within 3 s"):
+        check("time.sleep(1000)", timeout_s=3)
+
+
+def test_an_object_of_another_protocol_is_one_fault(check):
+    report = check("class Allocator: \n    def __init__(self, total_blocks): pass")
+    (fault,) = report.faults
+    assert fault.sentence.startswith("the plugin can be loaded: expected no error, found TypeError: ")
+    assert "which is no KVAllocatorProtocol" in fault.found
+
+
+def test_a_missing_method_is_one_fault(check):
+    report = check("class Allocator(NullKVAllocator.__base__):\n    def __init__(self, total): pass")
+    (fault,) = report.faults
+    assert "abstract" in fault.found
+
+
+def test_a_provider_that_asks_for_options_is_not_checked(check):
+    report = check("class Allocator:\n    def __init__(self, total): raise ConfigError('name a file')")
+    assert (report.unchecked, report.is_faulty) == ("it asks for options: name a file", False)
+
+
+def test_a_kind_without_a_contract_is_not_checked(check):
+    assert check(kind="forward_backend").unchecked == "the kit has no contract for the kind forward_backend"
+
+
+def test_an_unknown_distribution_is_told_with_the_nearest():
+    with pytest.raises(UnknownProviderError, match="Did you mean 'sagellm-core-protocols'"):
+        Conformance("sagellm-core-protocol")
+
+
+def test_an_unknown_provider_is_told_with_what_there_is():
+    with pytest.raises(UnknownProviderError, match=r"provides no kv_pool paged; .*kv_pool null"):
+        list(Conformance("sagellm-core-protocols").run(kind="kv_pool", name="paged"))
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "sagellm.core.conformance.supervisor.find_spec",
+        lambda name: None if name == "hypothesis" else found(name),
+    )
+    with pytest.raises(
+        ConfigError, match=r'needs hypothesis; .*pip install "sagellm-core-protocols\[testing\]"'
+    ):
+        Conformance("sagellm-core-protocols")
+
+
+@pytest.mark.parametrize(
+    ("name", "aspect"),
+    [
+        ("test_two_allocators_share_nothing", "isolation"),
+        ("test_namespaces_never_share", "isolation"),
+        ("test_threads_never_hold_the_same_block", "threads"),
+        ("test_random_operations_agree_with_a_model", "random operations"),
+        ("test_it_costs_little", "cost"),
+        ("test_reading_takes_well_under_a_second", "cost"),
+        ("test_nodes_that_left_are_let_go", "integrity"),
+        ("test_a_block_is_freed_once", CONTRACT),
+    ],
+)
+def test_the_name_of_a_test_says_its_part(name, aspect):
+    assert aspect_of(name) == aspect
+
+
+def test_calls_are_told_without_questions_and_lists_by_their_beginning():
+    calls = Calls(is_on=True)
+    allocator = calls.watch(NullKVAllocator())
+    allocator.free([])
+    allocator.all_allocated(list(range(20)))
+    allocator.check_integrity()
+    allocator.all_allocated(list(range(20)))
+    assert calls.texts() == ["free([])", "all_allocated([0, 1, 2, 3, 4, 5, … 20 in all]) → False"]
+    assert calls.num_calls == 1
+
+
+def test_an_error_from_elsewhere_is_told_with_its_place():
+    try:
+        {}["absent"]
+    except KeyError as error:
+        expected, found = explain(error, error.__traceback__)
+    assert expected == "no error"
+    assert found.startswith("KeyError: 'absent' (test_conformance.py, line ")
