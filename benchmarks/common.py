@@ -31,6 +31,15 @@ def report(name: str, **figures: Any) -> None:
     print()
 
 
+def machine_line() -> str:
+    """Name the machine and the versions in one line, for a table."""
+    machine = describe_machine()
+    versions = (f"{name} {machine[name]}" for name in ("python", "torch", "sagellm") if machine[name])
+    return (
+        f"{machine['cpus']} cores of {machine['cpu']} ({' '.join(machine['flags'])}); {', '.join(versions)}"
+    )
+
+
 def foreign_cores(seconds: float = 1.0) -> float:
     """Measure how many cores other processes keep busy, while this one sleeps."""
 

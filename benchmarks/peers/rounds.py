@@ -1,0 +1,83 @@
+"""Times calls, here and in a peer's interpreter alike; needs the standard library alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def _nothing(_: Any = None) -> None:
+    """Prepare and undo nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row at one size: what is timed, what makes its argument, and what undoes it. Only `call` counts."""
+
+    call: Callable[[Any], Any]
+    before: Callable[[], Any] = _nothing
+    after: Callable[[Any], Any] = _nothing
+
+
+Rows = Mapping[str, Callable[[int], Case]]
+"""By the name of a row, how its case is made for a size; each row that a subject has."""
+
+
+class Subject:
+    """One implementation under the same rows as the others."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._cases: dict[tuple[str, int], Case] = {}
+
+    def measure(self, row: str, size: int, num_calls: int, limit_s: float) -> list[int] | None:
+        """Return what calls took in ns, fewer where they do not end in time; None for a row it has not.
+
+        The first measurement of a case makes it and warms it up.
+        """
+        if row not in self._rows:
+            return None
+        if (row, size) not in self._cases:
+            self._cases[row, size] = case = self._rows[row](size)
+            _time(case, max(1, num_calls // 10), limit_s / 10)
+            gc.collect()
+            gc.freeze()  # what stays is not searched again in the midst of a call
+        return _time(self._cases[row, size], num_calls, limit_s)
+
+
+def _time(case: Case, num_calls: int, limit_s: float) -> list[int]:
+    now_ns = time.perf_counter_ns
+    before, call, after = case.before, case.call, case.after
+    took: list[int] = []
+    end_ns = now_ns() + round(limit_s * 1e9)
+    for _ in range(num_calls):
+        argument = before()
+        started = now_ns()
+        result = call(argument)
+        ended = now_ns()
+        took.append(ended - started)
+        after(result)
+        if ended > end_ns:
+            break
+    return took
+
+
+def answer(make: Callable[[], tuple[Rows, dict[str, str]]]) -> None:
+    """Make a subject, say what it is, and answer each line of JSON with what was measured.
+
+    Whatever the peer prints goes to standard error.
+    """
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    rows, about = make()
+    subject = Subject(rows)
+    print(json.dumps(about), file=channel, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(subject.measure(*json.loads(line))), file=channel, flush=True)
+    os._exit(0)  # without the complaints that compiled modules make when an interpreter is taken down
