@@ -102,7 +102,7 @@ class Ours:
         """Match the resident path."""
         tokens = pack(hit(length))
         found = self.kv.cache.match_prefix(tokens)
-        num_nodes = len(found.node.path())  # type: ignore[attr-defined]  # a PrefixNode
+        num_nodes = len(found.node.path())  # type: ignore[union-attr]  # a PrefixNode
         assert (found.match_length, num_nodes) == (length, NUM_NODES), found
         return Case(lambda _: self.kv.cache.match_prefix(tokens))
 

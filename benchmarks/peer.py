@@ -28,8 +28,8 @@ class Peer(NamedTuple):
             raise argparse.ArgumentTypeError(f"{text!r} is no peer; write NAME=PYTHON or NAME=PYTHON:DIR")
         return cls(name, python, folder)
 
-    def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
-        """Start `peers/NAME_script.py`; what it prints to standard error is shown if it fails."""
+    def start(self, script: str) -> subprocess.Popen[str]:
+        """Start `peers/NAME_script.py`; its errors go where ours do."""
         path = _SCRIPTS / f"{self.name}_{script}.py"
         if not path.exists():
             raise SystemExit(f"there is no benchmarks/peers/{path.name}; peers are vllm and sglang")
@@ -37,7 +37,7 @@ class Peer(NamedTuple):
         if self.folder:
             environment["PYTHONPATH"] = self.folder
         return subprocess.Popen(
-            [self.python, "-W", "ignore", str(path), *arguments],
+            [self.python, "-W", "ignore", str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -68,16 +68,15 @@ def _time(case: Case, num_calls: int, limit_s: float) -> list[int]:
     return took
 
 
-def answer(make: Callable[[], tuple[Rows, dict[str, str]]]) -> None:
-    """Make a subject, say what it is, and answer each line of JSON with what was measured.
+def answer(make: Callable[[], tuple[Callable[..., Any], dict[str, str]]]) -> None:
+    """Make a function, say about it what there is to say, and answer each line of JSON with its result.
 
     Whatever the peer prints goes to standard error.
     """
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    rows, about = make()
-    subject = Subject(rows)
+    call, about = make()
     print(json.dumps(about), file=channel, flush=True)
     for line in sys.stdin:
-        print(json.dumps(subject.measure(*json.loads(line))), file=channel, flush=True)
+        print(json.dumps(call(*json.loads(line))), file=channel, flush=True)
     os._exit(0)  # without the complaints that compiled modules make when an interpreter is taken down

@@ -10,11 +10,12 @@ import importlib.metadata
 import itertools
 import sys
 from array import array
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest.mock import MagicMock
 
-from rounds import Case, Rows, answer
+from rounds import Case, Rows, Subject, answer
 from workload import BLOCK_SIZE, LENGTHS, NUM_BLOCKS, fresh, hit, misses, others, path, resident
 
 _ABSENT = {"torchvision", "sgl_kernel", "flashinfer", "torch_memory_saver", "torchao", "kernels"}
@@ -145,10 +146,10 @@ class SGLang:
         return Case(lambda _: cache.evict(params), after=lambda _: fill(num_blocks))
 
 
-def make() -> tuple[Rows, dict[str, str]]:
+def make() -> tuple[Callable[..., list[int] | None], dict[str, str]]:
     """Make the rows and say what they contain."""
     sglang = SGLang()
-    return sglang.rows(), {
+    return Subject(sglang.rows()).measure, {
         "version": importlib.metadata.version("sglang"),
         "tree": type(sglang.cache.tree_core).__name__,
         "match, miss": "UnifiedRadixCache.match_prefix of an array, page 1; it also updates recency",

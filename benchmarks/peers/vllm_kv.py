@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import vllm
-from rounds import Case, Rows, answer
+from rounds import Case, Rows, Subject, answer
 from vllm_manager import Requests, make_manager
 from workload import BLOCK_SIZE, LENGTHS, NUM_BLOCKS, fresh, hit, misses, others, path, resident
 
@@ -110,9 +111,9 @@ class VLLM:
         return Case(lambda _: pool.get_new_blocks(num_blocks), after=after)
 
 
-def make() -> tuple[Rows, dict[str, str]]:
+def make() -> tuple[Callable[..., list[int] | None], dict[str, str]]:
     """Make the rows and say what they contain."""
-    return VLLM().rows(), {
+    return Subject(VLLM().rows()).measure, {
         "version": vllm.__version__,
         "match, miss": "KVCacheManager.get_computed_blocks, hashes there; it also makes its result's objects",
         "key": "the block hasher (sha256) alone",

@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core import ConfigError, InvalidInputError, TraceRequest, pack
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.simulation.bounds import replay, replay_belady, replay_unlimited
+from sagellm.engines.simulation.bounds import count_known_tokens, replay, replay_belady, replay_unlimited
 from sagellm.engines.simulation.figures import figures_of, sharing_fractions
 from sagellm.engines.simulation.replay import CacheReplay
 from sagellm.engines.simulation.runs import simulate
@@ -130,6 +130,31 @@ def test_a_policy_that_learns_keeps_who_comes_back():
     saved = {run.eviction_policy: run.figures.token_saving for run in found.runs}
     assert saved["lru"] < saved["reuse"] < saved["belady"]
     assert (saved["reuse"] - saved["lru"]) / (saved["belady"] - saved["lru"]) > 0.5, saved
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_ideal_is_the_longest_beginning_that_an_earlier_prompt_has_too(seed):
+    rng = Random(seed)
+    prompts = [[rng.randrange(2) for _ in range(rng.randrange(1, 12))] for _ in range(60)]
+    requests = [
+        TraceRequest(float(i), len(ids), 1, token_ids=pack(ids), tenant=rng.choice("ab"))
+        for i, ids in enumerate(prompts)
+    ]
+    for index, known in enumerate(count_known_tokens(requests)):
+        tenant, ids = requests[index].tenant, prompts[index]
+        earlier = [prompts[i] for i in range(index) if requests[i].tenant == tenant]
+        assert known == max(
+            n for n in range(len(ids)) if n == 0 or any(other[:n] == ids[:n] for other in earlier)
+        )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cache_made_of_blocks_saves_no_more_than_the_ideal(seed):
+    requests = conversations(seed)
+    blocks = [one.num_saved_tokens for one in replay_unlimited(requests, config(1), ignore)]
+    known = count_known_tokens(requests)
+    assert all(saved <= ideal for saved, ideal in zip(blocks, known, strict=True))
+    assert sum(known) - sum(blocks) < len(requests) * SIZE
 
 
 def test_figures_are_those_of_a_hand_count():

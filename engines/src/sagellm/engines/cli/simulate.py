@@ -120,7 +120,8 @@ def _text(requests: Sequence[TraceRequest], found: Simulation, elapsed_s: float)
     lines = [
         f"{len(requests):,} requests, {num_tokens:,} prompt tokens, blocks of {found.block_size}; "
         f"{elapsed_s:.1f} s",
-        f"a cache that never evicts saves {found.upper_bound:.2%} of the prompt tokens",
+        f"a cache that never evicts saves {found.upper_bound:.2%} of the prompt tokens, "
+        f"{found.ideal:.2%} without blocks",
         "",
         columns(_HEAD, rows),
     ]
@@ -148,6 +149,7 @@ def _as_json(trace: Path, found: Simulation) -> dict[str, Any]:
         "trace": str(trace),
         "block_size": found.block_size,
         "upper_bound": found.upper_bound,
+        "ideal": found.ideal,
         "runs": [
             {
                 "eviction_policy": run.eviction_policy,

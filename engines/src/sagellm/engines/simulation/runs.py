@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from sagellm.core import ConfigError, InvalidInputError, TraceRequest, gap_closed, token_saving
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.simulation.bounds import Advance, replay, replay_belady, replay_unlimited
+from sagellm.engines.simulation.bounds import (
+    Advance,
+    count_known_tokens,
+    replay,
+    replay_belady,
+    replay_unlimited,
+)
 from sagellm.engines.simulation.figures import CacheFigures, figures_of
 from sagellm.engines.simulation.replay import ReplayedRequest
 
@@ -33,6 +39,7 @@ class Simulation:
 
     block_size: int
     upper_bound: float  # token saving of a cache that never evicts
+    ideal: float  # token saving of one that is not made of blocks either
     runs: list[CacheRun]
 
 
@@ -69,10 +76,13 @@ def simulate(
             )
             for policy, (figures, replayed) in done.items()
         ]
-    bound = token_saving(
-        sum(one.num_saved_tokens for one in unlimited), sum(one.num_prompt_tokens for one in unlimited)
+    num_tokens = sum(one.num_prompt_tokens for one in requests)
+    return Simulation(
+        block_size=block_size,
+        upper_bound=token_saving(sum(one.num_saved_tokens for one in unlimited), num_tokens),
+        ideal=token_saving(sum(count_known_tokens(requests)), num_tokens),
+        runs=runs,
     )
-    return Simulation(block_size=block_size, upper_bound=bound, runs=runs)
 
 
 def _replay(
