@@ -97,6 +97,7 @@ class SGLang:
             "allocate": self.allocate,
             "evict 1": lambda size: self.evict(1, size),
             "evict 512": lambda size: self.evict(512, size),
+            "evict 512 of 32": lambda size: self.evict(512, size, leaf_blocks=32),
         }
 
     def look_up(self, ids: array[int]) -> Any:
@@ -133,17 +134,17 @@ class SGLang:
 
         return Case(lambda _: self.slots.alloc(length), before)
 
-    def evict(self, num_blocks: int, num_leaves: int) -> Case:
-        """Evict from a tree of leaves of one block's tokens each."""
+    def evict(self, num_blocks: int, num_leaves: int, leaf_blocks: int = 1) -> Case:
+        """Evict from a tree of leaves of so many blocks' tokens each."""
         cache = make_cache()
 
         def fill(num_prompts: int) -> None:
             for _ in range(num_prompts):
-                self.insert(cache, fresh(BLOCK_SIZE, next(self.numbers)))
+                self.insert(cache, fresh(leaf_blocks * BLOCK_SIZE, next(self.numbers)))
 
         fill(num_leaves)
         params = EvictParams(num_tokens=num_blocks * BLOCK_SIZE)
-        return Case(lambda _: cache.evict(params), after=lambda _: fill(num_blocks))
+        return Case(lambda _: cache.evict(params), after=lambda _: fill(num_blocks // leaf_blocks))
 
 
 def make() -> tuple[Callable[..., list[int] | None], dict[str, str]]:

@@ -43,6 +43,7 @@ class VLLM:
             "free": self.free,
             "evict 1": lambda size: self.evict(1, size),
             "evict 512": lambda size: self.evict(512, size),
+            "evict 512 of 32": lambda size: self.evict(512, size * 32),
         }
 
     def match(self, length: int) -> Case:
