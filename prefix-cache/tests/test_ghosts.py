@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import EvictionPolicyProtocol, Namespace, NodeId, NullEvictionPolicy, VirtualClock
+from sagellm.core import (
+    CachedNode,
+    EvictionPolicyProtocol,
+    Namespace,
+    NodeId,
+    NullEvictionPolicy,
+    VirtualClock,
+)
 from sagellm.kvmgr.prefix_cache import PrefixNode, RadixPrefixCache
-from sagellm.kvmgr.prefix_cache.ghosts import Ghost, Ghosts, block_keys
+from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts, block_keys
 
 SIZE = 4
 
@@ -106,12 +113,18 @@ def test_a_leaf_that_grows_again_in_place_leaves_no_ghost():
     cache.check_integrity()
 
 
+def make_node(number):
+    return CachedNode(
+        node_id=NodeId(number), num_blocks=1, depth=1, created_ns=0, last_access_ns=0, access_count=0
+    )
+
+
 @pytest.mark.parametrize(("budget", "num_known"), [(0, 0), (2, 2), (10, 3)])
 def test_the_budget_counts_blocks_and_the_oldest_go(budget, num_known):
     ghosts = Ghosts(budget)
     keys = block_keys(0, b"".join(bytes([name]) * 4 for name in (1, 2, 3)), 4)
     for number, key in enumerate(keys):
-        ghosts.remember([key], Ghost(NodeId(number), 0, 0, 0, "", None))
+        ghosts.remember([key], make_node(number), Departure(0, "lru"))
     assert len(ghosts) == num_known
     assert [ghosts.find(key) is not None for key in keys] == [False] * (3 - num_known) + [True] * num_known
 

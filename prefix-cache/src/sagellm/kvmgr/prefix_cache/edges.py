@@ -48,19 +48,33 @@ def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
     keys = node.keys
     if keys is not None and len(keys) == node.num_blocks:
         return keys
-    for step in reversed(node.path()):
-        keys = step.keys = [] if step.keys is None else step.keys
-        if len(keys) < step.num_blocks:
-            assert step.parent is not None, "the root has no edge"
-            parent_key = keys[-1] if keys else end_key(step.parent, block_bytes)
-            keys += block_keys(parent_key, step.edge[len(keys) * block_bytes :], block_bytes)
-    assert keys is not None, "made just now"
-    return keys
+    behind, above = [node], node.parent
+    assert above is not None, "the root has no edge"
+    if keys is None and above.keys and (above.parent is None or len(above.keys) == above.num_blocks):
+        node.keys = keys = block_keys(above.keys[-1], node.edge, block_bytes)
+        return keys
+    while above.parent is not None and (above.keys is None or len(above.keys) < above.num_blocks):
+        behind.append(above)
+        above = above.parent
+    key = end_key(above, block_bytes)
+    for step in reversed(behind):
+        if step.keys:  # it grew since
+            key = step.keys[-1]
+            step.keys += block_keys(key, step.edge[len(step.keys) * block_bytes :], block_bytes)
+        else:
+            step.keys = block_keys(key, step.edge, block_bytes)
+        key = step.keys[-1]
+    assert node.keys is not None, "made just now"
+    return node.keys
 
 
 def end_key(node: PrefixNode, block_bytes: int) -> int:
     """Return the key of a node's last block; a root's stands for its namespace."""
-    return hash(node.namespace) if node.parent is None else keys_of(node, block_bytes)[-1]
+    if node.parent is not None:
+        return keys_of(node, block_bytes)[-1]
+    if node.keys is None:
+        node.keys = [hash(node.namespace)]
+    return node.keys[0]
 
 
 def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int) -> PrefixNode:
@@ -86,6 +100,7 @@ def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int)
         parent=parent,
         lock_count=lower.lock_count,
         num_pins=lower.num_pins,
+        usage=lower.usage,
         former_id=lower.former_id,
         former_access_ns=lower.former_access_ns,
         former_depth=lower.former_depth,

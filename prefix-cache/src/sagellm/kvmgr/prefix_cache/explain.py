@@ -44,14 +44,15 @@ def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace) -> MissExpl
             cause = "unknown"
         else:
             cause = "block_border" if diverges_at > match.match_length else "never_seen"
+    departure = ghost.departure if ghost else None
     return MissExplanation(
         cause=cause,
         num_tokens=len(data) // TOKEN_BYTES,
         match_length=match.match_length,
         diverges_at=diverges_at,
-        policy=ghost.policy if ghost else None,
-        evicted_ns=ghost.evicted_ns if ghost else None,
-        evicted_for=ghost.evicted_for if ghost else None,
+        policy=departure.policy if departure else None,
+        evicted_ns=departure.now_ns if departure else None,
+        evicted_for=departure.evicted_for if departure else None,
         num_evicted_blocks=num_evicted,
     )
 

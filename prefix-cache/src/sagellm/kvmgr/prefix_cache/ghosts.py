@@ -7,8 +7,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sagellm.core.ids import NodeId
+from sagellm.core.protocols.eviction import CachedNode
 
 _FILTER_BITS_A_GHOST = 64
+
+
+class Departure(NamedTuple):
+    """Why blocks leave."""
+
+    now_ns: int
+    policy: str  # that chose them; "quota" and "clear" are none
+    evicted_for: str | None = None  # account whose blocks take the room
+
+    @property
+    def reason(self) -> str:
+        """The same as KV events say it."""
+        return {"quota": "quota", "clear": "cleared"}.get(self.policy, "evicted")
 
 
 class Ghost(NamedTuple):
@@ -17,9 +31,7 @@ class Ghost(NamedTuple):
     node_id: NodeId
     access_count: int
     last_access_ns: int
-    evicted_ns: int
-    policy: str  # that chose it; "quota" and "clear" are none
-    evicted_for: str | None  # account whose blocks took the room
+    departure: Departure
 
 
 class Ghosts:
@@ -33,16 +45,17 @@ class Ghosts:
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+        self._ghosts: OrderedDict[int, tuple[NodeId, int, int, Departure]] = OrderedDict()
         self._num_bits = _FILTER_BITS_A_GHOST * max_blocks + 8
         self._forgotten: bytearray | None = None  # made when the first goes
 
     def __len__(self) -> int:
         return len(self._ghosts)
 
-    def remember(self, keys: Sequence[int], ghost: Ghost) -> None:
+    def remember(self, keys: Sequence[int], node: CachedNode, departure: Departure) -> None:
         """Note what became of the blocks with these keys."""
         ghosts = self._ghosts
+        ghost = (node.node_id, node.access_count, node.last_access_ns, departure)  # a tuple costs a tenth
         for key in keys:
             ghosts[key] = ghost
         while len(ghosts) > self.max_blocks:
@@ -50,7 +63,8 @@ class Ghosts:
 
     def find(self, key: int) -> Ghost | None:
         """Return what became of a block."""
-        return self._ghosts.get(key)
+        found = self._ghosts.get(key)
+        return None if found is None else Ghost(*found)
 
     def may_have_forgotten(self, key: int) -> bool:
         """Say whether a block may have been evicted so long ago that its ghost went."""
@@ -62,14 +76,14 @@ class Ghosts:
 
         Returns the deepest of them and how many bytes of the edge they are.
         """
-        deepest: Ghost | None = None
+        deepest: tuple[NodeId, int, int, Departure] | None = None
         for begin in range(0, len(edge), block_bytes):
             key = block_key(key, edge[begin : begin + block_bytes])
             ghost = self._ghosts.pop(key, None)
             if ghost is None:
-                return deepest, begin
+                return Ghost(*deepest) if deepest else None, begin
             deepest = ghost
-        return deepest, len(edge)
+        return Ghost(*deepest) if deepest else None, len(edge)
 
     def _forget(self, key: int) -> None:
         bits = self._forgotten

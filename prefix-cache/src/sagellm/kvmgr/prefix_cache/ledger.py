@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from sagellm.core.kv_block import ROOT_HASH, BlockHeader
 from sagellm.core.namespace import Namespace
@@ -17,24 +16,11 @@ from sagellm.core.protocols.kv_events import (
 from sagellm.core.protocols.prefix_cache import TenantUsage
 from sagellm.core.tokens import TokenIds
 from sagellm.kvmgr.prefix_cache.edges import end_key, keys_of
-from sagellm.kvmgr.prefix_cache.ghosts import Ghost, Ghosts
+from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 
 ANY_ACCOUNT = "*"
 """Stands in a table of quotas for every account that it does not name."""
-
-
-class Departure(NamedTuple):
-    """Why blocks leave."""
-
-    now_ns: int
-    policy: str  # that chose them; "quota" and "clear" are none
-    evicted_for: str | None = None  # account whose blocks take the room
-
-    @property
-    def reason(self) -> str:
-        """The same as KV events say it."""
-        return {"quota": "quota", "clear": "cleared"}.get(self.policy, "evicted")
 
 
 class Ledger:
@@ -72,25 +58,19 @@ class Ledger:
 
     def entered(self, node: PrefixNode, num_blocks: int) -> None:
         """Note that the last blocks of a node are new."""
-        self.account(node.namespace).num_blocks += num_blocks
+        node.usage.num_blocks += num_blocks
         if self._sinks:
             self._tell(self._stored(node, num_blocks))
 
     def leaving(self, node: PrefixNode, num_blocks: int, departure: Departure) -> None:
         """Note that the last blocks of a node, which are still there, are going."""
-        account = self.account(node.namespace)
-        account.num_blocks -= num_blocks
-        account.num_evicted_blocks += num_blocks
+        usage = node.usage
+        usage.num_blocks -= num_blocks
+        usage.num_evicted_blocks += num_blocks
         if self.ghosts.max_blocks:
-            ghost = Ghost(
-                node.node_id,
-                node.access_count,
-                node.last_access_ns,
-                departure.now_ns,
-                departure.policy,
-                departure.evicted_for,
-            )
-            self.ghosts.remember(keys_of(node, self._block_bytes)[-num_blocks:], ghost)
+            keys = keys_of(node, self._block_bytes)
+            gone_keys = keys if num_blocks == len(keys) else keys[-num_blocks:]
+            self.ghosts.remember(gone_keys, node, departure)
         if self._sinks:
             gone = self._hashes_of(node)[: -num_blocks - 1 : -1]  # the last first
             tenant = node.namespace.account

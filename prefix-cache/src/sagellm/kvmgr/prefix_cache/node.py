@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.protocols.eviction import CachedNode
+from sagellm.core.protocols.prefix_cache import TenantUsage
 
 TOKEN_BYTES = 4
 """Bytes of one packed token id."""
@@ -39,6 +40,7 @@ class PrefixNode(CachedNode):
     lock_count: int = 0
     num_own_locks: int = 0
     num_pins: int = 0  # that end here or further down
+    usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of whose it is
     partials: list[PartialBlock] = field(default_factory=list, repr=False)
     keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once wanted
     hashes: list[bytes] | None = field(default=None, repr=False)  # the same for KV events

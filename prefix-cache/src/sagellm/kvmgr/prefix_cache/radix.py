@@ -25,9 +25,9 @@ from sagellm.core.protocols.prefix_cache import (
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.tokens import TokenIdsLike, pack
 from sagellm.kvmgr.prefix_cache.explain import explain_miss
+from sagellm.kvmgr.prefix_cache.ghosts import Departure
 from sagellm.kvmgr.prefix_cache.insertion import Offer, insert
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
-from sagellm.kvmgr.prefix_cache.ledger import Departure
 from sagellm.kvmgr.prefix_cache.lookups import Lookups
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 from sagellm.kvmgr.prefix_cache.pins import Pins
@@ -206,6 +206,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
         leaf of this cache.
         """
         with self._mutex:
+            if namespace is None or not self._tree.ledger.has_quotas:
+                return self._evict(num_blocks, namespace)
             own = self._evict_own(num_blocks, namespace)
             return own + self._evict(num_blocks - len(own), namespace)
 
@@ -345,10 +347,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
         self._num_evicted += len(dropped)
         return dropped
 
-    def _evict_own(self, num_blocks: int, namespace: Namespace | None) -> list[BlockId]:
+    def _evict_own(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
         """Drop of a tenant's own leaves as many blocks as `num_blocks` more would exceed its quota."""
-        if namespace is None or not self._tree.ledger.has_quotas:
-            return []
         account = self._tree.ledger.account(namespace)
         if account.max_blocks is None:
             return []

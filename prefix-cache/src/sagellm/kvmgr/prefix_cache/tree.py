@@ -11,10 +11,11 @@ from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.prefix_cache import PrefixMatch
 from sagellm.kvmgr.prefix_cache.edges import split, walk
+from sagellm.kvmgr.prefix_cache.ghosts import Departure
 from sagellm.kvmgr.prefix_cache.integrity import check_tree
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
 from sagellm.kvmgr.prefix_cache.leaves import Leaves
-from sagellm.kvmgr.prefix_cache.ledger import Departure, Ledger
+from sagellm.kvmgr.prefix_cache.ledger import Ledger
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 from sagellm.kvmgr.prefix_cache.partials import Partials, find_partial
 
@@ -142,6 +143,7 @@ class RadixTree:
             edge=tail,
             block_ids=list(new),
             parent=node,
+            usage=node.usage,
         )
         self.ledger.revive(leaf, node)
         node.children[tail[: self.block_bytes]] = leaf
@@ -177,30 +179,37 @@ class RadixTree:
         `own` names an account whose leaves alone go. Raises PluginError when the policy names what is no
         unlocked leaf.
         """
-        dropped = self._drop_partials(num_blocks) if own is None else []
+        partials = self._drop_partials(num_blocks) if own is None and self.partials else []
+        dropped: list[BlockId] = []
+        num_blocks -= len(partials)
         order = self.leaves.order if own is None else self.leaves.of_account(own)
-        while (wanted := num_blocks - len(dropped)) > 0:
-            node = order.victim()
-            if node is None:
-                break
-            if not isinstance(node, PrefixNode) or node.parent is None or not self._is_candidate(node):
-                if dropped:  # the caller must learn of these; the next call raises
-                    break
-                raise PluginError(
-                    f"{self.leaves.policy_name} named node {node.node_id} as a victim, "
-                    "which is no unlocked leaf"
-                )
-            given = min(max(1, order.num_victim_blocks(node, wanted)), wanted, node.num_blocks)
-            whole = given == node.num_blocks
-            dropped += self._drop(node, departure) if whole else self._shorten(node, given, departure)
-        return dropped
+        try:
+            while (wanted := num_blocks - len(dropped)) > 0 and (node := order.victim()) is not None:
+                if not isinstance(node, PrefixNode) or node.parent is None or not self._is_candidate(node):
+                    if dropped or partials:  # the caller must learn of these; the next call raises
+                        break
+                    raise PluginError(
+                        f"{self.leaves.policy_name} named node {node.node_id} as a victim, "
+                        "which is no unlocked leaf"
+                    )
+                given = node.num_blocks
+                if given > 1:  # of a single block there is nothing to choose
+                    given = min(max(1, order.num_victim_blocks(node, wanted)), wanted, given)
+                whole = given == node.num_blocks
+                dropped += self._drop(node, departure) if whole else self._shorten(node, given, departure)
+        finally:
+            self._leave(dropped)
+        return partials + dropped if partials else dropped
 
     def clear(self, departure: Departure) -> list[BlockId]:
         """Drop every unlocked node and all unfinished blocks."""
         dropped = self._drop_partials(len(self.partials))
+        gone: list[BlockId] = []
         for node in reversed(self.nodes()):
             if not node.lock_count:
-                dropped += self._drop(node, departure)
+                gone += self._drop(node, departure)
+        self._leave(gone)
+        dropped += gone
         if dropped and not self.cached:
             self.ledger.emptied()
         return dropped
@@ -243,6 +252,7 @@ class RadixTree:
                 namespace=namespace,
                 edge=b"",
                 block_ids=[],
+                usage=self.ledger.account(namespace),
             )
         return root
 
@@ -261,6 +271,7 @@ class RadixTree:
         self.ledger.entered(node, len(new))
 
     def _drop(self, node: PrefixNode, departure: Departure) -> list[BlockId]:
+        """Take a leaf out; the caller counts its blocks out."""
         self.ledger.leaving(node, node.num_blocks, departure)
         self.leaves.remove(node)
         parent = node.parent
@@ -269,17 +280,16 @@ class RadixTree:
         del parent.children[node.edge[: self.block_bytes]]
         node.parent = None
         self.num_nodes -= 1
-        dropped = node.block_ids + behind
-        self._leave(dropped)
         self.leaves.order.on_remove(node)
         if not parent.children:
             if parent.parent is None:
                 self._drop_root(parent)
             elif not parent.lock_count:
                 self.leaves.add(parent)
-        return dropped
+        return node.block_ids + behind if behind else node.block_ids
 
     def _shorten(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
+        """Take the end of a leaf; the caller counts its blocks out."""
         self.ledger.leaving(node, num_blocks, departure)
         dropped = node.block_ids[-num_blocks:]
         del node.block_ids[-num_blocks:]
@@ -291,7 +301,6 @@ class RadixTree:
             if by_block is not None:
                 del by_block[node.num_blocks :]
         node.depth -= num_blocks * self.block_size
-        self._leave(dropped)
         return dropped
 
     def _drop_partials(self, num_blocks: int) -> list[BlockId]:
