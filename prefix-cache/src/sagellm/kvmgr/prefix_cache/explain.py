@@ -15,12 +15,15 @@ from sagellm.kvmgr.prefix_cache.tree import RadixTree
 _MAX_OTHERS = 256
 """Other namespaces that are searched, the latest first."""
 
+_MAX_SIBLINGS = 64
+"""Children of a node that are searched for what agrees longest, the latest first."""
+
 
 def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace) -> MissExplanation:
     """Compare packed tokens with what is cached, what was, and what others have.
 
-    Costs a match, one comparison a child of the last node, and a match in each other namespace where
-    the next block was never this one's, the 256 latest at most.
+    Costs a match, a comparison of the first token with the latest 64 children of the last node, and a
+    match in each other namespace, the 256 latest at most, where the next block was never this one's.
     """
     match = tree.match(data, namespace)
     root = tree.roots.get(namespace)
@@ -66,9 +69,11 @@ def _common_bytes(node: PrefixNode | None, data: bytes, position: int, tree: Rad
     if inside < len(node.edge):
         candidates = [node.edge[inside : inside + size]]
     else:
-        candidates = [*node.children, *(partial.tokens for partial in node.partials)]
+        latest = islice(reversed(node.children), _MAX_SIBLINGS)
+        candidates = [*latest, *(partial.tokens for partial in node.partials)]
     rest = data[position : position + size]
-    return max((count_common_tokens(rest, each) for each in candidates), default=0) * TOKEN_BYTES
+    alike = (each for each in candidates if each.startswith(rest[:TOKEN_BYTES]))
+    return max((count_common_tokens(rest, each) for each in alike), default=0) * TOKEN_BYTES
 
 
 def _key_at(node: PrefixNode | None, namespace: Namespace, position: int, tree: RadixTree) -> int:
