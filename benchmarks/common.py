@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.engines.machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def spread(values: list[float], digits: int = 4) -> dict[str, Any]:
@@ -38,6 +41,20 @@ def machine_line() -> str:
     return (
         f"{machine['cpus']} cores of {machine['cpu']} ({' '.join(machine['flags'])}); {', '.join(versions)}"
     )
+
+
+def publish(name: str, text: str, options: argparse.Namespace, **figures: Any) -> None:
+    """Print a table, or with --json one JSON object with the machine; keep the latter in --save's file."""
+    record = {"benchmark": name, **figures, "machine": describe_machine()}
+    json_text = json.dumps(record, indent=1) + "\n"
+    options.save.write_text(json_text, encoding="utf-8")
+    print(json_text if options.json else f"{text}\n\n{record['machine']['cpu']}; kept in {options.save}")
+
+
+def output_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the flags that `publish` reads."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--save", type=Path, default=RESULTS / f"{name}.json", help="default: %(default)s")
 
 
 def foreign_cores(seconds: float = 1.0) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from random import Random
 
@@ -61,6 +62,37 @@ def test_the_model_finds_who_comes_back_and_when():
     details = model.details()
     assert 0.2 < details["returned_share"] < 0.6
     assert details["num_turns"] == 4003
+
+
+def test_a_fit_to_few_turns_does_not_run_away():
+    random, model = Random(40), ReturnModel(refit_every=100)
+    now, waiting = 0.0, []  # (when it came, number, sum of logs, index, length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(500):
+            now += random.expovariate(0.2)
+            length = random.lognormvariate(2.5, 1.2)
+            described = Turn(
+                time_s=now, number=1, log_gaps=0.0, gap_s=None, new=length, length=length, known=0
+            )
+            if waiting and random.random() < 0.4:
+                came, number, log_gaps, before, known = waiting.pop(random.randrange(len(waiting)))
+                model.go_on(before, now)
+                gap_s = now - came
+                described = Turn(
+                    time_s=now,
+                    number=number + 1,
+                    log_gaps=log_gaps + math.log(max(1.0, gap_s)),
+                    gap_s=gap_s,
+                    new=5 * random.random(),
+                    length=known + 1,
+                    known=known,
+                )
+            index, chance, scale_s = model.add(described)
+            assert 0 < chance < 1
+            assert 0 < scale_s < 1e9
+            if random.random() < 0.4:
+                waiting.append((now, described.number, described.log_gaps, index, described.length))
 
 
 def test_room_earns_most_shortly_before_the_return_and_nothing_long_after():

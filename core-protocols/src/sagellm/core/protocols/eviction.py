@@ -37,7 +37,7 @@ class CachedNode:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionCandidate:
     """A sequence whose blocks could be taken: the stateless view of the same question."""
 
@@ -48,6 +48,7 @@ class EvictionCandidate:
     priority: int = 0
     is_pinned: bool = False
     estimated_lifetime: float | None = None  # tokens still to come, where a predictor says so
+    tenant: str = DEFAULT.tenant
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from sagellm.core.testing.threads import NUM_THREADS, run_in_threads
 
 
 def make_candidates(random: Random, num_candidates: int) -> list[EvictionCandidate]:
-    """Return random candidates, some pinned, some that share blocks."""
+    """Return random candidates of three tenants, some pinned, some that share blocks."""
     return [
         EvictionCandidate(
             sequence_id=SequenceId(f"seq-{index}"),
@@ -29,6 +29,7 @@ def make_candidates(random: Random, num_candidates: int) -> list[EvictionCandida
             priority=random.randrange(-1, 2),
             is_pinned=random.random() < 0.2,
             estimated_lifetime=random.choice((None, 1.0, 100.0)),
+            tenant=random.choice(("a", "b", "c")),
         )
         for index in range(num_candidates)
     ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy as LFUEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
+    from sagellm.kvmgr.eviction.qos import QoSEvictionPolicy as QoSEvictionPolicy
     from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy
     from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy as ReuseEvictionPolicy
     from sagellm.kvmgr.eviction.s3fifo import S3FIFOEvictionPolicy as S3FIFOEvictionPolicy
@@ -33,6 +34,7 @@ __all__ = [
     "FIFOEvictionPolicy",
     "LFUEvictionPolicy",
     "LRUEvictionPolicy",
+    "QoSEvictionPolicy",
     "RankedEvictionPolicy",
     "ReuseEvictionPolicy",
     "S3FIFOEvictionPolicy",
@@ -56,6 +58,7 @@ __getattr__ = lazy(
         "EvictionMetrics": _CORE,
         "FIFOEvictionPolicy": ".fifo",
         "LRUEvictionPolicy": ".lru",
+        "QoSEvictionPolicy": ".qos",
         "RankedEvictionPolicy": ".ranked",
         "ReuseEvictionPolicy": ".reuse",
     },

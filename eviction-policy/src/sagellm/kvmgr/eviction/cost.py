@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sagellm.core.node_ranking import RankingKey
-from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate
+from operator import attrgetter
+
+from sagellm.core.protocols.eviction import CachedNode
 from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
@@ -16,6 +17,8 @@ class CostEvictionPolicy(RankedEvictionPolicy):
     Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching" (1998).
     """
 
+    sequence_keys = (attrgetter("access_count"), attrgetter("last_access_time"))
+
     def __init__(self, *, attention_depth: int = 8192) -> None:
         super().__init__()
         self._attention_depth = attention_depth
@@ -24,10 +27,6 @@ class CostEvictionPolicy(RankedEvictionPolicy):
     def node_key(self, node: CachedNode) -> float:
         """Worth of a block at the node's end."""
         return self._age + (1 + node.access_count) * (1 + node.depth / self._attention_depth)
-
-    def candidate_key(self, candidate: EvictionCandidate) -> RankingKey:
-        """Uses, then the last one; what its tokens cost is not known."""
-        return (candidate.access_count, candidate.last_access_time)
 
     def on_remove(self, node: CachedNode) -> None:
         """Let the cache grow older by the worth of a victim."""

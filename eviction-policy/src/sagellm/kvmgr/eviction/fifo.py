@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate
+from sagellm.core.protocols.eviction import CachedNode
 from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
@@ -16,7 +16,3 @@ class FIFOEvictionPolicy(RankedEvictionPolicy):
     def node_key(self, node: CachedNode) -> float:
         """When the node entered the tree, in nanoseconds."""
         return node.created_ns
-
-    def candidate_key(self, candidate: EvictionCandidate) -> float:
-        """The same for all, which leaves the order given."""
-        return 0.0

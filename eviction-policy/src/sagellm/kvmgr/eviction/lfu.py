@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from sagellm.core.node_ranking import RankingKey
-from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate
+from sagellm.core.protocols.eviction import CachedNode
 from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
@@ -14,10 +16,8 @@ class LFUEvictionPolicy(RankedEvictionPolicy):
     evicted between two turns does not begin anew. What was used often long ago stays.
     """
 
+    sequence_keys = (attrgetter("access_count"), attrgetter("last_access_time"))
+
     def node_key(self, node: CachedNode) -> RankingKey:
         """Hits, then the last use."""
         return (node.access_count, node.last_access_ns)
-
-    def candidate_key(self, candidate: EvictionCandidate) -> RankingKey:
-        """Uses, then the last one."""
-        return (candidate.access_count, candidate.last_access_time)

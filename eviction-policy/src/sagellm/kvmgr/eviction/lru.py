@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate
+from operator import attrgetter
+
+from sagellm.core.protocols.eviction import CachedNode
 from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
 class LRUEvictionPolicy(RankedEvictionPolicy):
     """Evicts what was not used for the longest time: for chat, where turns follow each other soon."""
 
+    sequence_keys = (attrgetter("last_access_time"),)
+
     def node_key(self, node: CachedNode) -> float:
         """The last use, in nanoseconds."""
         return node.last_access_ns
-
-    def candidate_key(self, candidate: EvictionCandidate) -> float:
-        """The last use, in the caller's unit."""
-        return candidate.last_access_time

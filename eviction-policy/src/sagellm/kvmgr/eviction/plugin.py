@@ -19,5 +19,6 @@ def sagellm_providers() -> list[Provider]:
         Provider(
             "eviction_policy", "reuse", f"{_PACKAGE}.reuse:ReuseEvictionPolicy", "learns who comes back"
         ),
+        Provider("eviction_policy", "qos", f"{_PACKAGE}.qos:QoSEvictionPolicy", "tenants share by weight"),
         Provider("eviction_policy", "belady", f"{_PACKAGE}.belady:BeladyEvictionPolicy", "bound of replays"),
     ]

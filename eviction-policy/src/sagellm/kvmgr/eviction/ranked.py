@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop
+from itertools import groupby
+from typing import TypeAlias
 
 from sagellm.core.ids import BlockId, NodeId, SequenceId
 from sagellm.core.node_ranking import NodeRanking, RankingKey
@@ -16,12 +17,17 @@ from sagellm.core.protocols.eviction import (
     EvictionPolicyProtocol,
 )
 
+SequenceKey: TypeAlias = Callable[[EvictionCandidate], float]
+
 
 class RankedEvictionPolicy(EvictionPolicyProtocol):
-    """An eviction policy given by two keys, one for nodes and one for sequences.
+    """An eviction policy given by a key for nodes and some for sequences.
 
-    The smallest key goes first; equal nodes go by age, equal sequences in the order given.
+    The smallest key goes first; equal nodes go by age. `sequence_keys` rank sequences, the most telling
+    one first; equal sequences go in the order given.
     """
+
+    sequence_keys: tuple[SequenceKey, ...] = ()
 
     def __init__(self) -> None:
         self._ranking = NodeRanking(self.node_key)
@@ -31,10 +37,6 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
     @abstractmethod
     def node_key(self, node: CachedNode) -> RankingKey:
         """Rank a leaf of the tree."""
-
-    @abstractmethod
-    def candidate_key(self, candidate: EvictionCandidate) -> RankingKey:
-        """Rank a sequence."""
 
     def on_insert(self, node: CachedNode) -> None:
         """Count it."""
@@ -70,24 +72,39 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
     def select_victims(
         self, candidates: Sequence[EvictionCandidate], required_blocks: int
     ) -> list[SequenceId]:
-        """Choose sequences by key until their blocks cover `required_blocks`.
+        """Choose sequences by their keys until their blocks cover `required_blocks`.
 
-        A block that several of them share counts once. O(candidates + chosen · log candidates).
+        A block that several of them share counts once. O(candidates · log candidates), in a sort.
         """
-        heap = [
-            (self.candidate_key(candidate), index)
-            for index, candidate in enumerate(candidates)
-            if not candidate.is_pinned
-        ]
-        heapify(heap)
-        chosen: list[SequenceId] = []
-        covered: set[BlockId] = set()
-        while heap and len(covered) < required_blocks:
-            candidate = candidates[heappop(heap)[1]]
-            chosen.append(candidate.sequence_id)
-            covered.update(candidate.block_ids)
-        return chosen
+        return choose(in_order(candidates, *self.sequence_keys), required_blocks)
 
     def metrics(self) -> EvictionMetrics:
         """Return the counts so far. A victim is counted when it leaves whole."""
         return replace(self._metrics, num_candidates=len(self._ranking), details={})
+
+
+def in_order(candidates: Iterable[EvictionCandidate], *keys: SequenceKey) -> Iterator[EvictionCandidate]:
+    """Yield sequences by keys, the first one first; equals are put in order only when they are reached."""
+    if not keys:
+        yield from candidates
+        return
+    first, *rest = keys
+    ordered = sorted(candidates, key=first)
+    if not rest:
+        yield from ordered
+        return
+    for _, equals in groupby(ordered, first):
+        yield from in_order(equals, *rest)
+
+
+def choose(ordered: Iterable[EvictionCandidate], required_blocks: int) -> list[SequenceId]:
+    """Take sequences that are not pinned, in their order, until their blocks cover `required_blocks`."""
+    chosen: list[SequenceId] = []
+    covered: set[BlockId] = set()
+    for candidate in ordered:
+        if len(covered) >= required_blocks:
+            break
+        if not candidate.is_pinned:
+            chosen.append(candidate.sequence_id)
+            covered.update(candidate.block_ids)
+    return chosen

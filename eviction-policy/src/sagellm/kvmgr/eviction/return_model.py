@@ -20,6 +20,7 @@ _WIDTHS: _Floats = np.diff(_AGES)
 _LOG_FIRST, _LOG_STEP = math.log(0.06), math.log(40.0 / 0.06) / (_NUM_AGES - 1)
 _NUM_CHANCES = 64
 _NUM_FEATURES, _NUM_PACE = 16, 3
+_MAX_LOGIT, _MAX_HALVINGS = 30.0, 8
 
 
 class Turn(NamedTuple):
@@ -73,7 +74,8 @@ class ReturnModel:
         self._pace[slot] = pace = (1.0, mean, float(turn.number == 1))
         self._times[slot] = turn.time_s
         self._gaps[slot] = np.nan
-        chance = 1 / (1 + math.exp(-float(self._weights @ features)))
+        logit = min(_MAX_LOGIT, max(-_MAX_LOGIT, float(self._weights @ features)))
+        chance = 1 / (1 + math.exp(-logit))
         return index, chance, math.exp(float(self._pace_weights @ pace))
 
     def go_on(self, index: int, time_s: float) -> None:
@@ -140,12 +142,19 @@ class ReturnModel:
         self._density = density / density.sum()
 
     def _fit_weights(self, features: _Floats, expected: _Floats) -> None:
-        """Two Newton steps of a ridge logistic regression."""
+        """Two Newton steps of a ridge logistic regression, each halved until it gains: they may overshoot."""
+        loss = _loss(features, expected, self._weights)
         for _ in range(2):
             chances = _logistic(features @ self._weights)
             gradient = features.T @ (expected - chances) - self._weights
             curvature = (features * (chances * (1 - chances))[:, None]).T @ features + np.eye(_NUM_FEATURES)
-            self._weights = self._weights + np.linalg.solve(curvature, gradient)
+            step = np.linalg.solve(curvature, gradient)
+            for _ in range(_MAX_HALVINGS):
+                found = _loss(features, expected, self._weights + step)
+                if found < loss:
+                    self._weights, loss = self._weights + step, found
+                    break
+                step = step / 2
 
     def _tabulate(self) -> list[list[float]]:
         """Tabulate the index by chance and age, in units of a conversation's own pace."""
@@ -162,7 +171,13 @@ class ReturnModel:
 
 
 def _logistic(values: _Floats) -> _Floats:
-    return 1 / (1 + np.exp(-values))
+    return 1 / (1 + np.exp(-np.clip(values, -_MAX_LOGIT, _MAX_LOGIT)))
+
+
+def _loss(features: _Floats, expected: _Floats, weights: _Floats) -> float:
+    """Return what the regression minimises."""
+    logits = features @ weights
+    return float(np.logaddexp(0.0, logits).sum() - expected @ logits + weights @ weights / 2)
 
 
 def _features_of(turn: Turn) -> list[float]:

@@ -60,11 +60,13 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     rest by the model's index. `select_victims` knows no turns and goes by the last use.
 
     Each call is O(log nodes), an insertion O(nodes on its path); a fit of a few milliseconds comes with
-    every `refit_every`th turn, and learns from the last `window`.
+    every `refit_every`th turn, and learns from the last `window`. Policies may share a `model`.
     """
 
-    def __init__(self, *, window: int = 8192, refit_every: int = 100) -> None:
-        self._model = ReturnModel(window=window, refit_every=refit_every)
+    def __init__(
+        self, *, window: int = 8192, refit_every: int = 100, model: ReturnModel | None = None
+    ) -> None:
+        self._model = model or ReturnModel(window=window, refit_every=refit_every)
         self._ranking = ReturnRanking(self._model.index)
         self._turns: dict[NodeId, _Turn] = {}
         self._gone: OrderedDict[NodeId, _Turn] = OrderedDict()
