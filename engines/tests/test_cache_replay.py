@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from sagellm.core import ConfigError, InvalidInputError, TraceRequest, pack
+from sagellm.core import ConfigError, InvalidInputError, PluginRegistry, TraceRequest, pack
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.modules import Modules, eviction_policy
 from sagellm.engines.simulation.bounds import count_known_tokens, replay, replay_belady, replay_unlimited
 from sagellm.engines.simulation.figures import figures_of, sharing_fractions
 from sagellm.engines.simulation.replay import CacheReplay
@@ -218,3 +219,24 @@ def test_what_cannot_be_replayed_is_said():
         simulate([], config(4), capacities=[0], policies=["lru"], advance=ignore)
     with pytest.raises(ConfigError, match="needs to know the future"):
         CacheReplay(config(4, "belady"))
+
+
+def test_a_policy_that_wants_a_lifetime_predictor_is_given_a_new_one_of_the_configured_kind():
+    registry = PluginRegistry.load()
+    for name in ("statistical", "null"):
+        modules = Modules(registry, config(40, "predictive").with_values({"predictor.name": name}))
+        policies = [eviction_policy(modules, "predictive", {"min_confidence": 0.5}) for _ in range(2)]
+        kinds = {type(policy.lifetime_predictor) for policy in policies}
+        assert kinds == {registry.resolve("lifetime_predictor", name)}
+        assert policies[0].lifetime_predictor is not policies[1].lifetime_predictor
+        with pytest.raises(ConfigError, match="'predictive' takes min_confidence, horizon_s"):
+            eviction_policy(modules, "predictive", {"depth": 3})
+
+
+def test_a_replay_teaches_the_predictor_of_its_policy():
+    requests = conversations(1)
+    cache = CacheReplay(config(60, "predictive"))
+    for _ in cache.run(requests):
+        pass
+    policy = cache.metrics()["eviction_policy"]
+    assert policy.details["num_asked"] > 100

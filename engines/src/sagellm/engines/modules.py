@@ -19,6 +19,9 @@ BUILT_IN_PROCESSORS = tuple(
 )
 """They make good what SamplingParams promises, so they are always there."""
 
+LIFETIME_PREDICTOR = "lifetime_predictor"
+"""A kind of module, and the keyword of a policy that wants one."""
+
 
 class Modules:
     """Makes modules of a configuration by kind and name; each is resolved once, here.
@@ -43,10 +46,16 @@ class Modules:
 
 
 def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any:
-    """Make the eviction policy. Raises ConfigError for options that it does not take."""
+    """Make the eviction policy. Raises ConfigError for options that it does not take.
+
+    One that takes a `lifetime_predictor` gets a new one of the configured kind, to teach it what it likes.
+    """
     factory = modules.factory("eviction_policy", name)
-    _check_options(factory, "prefix_cache.eviction_options", name, options)
-    return factory(**options)
+    given: dict[str, Any] = {}
+    if LIFETIME_PREDICTOR in signature(factory).parameters and LIFETIME_PREDICTOR not in options:
+        given[LIFETIME_PREDICTOR] = modules.make(LIFETIME_PREDICTOR, modules.config.predictor.name)
+    _check_options(factory, "prefix_cache.eviction_options", name, options, given)
+    return factory(**given, **options)
 
 
 def prefix_cache(modules: Modules, max_blocks: int, policy: Any, clock: Clock) -> PrefixCacheProtocol:

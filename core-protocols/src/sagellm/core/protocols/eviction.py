@@ -65,11 +65,14 @@ class EvictionMetrics:
 class EvictionPolicyProtocol(ABC):
     """Ranks the unlocked leaves of one prefix cache.
 
-    Providers are called as `factory(**options)`. The cache calls `on_insert` when a node enters
-    the tree, `on_hit` when its blocks are reused and `on_remove` when it leaves; in between,
-    `add_candidate` and `remove_candidate` say when the node becomes an unlocked leaf and when it
-    stops being one (locked, or given a child). `victim` names the next one to go; the cache then
-    calls `remove_candidate` and `on_remove` for it. A hit on a locked node is reported as well.
+    Providers are called as `factory(**options)`; one that takes a keyword `lifetime_predictor` is given
+    a new predictor of the configured kind, which is its own to ask and to teach.
+
+    The cache calls `on_insert` when a node enters the tree, `on_hit` when its blocks are reused and
+    `on_remove` when it leaves; in between, `add_candidate` and `remove_candidate` say when the node
+    becomes an unlocked leaf and when it stops being one (locked, or given a child). `victim` names
+    the next one to go; the cache then calls `remove_candidate` and `on_remove` for it. A hit on a
+    locked node is reported as well.
 
     Every call is O(log n) or better in the number of nodes, none blocks, and the policy never
     calls back. All calls come from one thread at a time. A node that is split is reported to

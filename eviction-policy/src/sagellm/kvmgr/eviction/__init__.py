@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.eviction.fifo import FIFOEvictionPolicy as FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy as LFUEvictionPolicy
     from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy as LRUEvictionPolicy
+    from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy as PredictiveEvictionPolicy
     from sagellm.kvmgr.eviction.qos import QoSEvictionPolicy as QoSEvictionPolicy
     from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy as RankedEvictionPolicy
     from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy as ReuseEvictionPolicy
@@ -34,6 +35,7 @@ __all__ = [
     "FIFOEvictionPolicy",
     "LFUEvictionPolicy",
     "LRUEvictionPolicy",
+    "PredictiveEvictionPolicy",
     "QoSEvictionPolicy",
     "RankedEvictionPolicy",
     "ReuseEvictionPolicy",
@@ -58,6 +60,7 @@ __getattr__ = lazy(
         "EvictionMetrics": _CORE,
         "FIFOEvictionPolicy": ".fifo",
         "LRUEvictionPolicy": ".lru",
+        "PredictiveEvictionPolicy": ".predictive",
         "QoSEvictionPolicy": ".qos",
         "RankedEvictionPolicy": ".ranked",
         "ReuseEvictionPolicy": ".reuse",

@@ -19,6 +19,12 @@ def sagellm_providers() -> list[Provider]:
         Provider(
             "eviction_policy", "reuse", f"{_PACKAGE}.reuse:ReuseEvictionPolicy", "learns who comes back"
         ),
+        Provider(
+            "eviction_policy",
+            "predictive",
+            f"{_PACKAGE}.predictive:PredictiveEvictionPolicy",
+            "by predicted return",
+        ),
         Provider("eviction_policy", "qos", f"{_PACKAGE}.qos:QoSEvictionPolicy", "tenants share by weight"),
         Provider("eviction_policy", "belady", f"{_PACKAGE}.belady:BeladyEvictionPolicy", "bound of replays"),
     ]

@@ -1,0 +1,324 @@
+"""Evicts what the installed lifetime predictor does not expect back."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import filterfalse, groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.ids import NodeId, SequenceId
+from sagellm.core.node_ranking import NodeRanking, RankingKey
+from sagellm.core.protocols.eviction import (
+    CachedNode,
+    EvictionCandidate,
+    EvictionMetrics,
+    EvictionPolicyProtocol,
+)
+from sagellm.core.protocols.lifetime import (
+    LifetimePredictorProtocol,
+    NullLifetimePredictor,
+    PredictionRequest,
+)
+from sagellm.kvmgr.eviction.ranked import choose
+
+_FIRST_AGE_S = 16.0
+"""The predictor is asked again at this age of a turn, and then whenever the age has doubled."""
+
+_MAX_CALLS = 4
+"""Calls of the predictor that one call here may make of those that are due."""
+
+_LIFETIME, _LAST_USE = attrgetter("estimated_lifetime"), attrgetter("last_access_time")
+
+_MAX_HISTORY = 32
+_MAX_GONE = 100_000
+_MIN_SHARE = 0.3
+"""An evicted conversation is back if more than this share of it is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chat:
+    """A conversation: all nodes on its path belong to it."""
+
+    number: int
+    history: list[int]  # how long it began, then a bucket for each gap
+    used_s: float
+    depth: int
+    leaf: CachedNode | None  # the newest, while it is cached
+    turn: int = 0
+    is_open: bool = True  # the predictor does not know yet what became of this turn
+    due_turn: int = -1  # the one for which an entry waits to be asked about
+    asked_s: float = 0.0
+    return_s: float | None = None  # None: nobody knows; infinity: not before the horizon
+
+    @property
+    def name(self) -> SequenceId:
+        """What the predictor knows the turn by."""
+        return SequenceId(f"{self.number}.{self.turn}")
+
+
+class _Due(NamedTuple):
+    """A turn of a conversation that something is to be done about."""
+
+    when_s: float
+    number: int  # of the conversation; decides between equal times
+    chat: _Chat
+    turn: int
+
+    @property
+    def is_past(self) -> bool:
+        return self.chat.turn != self.turn
+
+
+class PredictiveEvictionPolicy(EvictionPolicyProtocol):
+    """Evicts first what is not expected back, then what is expected last; where nobody knows, by last use.
+
+    The lifetime of a cached turn is the time until its conversation goes on. A lifetime predictor learns
+    it as it learns outputs, a second for a token: it is told the gap when a conversation is back, and
+    `horizon_s` when it is not by then; it is asked at the turn, and again while it waits, how much is still
+    to come. The "prompt" is the conversation's past: how long it began, and the gaps so far. The predictor
+    must be the policy's own, as outputs are something else; the engine makes one of the configured kind.
+
+    A prediction counts with a confidence of at least `min_confidence`. One that reaches the horizon says
+    "not expected", as does a conversation that went on without the leaf. Where none counts, the time
+    to the next use is taken to be that since the last one, which is LRU. Without a predictor it is LRU.
+
+    A conversation goes on where the first prompt after it is inserted, or where it was evicted and is back;
+    a node that several prompts continue (a system prompt) belongs to none. `select_victims` takes what has
+    most to come by `estimated_lifetime`. Each call is O(log nodes), and at most four of the predictor's.
+    """
+
+    def __init__(
+        self,
+        *,
+        lifetime_predictor: LifetimePredictorProtocol | None = None,
+        min_confidence: float = 0.8,
+        horizon_s: int = 600,
+    ) -> None:
+        if not 0 <= min_confidence <= 1:
+            raise ConfigError(f"min_confidence is {min_confidence!r}; it must be between 0 and 1")
+        if type(horizon_s) is not int or horizon_s < 1:
+            raise ConfigError(f"horizon_s is {horizon_s!r}; it must be a whole number of seconds, at least 1")
+        self.lifetime_predictor = lifetime_predictor or NullLifetimePredictor()
+        self._min_confidence, self._horizon_s = min_confidence, horizon_s
+        self._chats: dict[NodeId, _Chat] = {}
+        self._gone: OrderedDict[NodeId, _Chat] = OrderedDict()
+        self._continued: set[NodeId] = set()  # a prompt was inserted after it
+        self._common: set[NodeId] = set()  # several were
+        self._open: deque[_Due] = deque()  # turns until their horizon, oldest first
+        self._to_ask: list[_Due] = []  # a heap
+        self._ranking = NodeRanking(self._key)
+        self._metrics = EvictionMetrics()
+        self._named: NodeId | None = None  # the last victim, until it has left
+        self._now_s = 0.0
+        self._num_chats = self._num_asked = self._num_known = self._num_not_expected = 0
+
+    def on_insert(self, node: CachedNode) -> None:
+        """Find the conversation that goes on with it, or begin one."""
+        self._metrics.num_inserted += 1
+        now_s = self._see(node.created_ns)
+        chat = self._former(node, now_s) or self._of_parent(node)
+        if chat is None:
+            self._num_chats += 1
+            chat = _Chat(self._num_chats, [node.depth.bit_length()], now_s, node.depth, node)
+            self._begin(chat)
+        left, chat.leaf = chat.leaf, node
+        chat.used_s, chat.depth = max(chat.used_s, now_s), node.depth
+        self._chats[node.node_id] = chat
+        if left is not None and left in self._ranking:
+            self._ranking.add(left)  # the conversation went on without it
+
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
+        """Both parts belong to whom the whole did."""
+        self._metrics.num_inserted += 1
+        chat = self._chats.get(lower.node_id)
+        if chat is not None:
+            self._chats[upper.node_id] = chat
+        if lower.node_id in self._common:
+            self._common.add(upper.node_id)
+
+    def on_hit(self, node: CachedNode) -> None:
+        """Note that its conversation is back."""
+        self._metrics.num_hits += 1
+        now_s = self._see(node.last_access_ns)
+        chat = self._chats.get(node.node_id)
+        if chat is not None and node.node_id not in self._common:
+            self._return(chat, now_s)
+        if node in self._ranking:
+            self._ranking.add(node)
+
+    def on_remove(self, node: CachedNode) -> None:
+        """Remember its conversation for a while."""
+        node_id = node.node_id
+        self._ranking.discard(node)
+        chat = self._chats.pop(node_id, None)
+        if chat is not None and chat.leaf is node:
+            chat.leaf = None
+        if chat is not None and node_id not in self._common:
+            self._gone[node_id] = chat
+            if len(self._gone) > _MAX_GONE:
+                self._gone.popitem(last=False)
+        self._continued.discard(node_id)
+        self._common.discard(node_id)
+        if node_id == self._named:
+            self._metrics.num_victims += 1
+            self._named = None
+
+    def add_candidate(self, node: CachedNode) -> None:
+        """Rank it, and ask about it again in time."""
+        now_s = self._see(node.last_access_ns)
+        chat = self._chats.get(node.node_id)
+        if chat is not None and chat.leaf is node:
+            chat.used_s = max(chat.used_s, node.last_access_ns / 1e9)
+            self._ask_later(chat, now_s)
+        self._ranking.add(node)
+
+    def remove_candidate(self, node: CachedNode) -> None:
+        """Take it out of the ranking."""
+        self._ranking.discard(node)
+
+    def victim(self) -> CachedNode | None:
+        """Ask about a few that have waited, and return what goes first."""
+        for _ in range(_MAX_CALLS):
+            if not self._to_ask or self._to_ask[0].when_s > self._now_s:
+                break
+            due = heappop(self._to_ask)
+            leaf = due.chat.leaf
+            due.chat.due_turn = -1
+            if not due.is_past and leaf is not None and leaf in self._ranking:
+                self._ask(due.chat)
+                self._ask_later(due.chat, self._now_s)
+                self._ranking.add(leaf)
+        node = self._ranking.first()
+        self._named = None if node is None else node.node_id
+        return node
+
+    def select_victims(
+        self, candidates: Sequence[EvictionCandidate], required_blocks: int
+    ) -> list[SequenceId]:
+        """Choose by `estimated_lifetime`, the longest first, of equals by last use.
+
+        Who will generate longest holds its blocks longest; where no lifetime is known, it is 0.
+        """
+        return choose(_in_order(candidates), required_blocks)
+
+    def metrics(self) -> EvictionMetrics:
+        """Return the counts so far; the details say what the predictor was asked and answered."""
+        details = {
+            "num_asked": float(self._num_asked),
+            "num_return_known": float(self._num_known),
+            "num_not_expected": float(self._num_not_expected),
+        }
+        return replace(self._metrics, num_candidates=len(self._ranking), details=details)
+
+    def _key(self, node: CachedNode) -> RankingKey:
+        chat, used_s = self._chats.get(node.node_id), node.last_access_ns / 1e9
+        if chat is None:  # it came before this policy did
+            return (1, used_s)
+        if used_s < chat.used_s or chat.return_s == math.inf:
+            return (0, used_s)
+        if chat.return_s is None:
+            return (1, used_s)
+        return (
+            1,
+            2 * chat.asked_s - chat.return_s,
+        )  # as if it had been used so long before as it is due after
+
+    def _see(self, time_ns: int) -> float:
+        """Move the time on, and tell the predictor of turns whose horizon has passed."""
+        now_s = self._now_s = max(self._now_s, time_ns / 1e9)
+        for _ in range(_MAX_CALLS):
+            if not self._open or self._open[0].when_s > now_s:
+                break
+            due = self._open.popleft()
+            if not due.is_past:
+                due.chat.is_open = False
+                self._teach(due.chat, self._horizon_s)
+        return now_s
+
+    def _former(self, node: CachedNode, now_s: float) -> _Chat | None:
+        """Return the conversation that was evicted and is back."""
+        if node.former_id is None:
+            return None
+        chat = self._gone.get(node.former_id) or self._chats.get(node.former_id)
+        if chat is None or node.former_depth <= _MIN_SHARE * chat.depth:
+            return None
+        self._return(chat, now_s)
+        return chat
+
+    def _of_parent(self, node: CachedNode) -> _Chat | None:
+        """Return the conversation of the node before, if this is the first to go on from there."""
+        parent_id = node.parent_id
+        if parent_id is None or parent_id not in self._chats:
+            return None
+        if parent_id in self._continued:
+            self._common.add(parent_id)
+            return None
+        self._continued.add(parent_id)
+        return self._chats[parent_id]
+
+    def _return(self, chat: _Chat, now_s: float) -> None:
+        """Note that a conversation is back; once for all nodes on its path."""
+        gap_s = now_s - chat.used_s
+        if gap_s <= 0:
+            return
+        if chat.is_open:
+            self._teach(chat, min(gap_s, self._horizon_s))
+        chat.history = [*chat.history[-_MAX_HISTORY:], 32 + round(2 * math.log2(1 + gap_s))]
+        chat.turn += 1
+        chat.used_s = now_s
+        self._begin(chat)
+
+    def _begin(self, chat: _Chat) -> None:
+        chat.is_open = True
+        self._open.append(_Due(chat.used_s + self._horizon_s, chat.number, chat, chat.turn))
+        self._ask(chat)
+
+    def _teach(self, chat: _Chat, time_s: float) -> None:
+        self.lifetime_predictor.update(
+            sequence_id=chat.name, actual_length=round(time_s), actual_time=float(time_s)
+        )
+
+    def _ask_later(self, chat: _Chat, now_s: float) -> None:
+        age_s = now_s - chat.used_s
+        if age_s < self._horizon_s and chat.due_turn != chat.turn:
+            chat.due_turn = chat.turn
+            when_s = chat.used_s + max(_FIRST_AGE_S, 2 * age_s)
+            heappush(self._to_ask, _Due(when_s, chat.number, chat, chat.turn))
+
+    def _ask(self, chat: _Chat) -> None:
+        """Find out when a conversation is back."""
+        chat.asked_s = now_s = self._now_s
+        age_s = int(now_s - chat.used_s)
+        if age_s >= self._horizon_s:
+            chat.return_s = math.inf
+            return
+        self._num_asked += 1
+        asked = PredictionRequest(
+            sequence_id=chat.name,
+            token_ids=chat.history,
+            current_length=age_s,
+            max_length=self._horizon_s,
+        )
+        found = self.lifetime_predictor.predict(asked)
+        if found.confidence < self._min_confidence:
+            chat.return_s = None
+        elif age_s + found.remaining_length >= self._horizon_s:
+            chat.return_s = math.inf
+            self._num_not_expected += 1
+        else:
+            chat.return_s = now_s + found.remaining_length
+            self._num_known += 1
+
+
+def _in_order(candidates: Sequence[EvictionCandidate]) -> Iterator[EvictionCandidate]:
+    """Yield sequences by what they have to come; sorts only what is reached."""
+    by_lifetime = sorted(filter(_LIFETIME, candidates), key=_LIFETIME, reverse=True)
+    for _, equals in groupby(by_lifetime, _LIFETIME):
+        yield from sorted(equals, key=_LAST_USE)
+    yield from sorted(filterfalse(_LIFETIME, candidates), key=_LAST_USE)
