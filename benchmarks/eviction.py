@@ -1,7 +1,7 @@
 """What each eviction policy saves of the prompt tokens: `python benchmarks/eviction.py TRACE`.
 
 Every installed policy, the optimum (Belady) and no limit; gap closed = (policy − LRU) ÷ (Belady − LRU).
-Blocks are the trace's own; `predictive` also with a confidence of 0.7, where less than its default counts.
+Blocks are the trace's own.
 """
 
 from __future__ import annotations
@@ -32,17 +32,12 @@ def main() -> None:
     config = EngineConfig().with_values({"kv.block_size": requests[0].block_tokens or 16})
     installed = [entry.provider.name for entry in PluginRegistry.load().providers("eviction_policy")]
     names = [name for name in installed if name != "null"]
-    num_replays = 1 + len(options.capacity) * (len(names) + 1)
+    num_replays = 1 + len(options.capacity) * len(names)
     with progress_bar("replaying", total=len(requests) * num_replays) as advance:
         found = simulate(requests, config, capacities=options.capacity, policies=names, advance=advance)
-        lower = config.with_values({"prefix_cache.eviction_options": {"min_confidence": 0.7}})
-        unsure = simulate(
-            requests, lower, capacities=options.capacity, policies=["predictive"], advance=advance
-        )
     by_name: dict[str, list[CacheRun]] = {name: [] for name in names}
     for run in found.runs:
         by_name[run.eviction_policy].append(run)
-    by_name["predictive, min_confidence: 0.7"] = unsure.runs
     publish(
         "eviction",
         _text(by_name, options.capacity, found.upper_bound),

@@ -90,7 +90,8 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
 
     A conversation goes on where the first prompt after it is inserted, or where it was evicted and is back;
     a node that several prompts continue (a system prompt) belongs to none. `select_victims` takes what has
-    most to come by `estimated_lifetime`. Each call is O(log nodes), and at most four of the predictor's.
+    most to come by `estimated_lifetime`. Each call is O(log nodes); an insertion asks the predictor at most
+    five times, a decision never.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
         """Find the conversation that goes on with it, or begin one."""
         self._metrics.num_inserted += 1
         now_s = self._see(node.created_ns)
+        self._ask_due()
         chat = self._former(node, now_s) or self._of_parent(node)
         if chat is None:
             self._num_chats += 1
@@ -183,17 +185,7 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
         self._ranking.discard(node)
 
     def victim(self) -> CachedNode | None:
-        """Ask about a few that have waited, and return what goes first."""
-        for _ in range(_MAX_CALLS):
-            if not self._to_ask or self._to_ask[0].when_s > self._now_s:
-                break
-            due = heappop(self._to_ask)
-            leaf = due.chat.leaf
-            due.chat.due_turn = -1
-            if not due.is_past and leaf is not None and leaf in self._ranking:
-                self._ask(due.chat)
-                self._ask_later(due.chat, self._now_s)
-                self._ranking.add(leaf)
+        """Return what goes first, or None when there is nothing."""
         node = self._ranking.first()
         self._named = None if node is None else node.node_id
         return node
@@ -290,6 +282,19 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
             chat.due_turn = chat.turn
             when_s = chat.used_s + max(_FIRST_AGE_S, 2 * age_s)
             heappush(self._to_ask, _Due(when_s, chat.number, chat, chat.turn))
+
+    def _ask_due(self) -> None:
+        """Ask again about a few turns that have grown older."""
+        for _ in range(_MAX_CALLS):
+            if not self._to_ask or self._to_ask[0].when_s > self._now_s:
+                break
+            due = heappop(self._to_ask)
+            leaf = due.chat.leaf
+            due.chat.due_turn = -1
+            if not due.is_past and leaf is not None and leaf in self._ranking:
+                self._ask(due.chat)
+                self._ask_later(due.chat, self._now_s)
+                self._ranking.add(leaf)
 
     def _ask(self, chat: _Chat) -> None:
         """Find out when a conversation is back."""
