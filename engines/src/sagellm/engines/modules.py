@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from sagellm.core import Clock, ConfigError, PluginRegistry, PrefixCacheProtocol
@@ -64,8 +63,9 @@ def prefix_cache(modules: Modules, max_blocks: int, policy: Any, clock: Clock) -
     name, options = (settings.name, settings.options) if settings.enabled else ("null", {})
     factory = modules.factory("prefix_cache", name)
     given = {"eviction_policy": policy, "clock": clock}
-    _check_options(factory, "prefix_cache.options", name, options, given)
-    cache: PrefixCacheProtocol = factory(max_blocks, modules.config.kv.block_size, **given, **options)
+    args = (max_blocks, modules.config.kv.block_size)
+    _check_options(factory, "prefix_cache.options", name, options, given, args)
+    cache: PrefixCacheProtocol = factory(*args, **given, **options)
     return cache
 
 
@@ -74,15 +74,16 @@ def _check_options(
     key: str,
     name: str,
     options: dict[str, Any],
-    given: Mapping[str, Any] = MappingProxyType({}),
+    given: Mapping[str, Any],
+    args: Sequence[Any] = (),
 ) -> None:
     names = signature(factory).parameters
     try:
         if not given.keys().isdisjoint(options):
             raise TypeError("these are not the user's to give")
-        signature(factory).bind_partial(**given, **options)
+        signature(factory).bind(*args, **given, **options)
     except TypeError as error:
-        known = (each for each in names if each not in given and each not in ("max_blocks", "block_size"))
+        known = (each for each in list(names)[len(args) :] if each not in given)
         takes = ", ".join(known) or "no options"
         raise ConfigError(f"{key} is {options!r}; {name!r} takes {takes}") from error
 
