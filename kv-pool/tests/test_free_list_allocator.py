@@ -13,10 +13,6 @@ class TestFreeListAllocator(KVAllocatorContract):
     def make(self, total_blocks: int) -> KVAllocatorProtocol:
         return FreeListAllocator(total_blocks)
 
-    @pytest.mark.full
-    def test_a_million_random_operations_agree_with_a_model(self) -> None:
-        self.run_random_operations(1_000_000, check_every=100, seed=1)
-
 
 def test_fresh_blocks_ascend() -> None:
     allocator = FreeListAllocator(10)

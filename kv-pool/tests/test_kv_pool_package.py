@@ -11,8 +11,9 @@ def test_each_provider_keeps_its_kinds_protocol() -> None:
     for provider in sagellm_providers():
         module, _, name = provider.target.partition(":")
         found[provider.kind, provider.name] = getattr(import_module(module), name)
-    assert found.keys() == {("kv_pool", "paged"), ("kv_allocator", "free_list")}
-    allocator = found["kv_allocator", "free_list"](8)
-    assert isinstance(allocator, KVAllocatorProtocol)
-    pool = found["kv_pool", "paged"](8, 16, allocator=allocator, clock=None)
-    assert isinstance(pool, KVPoolProtocol)
+    assert found.keys() == {("kv_pool", "paged"), ("kv_allocator", "buddy"), ("kv_allocator", "free_list")}
+    for name in ("buddy", "free_list"):
+        allocator = found["kv_allocator", name](8)
+        assert isinstance(allocator, KVAllocatorProtocol)
+        pool = found["kv_pool", "paged"](8, 16, allocator=allocator, clock=None)
+        assert isinstance(pool, KVPoolProtocol)

@@ -16,7 +16,7 @@ from sagellm.core import (
     SequenceId,
 )
 from sagellm.core.testing import KVPoolContract, run_in_threads
-from sagellm.kvmgr.kv_pool import FreeListAllocator, GPUKVPool, PagedKVPool
+from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, GPUKVPool, PagedKVPool
 
 
 def ask(num_blocks: int, sequence_id: str = "x") -> BlockAllocationRequest:
@@ -27,9 +27,10 @@ class TestPagedKVPool(KVPoolContract):
     def make(self, total_blocks: int, block_size: int, clock: Clock) -> KVPoolProtocol:
         return PagedKVPool(total_blocks, block_size, clock=clock)
 
-    @pytest.mark.full
-    def test_a_million_random_operations_agree_with_a_model(self) -> None:
-        self.run_random_operations(1_000_000, check_every=100, seed=1)
+
+class TestPagedKVPoolWithBuddies(KVPoolContract):
+    def make(self, total_blocks: int, block_size: int, clock: Clock) -> KVPoolProtocol:
+        return PagedKVPool(total_blocks, block_size, allocator=BuddyAllocator(total_blocks), clock=clock)
 
 
 class DescendingAllocator(FreeListAllocator):
@@ -184,6 +185,23 @@ def test_threads_may_evict_at_the_same_time() -> None:
     pool.set_evictor(evict)
     run_in_threads(work, num_threads=4)
     assert pool.metrics().num_used_blocks == len(cached)
+    pool.check_integrity()
+
+
+def test_threads_that_write_to_the_same_block_get_one_each() -> None:
+    pool = PagedKVPool(64)
+    (common,) = pool.allocate(ask(1))
+    pool.share([common] * 31)
+    written: list[list[BlockId]] = [[] for _ in range(4)]
+
+    def work(thread: int) -> None:
+        written[thread] += [pool.copy_on_write(common, SequenceId(f"thread-{thread}")) for _ in range(8)]
+
+    run_in_threads(work, num_threads=4)
+    blocks = [block_id for of_thread in written for block_id in of_thread]
+    assert len(set(blocks)) == 32
+    assert common in blocks  # the last writer had it for itself
+    assert [pool.block_info[block_id].ref_count for block_id in blocks] == [1] * 32
     pool.check_integrity()
 
 

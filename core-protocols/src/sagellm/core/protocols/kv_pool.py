@@ -40,7 +40,7 @@ class KVPoolMetrics:
     total_blocks: int
     num_free_blocks: int
     num_shared_blocks: int  # with more than one reference
-    num_allocations: int  # calls of allocate that succeeded
+    num_allocations: int  # calls that got blocks: of allocate, and of copy_on_write where it took one
     num_failed_allocations: int
     num_evicted_blocks: int  # freed through evict_if_needed
     external_fragmentation: float
@@ -87,6 +87,16 @@ class KVPoolProtocol(ABC):
     @abstractmethod
     def share(self, block_ids: Sequence[BlockId]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""
+
+    @abstractmethod
+    def copy_on_write(self, block_id: BlockId, sequence_id: SequenceId, priority: int = 0) -> BlockId:
+        """Return a block that the caller, who holds a reference of `block_id`, may write to alone.
+
+        With one reference that is the block itself, and nothing changes. With more it is a fresh
+        block, held as if allocated, and `block_id` loses one reference in the same instant; the
+        caller copies the bytes before anybody else can free the old block. Raises OutOfBlocksError
+        when none is free, BlockError for a block that is free or unknown.
+        """
 
     @abstractmethod
     def free(self, block_ids: Sequence[BlockId]) -> int:
@@ -153,6 +163,11 @@ class NullKVPool(KVPoolProtocol):
         """Accept only nothing."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} are not allocated")
+
+    def copy_on_write(self, block_id: BlockId, sequence_id: SequenceId, priority: int = 0) -> BlockId:
+        """Refuse: there is no such block."""
+        del sequence_id, priority
+        raise BlockError(f"block {block_id!r} is not allocated")
 
     def free(self, block_ids: Sequence[BlockId]) -> int:
         """Accept only nothing."""

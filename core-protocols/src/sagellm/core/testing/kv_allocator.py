@@ -38,7 +38,7 @@ class KVAllocatorContract(KVAllocatorLoad):
 
     def make_with(self, at_least: int) -> tuple[KVAllocatorProtocol, int]:
         """Return a fresh allocator and its number of blocks; skip where they are too few."""
-        allocator = self.make(64)
+        allocator = self.make(max(64, at_least))
         total = allocator.metrics().total_blocks
         need(total, at_least)
         return allocator, total
@@ -74,7 +74,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         allocator.check_integrity()
 
     @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
-    def test_a_size_below_one_is_refused(self, size: Any) -> None:
+    def test_a_size_of_zero_or_none_at_all_is_refused(self, size: Any) -> None:
         """So is what is no int."""
         allocator, total = self.make_with(0)
         with pytest.raises(BlockError):
@@ -82,7 +82,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         assert allocator.num_free_blocks == total
 
     @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
-    def test_what_is_no_block_cannot_be_freed(self, bad: Any) -> None:
+    def test_an_unknown_id_cannot_be_freed(self, bad: Any) -> None:
         """One wrong id among right ones refuses them all."""
         allocator, total = self.make_with(0)
         held = allocator.allocate(total) if total else []
@@ -101,7 +101,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         assert allocator.all_allocated([])
         assert allocator.num_free_blocks == total
 
-    def test_a_block_is_freed_once(self) -> None:
+    def test_no_block_is_freed_twice(self) -> None:
         """Neither two calls nor one call can free a block twice."""
         allocator, total = self.make_with(3)
         a, b, c = allocator.allocate(3)
@@ -115,6 +115,28 @@ class KVAllocatorContract(KVAllocatorLoad):
         allocator.check_integrity()
         allocator.free([c, a])
         allocator.check_integrity()
+
+    def test_what_comes_back_is_handed_out_and_what_is_live_is_not(self) -> None:
+        """Of 100 and 50 blocks the first go back; the next 80 have none of the live 50."""
+        allocator, total = self.make_with(150)
+        first, live = allocator.allocate(100), allocator.allocate(50)
+        allocator.free(first)
+        assert set(allocator.allocate(80)).isdisjoint(live)
+        assert allocator.all_allocated(live)
+        assert allocator.num_free_blocks == total - 130
+        allocator.check_integrity()
+
+    def test_the_order_of_freeing_does_not_matter(self) -> None:
+        """Whatever the order in which blocks come back, one by one, all are one free run in the end."""
+        for seed in range(5):
+            allocator, total = self.make_with(0)
+            held = allocator.allocate(total) if total else []
+            random.Random(seed).shuffle(held)
+            for block_id in held:
+                allocator.free([block_id])
+            assert allocator.metrics().largest_free_run == total
+            allocator.check_integrity()
+            assert not total or sorted(allocator.allocate(total)) == list(range(total))
 
     def test_fragmentation_follows_its_formula(self) -> None:
         """With every other block held the largest run is one."""
@@ -137,9 +159,15 @@ class KVAllocatorContract(KVAllocatorLoad):
 
     def test_random_operations_agree_with_a_model(self) -> None:
         """Ten thousand of them, with the integrity checked after each."""
-        self.run_random_operations(10_000, check_every=1)
+        self._run_random_operations(10_000, check_every=1)
 
-    def run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
+    @pytest.mark.full
+    def test_a_million_random_operations_agree_with_a_model(self) -> None:
+        """The same for long, with the integrity checked at every hundredth."""
+        self.make_with(1)
+        self._run_random_operations(1_000_000, check_every=100, seed=1)
+
+    def _run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
         """Compare with a set of held ids, wrong calls among the right ones."""
         allocator, total = self.make_with(0)
         rng = random.Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,69 +21,124 @@ def ask(num_blocks: int, sequence_id: str = "a", priority: int = 0) -> BlockAllo
 
 
 class KVPoolMachine:
-    """Draws operations at random and knows what each must do."""
+    """Draws operations at random and knows what each must do.
 
-    def __init__(self, pool: KVPoolProtocol, rng: random.Random) -> None:
+    Several may work on one pool, each in a thread of its own, if they are given one dict of
+    `owners`. None touches a block of another, so what each of them counts is exact; only how many
+    blocks are free is not known to any of them.
+    """
+
+    def __init__(
+        self, pool: KVPoolProtocol, rng: random.Random, owners: dict[BlockId, KVPoolMachine] | None = None
+    ) -> None:
         self.pool = pool
         self.rng = rng
-        self.refs: Counter[BlockId] = Counter()  # of allocated blocks
+        self.refs: Counter[BlockId] = Counter()  # of the blocks of this machine
         self.holders: dict[BlockId, str] = {}
+        self._is_alone = owners is None
+        self._owners: dict[BlockId, KVPoolMachine] = {} if owners is None else owners
 
     def step(self) -> None:
         """Perform one operation, right or wrong, and check its outcome."""
-        self.rng.choice([self.allocate, self.share, self.free, self.free])()
-        assert self.pool.get_free_blocks() == self.pool.total_blocks - len(self.refs)
+        self.rng.choice([self.allocate, self.share, self.copy_on_write, self.free, self.free])()
+        if self._is_alone:
+            assert self.pool.get_free_blocks() == self.pool.total_blocks - len(self.refs)
 
     def allocate(self) -> None:
         """Ask for up to a dozen blocks."""
         size, holder = self.rng.randint(0, 12), f"s{self.rng.randrange(100)}"
-        num_free = self.pool.total_blocks - len(self.refs)
-        if not 1 <= size <= num_free:
-            with pytest.raises(OutOfBlocksError if size else BlockError):
+        if not size:
+            with pytest.raises(BlockError):
                 self.pool.allocate(ask(size, holder))
             return
-        block_ids = self.pool.allocate(ask(size, holder))
-        assert len(set(block_ids)) == size
-        assert self.refs.keys().isdisjoint(block_ids)
-        self.refs.update(block_ids)
-        self.holders.update(dict.fromkeys(block_ids, holder))
+        try:
+            block_ids = self.pool.allocate(ask(size, holder))
+        except OutOfBlocksError:
+            assert self._may_lack(size), "blocks were refused though enough were free"
+            return
+        assert len(block_ids) == size
+        self._claim(block_ids, holder)
 
     def share(self) -> None:
         """Share some blocks that are held, sometimes with one that is not."""
         block_ids = self._some()
         if self.rng.random() < 0.1:
             with pytest.raises(BlockError):
-                self.pool.share([*block_ids, self._free_id()])
+                self.pool.share([*block_ids, self._wrong_id()])
         else:
             self.pool.share(block_ids)
             self.refs.update(block_ids)
 
+    def copy_on_write(self) -> None:
+        """Ask for a block that can be written to in place of one that is held, or of a wrong one."""
+        holder = SequenceId(f"s{self.rng.randrange(100)}")
+        if not self.refs or self.rng.random() < 0.1:
+            with pytest.raises(BlockError):
+                self.pool.copy_on_write(self._wrong_id(), holder)
+            return
+        block_id = self.rng.choice(list(self.refs))
+        try:
+            mine = self.pool.copy_on_write(block_id, holder)
+        except OutOfBlocksError:
+            assert self.refs[block_id] > 1, "a block of one reference needs no other"
+            assert self._may_lack(1), "a block was refused though one was free"
+            return
+        if self.refs[block_id] == 1:
+            assert mine == block_id
+        else:
+            self._claim([mine], holder)
+            self.refs[block_id] -= 1
+
     def free(self) -> None:
         """Drop references, sometimes more than there are."""
         block_ids = self._some()
+        left = Counter(self.refs)
+        left.subtract(block_ids)
         if self.rng.random() < 0.1:
             with pytest.raises(BlockError):
-                self.pool.free([*block_ids, self._free_id()])
-        elif any(count > self.refs[block_id] for block_id, count in Counter(block_ids).items()):
+                self.pool.free([*block_ids, self._wrong_id()])
+        elif min(left.values(), default=0) < 0:
             with pytest.raises(BlockError):
                 self.pool.free(block_ids)
         else:
-            before = len(self.refs)
-            self.refs = +(self.refs - Counter(block_ids))
-            assert self.pool.free(block_ids) == before - len(self.refs)
+            gone = self.refs.keys() - +left
+            for block_id in gone:  # before somebody else can have it
+                del self._owners[block_id]
+            self.refs = +left
+            assert self.pool.free(block_ids) == len(gone)
 
-    def compare(self) -> None:
-        """Compare the whole pool with the model."""
-        infos = dict(self.pool.block_info)
-        assert {block_id: info.ref_count for block_id, info in infos.items()} == self.refs
-        assert all(info.sequence_id == self.holders[block_id] for block_id, info in infos.items())
-        shared = sum(count > 1 for count in self.refs.values())
-        assert self.pool.metrics().num_shared_blocks == shared
+    def _claim(self, block_ids: Sequence[BlockId], holder: str) -> None:
+        assert len(set(block_ids)) == len(block_ids)
+        for block_id in block_ids:
+            assert block_id not in self.refs, "a block was handed out that is held"
+            assert self._owners.setdefault(block_id, self) is self, "two threads hold one block"
+        self.refs.update(block_ids)
+        self.holders.update(dict.fromkeys(block_ids, holder))
+
+    def _may_lack(self, num_blocks: int) -> bool:
+        return not self._is_alone or num_blocks > self.pool.total_blocks - len(self.refs)
 
     def _some(self) -> list[BlockId]:
         held = list(self.refs)
         return self.rng.choices(held, k=self.rng.randint(0, 8)) if held else []
 
-    def _free_id(self) -> BlockId:
-        free = set(range(-1, self.pool.total_blocks + 1)) - set(self.refs)
-        return BlockId(self.rng.choice(sorted(free)))
+    def _wrong_id(self) -> BlockId:
+        wrong = {-1, self.pool.total_blocks}
+        if self._is_alone:  # else a free block may be another's a moment later
+            wrong |= set(range(self.pool.total_blocks)) - set(self.refs)
+        return BlockId(self.rng.choice(sorted(wrong)))
+
+
+def compare(pool: KVPoolProtocol, machines: Sequence[KVPoolMachine]) -> None:
+    """Compare the whole pool with what all its machines hold together."""
+    refs: Counter[BlockId] = Counter()
+    holders: dict[BlockId, str] = {}
+    for machine in machines:
+        assert refs.keys().isdisjoint(machine.refs), "two machines hold one block"
+        refs.update(machine.refs)
+        holders.update({block_id: machine.holders[block_id] for block_id in machine.refs})
+    infos = dict(pool.block_info)
+    assert {block_id: info.ref_count for block_id, info in infos.items()} == refs
+    assert {block_id: info.sequence_id for block_id, info in infos.items()} == holders
+    assert pool.metrics().num_shared_blocks == sum(count > 1 for count in refs.values())
+    assert pool.get_free_blocks() == pool.total_blocks - len(refs)

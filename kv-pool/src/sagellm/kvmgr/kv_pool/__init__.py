@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         KVPoolMetrics as KVPoolMetrics,
         KVPoolProtocol as KVPoolProtocol,
     )
+    from sagellm.kvmgr.kv_pool.buddy import BuddyAllocator as BuddyAllocator
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
     from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool, PagedKVPool as PagedKVPool
 
@@ -25,6 +26,7 @@ __all__ = [
     "AllocatorMetrics",
     "BlockAllocationRequest",
     "BlockInfo",
+    "BuddyAllocator",
     "Evictor",
     "FreeListAllocator",
     "GPUKVPool",
@@ -41,6 +43,7 @@ __getattr__ = lazy(
         "AllocatorMetrics": "sagellm.core.protocols.kv_allocator",
         "BlockAllocationRequest": "sagellm.core.protocols.kv_pool",
         "BlockInfo": "sagellm.core.protocols.kv_pool",
+        "BuddyAllocator": ".buddy",
         "Evictor": "sagellm.core.protocols.kv_pool",
         "FreeListAllocator": ".free_list",
         "GPUKVPool": ".paged",

@@ -97,17 +97,8 @@ class PagedKVPool(KVPoolProtocol):
                 f"{num_blocks!r} blocks asked for by sequence {request.sequence_id!r}; ask for an int >= 1"
             )
         grant = _Grant(request.sequence_id, request.priority, self._clock.now_ns())
-        grants = self._grants
         with self._lock:
-            try:
-                block_ids = self._allocator.allocate(num_blocks)
-            except OutOfBlocksError as error:
-                self._num_failed_allocations += 1
-                raise self._shortage(request) from error
-            for block_id in block_ids:
-                grants[block_id] = grant
-            self._num_allocations += 1
-        return block_ids
+            return self._take(num_blocks, grant)
 
     def share(self, block_ids: Sequence[BlockId]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""
@@ -124,6 +115,22 @@ class PagedKVPool(KVPoolProtocol):
                 if grant is not previous:  # neighbours mostly come from the same call of allocate
                     previous, touched = grant, grant._replace(accessed_ns=now_ns)
                 grants[block_id] = touched
+
+    def copy_on_write(self, block_id: BlockId, sequence_id: SequenceId, priority: int = 0) -> BlockId:
+        """Return the block itself if it has one reference, else a fresh one for one of its references.
+
+        Raises OutOfBlocksError when none is free, BlockError for a block that is free or unknown.
+        """
+        grant = _Grant(sequence_id, priority, self._clock.now_ns())
+        with self._lock:
+            num_refs = self._num_refs(block_id)
+            if not num_refs:
+                raise self._refusal([block_id])
+            if num_refs == 1:
+                return block_id
+            (fresh,) = self._take(1, grant)
+            self._drop_extra_refs([block_id])
+        return fresh
 
     def free(self, block_ids: Sequence[BlockId]) -> int:
         """Drop one reference of each block and return how many became free.
@@ -230,14 +237,24 @@ class PagedKVPool(KVPoolProtocol):
             last_access_time=grant.accessed_ns / 1e9,
         )
 
-    def _shortage(self, request: BlockAllocationRequest) -> OutOfBlocksError:
-        needed, available = request.num_blocks, self._allocator.num_free_blocks
-        return OutOfBlocksError(
-            f"{needed} blocks asked for by sequence {request.sequence_id!r}, {available} of "
-            f"{self._total_blocks} are free; free or evict blocks, or raise kv.num_blocks",
-            needed=needed,
-            available=available,
-        )
+    def _take(self, num_blocks: int, grant: _Grant) -> list[BlockId]:
+        """Get blocks from the allocator and note who has them. Called with the lock held."""
+        try:
+            block_ids = self._allocator.allocate(num_blocks)
+        except OutOfBlocksError as error:
+            self._num_failed_allocations += 1
+            available = self._allocator.num_free_blocks
+            raise OutOfBlocksError(
+                f"{num_blocks} blocks asked for by sequence {grant.sequence_id!r}, {available} of "
+                f"{self._total_blocks} are free; free or evict blocks, or raise kv.num_blocks",
+                needed=num_blocks,
+                available=available,
+            ) from error
+        grants = self._grants
+        for block_id in block_ids:
+            grants[block_id] = grant
+        self._num_allocations += 1
+        return block_ids
 
     def _num_refs(self, block_id: BlockId) -> int:
         if not self._allocator.all_allocated([block_id]):

@@ -10,5 +10,6 @@ def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
     return [
         Provider("kv_pool", "paged", f"{_PACKAGE}.paged:PagedKVPool", "blocks counted by reference"),
+        Provider("kv_allocator", "buddy", f"{_PACKAGE}.buddy:BuddyAllocator", "few and long runs"),
         Provider("kv_allocator", "free_list", f"{_PACKAGE}.free_list:FreeListAllocator", "last freed first"),
     ]
