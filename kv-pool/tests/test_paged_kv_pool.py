@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
 from sagellm.core import (
+    AllocatorMetrics,
     BlockAllocationRequest,
     BlockError,
     BlockId,
@@ -203,6 +206,64 @@ def test_threads_that_write_to_the_same_block_get_one_each() -> None:
     assert common in blocks  # the last writer had it for itself
     assert [pool.block_info[block_id].ref_count for block_id in blocks] == [1] * 32
     pool.check_integrity()
+
+
+class WatchedAllocator(FreeListAllocator):
+    """Lets other threads in during each call, and refuses to be called by one of them."""
+
+    def __init__(self, total_blocks: int) -> None:
+        super().__init__(total_blocks)
+        self._is_busy = False
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        assert not self._is_busy, "two threads are inside the allocator"
+        self._is_busy = True
+        time.sleep(0)
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        with self._watched():
+            return super().allocate(num_blocks)
+
+    def free(self, block_ids: Sequence[BlockId]) -> None:
+        with self._watched():
+            super().free(block_ids)
+
+    def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
+        with self._watched():
+            return super().all_allocated(block_ids)
+
+    def metrics(self) -> AllocatorMetrics:
+        with self._watched():
+            return super().metrics()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool, block_id: pool.free(pool.allocate(ask(1))),
+        lambda pool, block_id: pool.free([block_id]),
+        lambda pool, block_id: pool.share([block_id]),
+        lambda pool, block_id: pool.copy_on_write(block_id, SequenceId("x")),
+        lambda pool, block_id: pool.block_info[block_id],
+        lambda pool, block_id: pool.metrics(),
+    ],
+    ids=["allocate", "free", "share", "copy_on_write", "block_info", "metrics"],
+)
+def test_no_call_enters_the_allocator_beside_another(call: Callable[[PagedKVPool, BlockId], object]) -> None:
+    pool = PagedKVPool(1000, allocator=WatchedAllocator(1000))
+    (common,) = pool.allocate(ask(1))
+    pool.share([common] * 400)
+
+    def work(thread: int) -> None:
+        for _ in range(100):
+            call(pool, common)
+
+    run_in_threads(work, num_threads=4)
 
 
 def test_a_view_says_how_much_it_shows() -> None:

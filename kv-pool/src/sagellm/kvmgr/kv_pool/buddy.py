@@ -30,11 +30,11 @@ class BuddyAllocator(KVAllocatorProtocol):
         if type(total_blocks) is not int or total_blocks < 1:
             raise ConfigError(f"kv.num_blocks is {total_blocks!r}; it must be an int >= 1")
         self._total_blocks = total_blocks
-        self._held = bytearray(b"\1") * total_blocks
-        self._num_free = 0
+        self._held = bytearray(total_blocks)
+        self._num_free = total_blocks
         # By order, the indices of the free extents; dicts, so that the last one in is the first one out.
         self._extents: list[dict[int, None]] = [{} for _ in range(total_blocks.bit_length())]
-        self._give_back(0, total_blocks)
+        self._join(0, total_blocks)
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take few and long runs, ascending. Raises OutOfBlocksError, or BlockError for a size below one."""
@@ -54,6 +54,7 @@ class BuddyAllocator(KVAllocatorProtocol):
             run = self._take_run(missing)
             missing -= len(run)
             runs.append(run)
+        self._num_free -= num_blocks
         runs.sort(key=_first)
         return cast(list[BlockId], list(chain.from_iterable(runs) if len(runs) > 1 else runs[0]))
 
@@ -63,7 +64,9 @@ class BuddyAllocator(KVAllocatorProtocol):
         if runs is None:
             raise refusal(block_ids, self._total_blocks, lambda block_id: self._held[block_id])
         for start, stop in runs:
-            self._give_back(start, stop)
+            self._held[start:stop] = bytes(stop - start)
+            self._join(start, stop)
+        self._num_free += len(block_ids)
 
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
         """Say whether every one of these is an allocated block."""
@@ -114,16 +117,13 @@ class BuddyAllocator(KVAllocatorProtocol):
         index, _ = extents[order].popitem()
         start, end = index << order, (index + 1) << order
         stop = min(end, start + most)
-        self._num_free -= end - start
-        self._held[start:end] = b"\1" * (end - start)
+        self._held[start:stop] = b"\1" * (stop - start)
         if stop < end:
-            self._give_back(stop, end)
+            self._join(stop, end)
         return range(start, stop)
 
-    def _give_back(self, start: int, stop: int) -> None:
-        """Make [start, stop) free, from the smallest extents at both ends to the largest in its middle."""
-        self._num_free += stop - start
-        self._held[start:stop] = bytes(stop - start)
+    def _join(self, start: int, stop: int) -> None:
+        """Make extents of [start, stop), from the smallest at both ends to the largest in the middle."""
         for extents in self._extents:  # start and stop count extents of this order
             if start & 1:
                 if start - 1 in extents:  # the buddy is free too: the run begins there
