@@ -56,6 +56,17 @@ def test_tokens_equal_the_reference(references: Any, case: Case) -> None:
     check(case, references(case.checkpoint))
 
 
+def test_the_allocator_makes_no_difference(references: Any) -> None:
+    reference = references("qwen3")
+    for prefix_caching in (True, False):
+        case = Case("qwen3", pool="tight", block_size=8, prefix_caching=prefix_caching)
+        engine = make_engine(case, reference, kv_allocator="buddy")
+        comparison = compare(case, reference, engine)
+        assert comparison.is_exact, "\n".join(comparison.wrong[:5])
+        assert engine.metrics().num_preemptions > 0
+        engine.client.core.kv.check_integrity()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", pairwise_cases(list(CHECKPOINTS)), ids=str)
 def test_tokens_equal_the_reference_pairwise(references: Any, case: Case) -> None:

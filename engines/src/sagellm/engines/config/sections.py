@@ -102,7 +102,9 @@ class KVConfig(Checked):
         description="share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU",
     )
     pool: Name = Field(default="paged", description="KV pool by name")
-    allocator: Name = Field(default="free_list", description="allocator of KV blocks by name")
+    allocator: Name = Field(
+        default="free_list", description="allocator of KV blocks by name: free_list, buddy"
+    )
 
 
 class PrefixCacheConfig(Checked):
