@@ -2,8 +2,8 @@
 
 `python benchmarks/block_runs.py`: KV of the Qwen3-0.6B shape (28 layers, 8 KV heads of 128, bf16, blocks of
 16), block-major; a sequence of 2,048 tokens lies in one run, in runs of 4 blocks, or in scattered blocks.
-Timed is the copy of the whole sequence and of one of its layers, by `index_select` over all blocks and run
-by run.
+Timed is the copy of the whole sequence and of one of its layers, by one thread, by `index_select` over all
+blocks and run by run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def timed_ms(copy: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def measure_reading(device_name: str = "cpu", repeats: int = 15) -> list[dict[str, Any]]:
-    """Return a row for each table: how long the copies take, in ms."""
+    """Return a row for each table: how long the copies take, in ms, with one thread of torch."""
+    torch.set_num_threads(1)  # more would wait for each other wherever another process has the core
     device = torch.device(device_name)
     length = NUM_TOKENS // LAYOUT.block_size
     num_blocks = 4 * length

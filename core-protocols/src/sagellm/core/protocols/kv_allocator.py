@@ -30,7 +30,7 @@ class KVAllocatorProtocol(ABC):
     Providers are called as `factory(total_blocks)`. The pool calls it, under the pool's own
     lock; it never calls back, never blocks and knows no sequences, counts or policies.
     An id is an `int` and nothing that merely equals one: no bool, float or numpy scalar.
-    `allocate`, `free` and `all_allocated` cost O(1) a block.
+    `allocate`, `free` and `all_allocated` cost O(log total_blocks) a block or less.
     """
 
     @abstractmethod
