@@ -14,7 +14,7 @@ from scratch import Scratch
 ROOT = Path(__file__).resolve().parents[1]
 BROKEN = Path(__file__).with_name("broken-plugins")
 FAULTS = {
-    "trusting": ("a block is freed once", "BlockError", "no error", "free([62]); free([62])"),
+    "trusting": ("no block is freed twice", "BlockError", "no error", "free([62]); free([62])"),
     "generous": (
         "one block more than there are is refused",
         "OutOfBlocksError",
@@ -135,7 +135,7 @@ def test_the_table_and_the_faults_can_be_read(checks: Checks) -> None:
     assert ["kv_allocator", "trusting", "cost", "passed", "2"] in rows
     fault = "\n".join(
         [
-            "kv_allocator trusting breaks its contract. Rule: a block is freed once "
+            "kv_allocator trusting breaks its contract. Rule: no block is freed twice "
             "(Neither two calls nor one call can free a block twice)",
             "  expected  BlockError",
             "  found     no error",

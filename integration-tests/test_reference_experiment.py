@@ -49,16 +49,7 @@ def test_without_a_cache_nothing_is_shared(found, name):
     assert control["num_new_blocks"] == control["num_blocks"] == found[name]["ours", 10_000]["num_blocks"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "multi_turn",
-        pytest.param(
-            "single_turn",
-            marks=pytest.mark.xfail(strict=True, reason="its prompts share single tokens, no whole block"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["multi_turn", "single_turn"])
 def test_where_capacity_is_no_limit_ours_saves_98_percent_of_the_ideal(found, name):
     assert found[name]["ours", 10_000]["share_of_ideal"] >= 0.98
 

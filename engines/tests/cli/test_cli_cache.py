@@ -35,7 +35,7 @@ def test_an_eviction_is_named_with_its_policy(engine, sage):
     sage("llm", "cache", "evict", "3")
     engine.generate([*SYSTEM, 3], GREEDY)
     found = sage("llm", "cache", "why", "--json").json
-    assert (found["cause"], found["policy"], found["evicted_for"]) == ("evicted", "LRUEvictionPolicy", None)
+    assert (found["cause"], found["policy"], found["evicted_for"]) == ("evicted", "ReuseEvictionPolicy", None)
     assert found["evicted_s_before"] > 0
     assert "blocks in a row were" in sage("llm", "cache", "why").out
 

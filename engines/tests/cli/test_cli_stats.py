@@ -56,7 +56,7 @@ def test_the_pool_counts_its_blocks(engine, sage):
 @pytest.mark.parametrize(
     ("name", "provider", "figures"),
     [
-        ("eviction", "lru", {"num_inserted", "num_hits", "num_victims", "num_candidates"}),
+        ("eviction", "reuse", {"num_inserted", "num_hits", "num_victims", "num_candidates"}),
         ("scheduler", "base", {"num_steps", "num_admitted", "num_running", "mean_tokens_of_busy_steps"}),
         ("predictor", "statistical", {"num_predictions", "mae_tokens", "within_10_percent"}),
     ],

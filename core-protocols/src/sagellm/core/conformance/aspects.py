@@ -24,5 +24,5 @@ def aspect_of(test_name: str) -> str:
 
 
 def rule_of(test_name: str) -> str:
-    """Return the fact that a test states: `test_a_block_is_freed_once` is `a block is freed once`."""
+    """Return the fact that a test states: `test_no_block_is_freed_twice` is `no block is freed twice`."""
     return test_name.removeprefix("test_").replace("_", " ")

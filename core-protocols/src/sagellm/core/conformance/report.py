@@ -12,7 +12,7 @@ Outcome = Literal["passed", "failed", "skipped", "not run"]
 class Fault:
     """One rule of a contract that a provider breaks: what was done, what was expected, what came."""
 
-    rule: str  # a block is freed once
+    rule: str  # no block is freed twice
     meaning: str  # what the contract adds to that
     found: str
     expected: str = ""  # empty where the rule says it

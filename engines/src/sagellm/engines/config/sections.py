@@ -120,7 +120,7 @@ class PrefixCacheConfig(Checked):
     options: dict[str, Any] = Field(
         default_factory=dict, description="options of the prefix cache, as a YAML mapping"
     )
-    eviction_policy: Name = Field(default="lru", description="policy that chooses what is evicted, by name")
+    eviction_policy: Name = Field(default="reuse", description="policy that chooses what is evicted, by name")
     eviction_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the eviction policy, as a YAML mapping"
     )

@@ -111,8 +111,9 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
             self._metrics.num_victims += 1
             self._named = None
         if not tenant.num_nodes:
-            del self._tenants[node.namespace.tenant]
+            del self._tenants[node.namespace.account]
             self._weight = self._weight - tenant.weight if self._tenants else 0.0
+            tenant.policy = self._make()  # the heap may hold the tenant for long, but not its nodes
 
     def add_candidate(self, node: CachedNode) -> None:
         """Let it be ranked among its tenant's."""
@@ -152,7 +153,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Give up what is above the tenant's share, and 1 % of it."""
-        tenant = self._tenants[node.namespace.tenant]
+        tenant = self._tenants[node.namespace.account]
         num_blocks = tenant.policy.num_victim_blocks(node, num_wanted)
         if len(self._tenants) == 1:
             return num_blocks
@@ -198,7 +199,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
 
     def _count(self, node: CachedNode) -> _Tenant:
         """Bring the count of a node's blocks up to date and return its tenant."""
-        tenant = self._tenants.get(node.namespace.tenant) or self._add_tenant(node.namespace.tenant)
+        tenant = self._tenants.get(node.namespace.account) or self._add_tenant(node.namespace.account)
         counted = self._counted.get(node.node_id)
         if counted != node.num_blocks:
             if counted is None:

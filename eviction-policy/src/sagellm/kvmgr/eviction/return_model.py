@@ -85,7 +85,9 @@ class ReturnModel:
             self._gaps[slot] = max(1e-3, time_s - self._times[slot])
 
     def index(self, chance: float, scale_s: float, age_s: float) -> float:
-        """Return what the room of a conversation earns, in returns per second."""
+        """Return what its room earns, in returns per second; before the first fit the oldest earns least."""
+        if not self._num_fitted:
+            return -age_s
         age = age_s / scale_s
         column = 0 if age < 0.06 else min(_NUM_AGES - 1, int((math.log(age) - _LOG_FIRST) / _LOG_STEP) + 1)
         return self._table[min(_NUM_CHANCES - 1, int(chance * _NUM_CHANCES))][column] / scale_s

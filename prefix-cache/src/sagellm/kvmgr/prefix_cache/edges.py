@@ -109,10 +109,10 @@ def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int)
         upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]
     if lower.hashes is not None:
         upper.hashes, lower.hashes = lower.hashes[:num_blocks], lower.hashes[num_blocks:]
-    parent.children[lower.edge[:block_bytes]] = upper
+    parent.children[lower.edge[:block_bytes]] = upper  # in its place
     lower.parent = upper
     lower.edge = lower.edge[cut:]
     lower.num_blocks -= num_blocks
     del lower.block_ids[:num_blocks]
-    upper.children[lower.edge[:block_bytes]] = lower
+    upper.adopt(lower, lower.edge[:block_bytes])
     return upper

@@ -11,6 +11,8 @@ from sagellm.core.protocols.prefix_cache import TenantUsage
 TOKEN_BYTES = 4
 """Bytes of one packed token id."""
 
+_MAX_STALE_HEADS = 64
+
 
 @dataclass(slots=True, eq=False)
 class PartialBlock:
@@ -37,6 +39,7 @@ class PrefixNode(CachedNode):
     block_ids: list[BlockId]
     parent: PrefixNode | None = field(default=None, repr=False)
     children: dict[bytes, PrefixNode] = field(default_factory=dict, repr=False)
+    heads: dict[bytes, bytes] = field(default_factory=dict, repr=False)  # first token → first block
     lock_count: int = 0
     num_own_locks: int = 0
     num_pins: int = 0  # that end here or further down
@@ -49,6 +52,13 @@ class PrefixNode(CachedNode):
     def parent_id(self) -> NodeId | None:
         """The node that this one continues; None at the top."""
         return None if self.parent is None or self.parent.parent is None else self.parent.node_id
+
+    def adopt(self, child: PrefixNode, first_block: bytes) -> None:
+        """Take a node as a child, the latest one that begins with its first token."""
+        self.children[first_block] = child
+        self.heads[first_block[:TOKEN_BYTES]] = first_block
+        if len(self.heads) > 2 * len(self.children) + _MAX_STALE_HEADS:
+            self.heads = {key[:TOKEN_BYTES]: key for key in self.children}
 
     @property
     def start(self) -> int:

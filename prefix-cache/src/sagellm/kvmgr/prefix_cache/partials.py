@@ -76,8 +76,8 @@ class Partials:
 def find_partial(node: PrefixNode, data: bytes, position: int, block_bytes: int) -> PartialMatch | None:
     """Find the block whose beginning agrees best with what follows `position`, where a walk ended.
 
-    Inside an edge that is the edge's next block; behind a node, its unfinished blocks and its few latest
-    children.
+    Inside an edge that is the edge's next block; behind a node, its unfinished blocks, its few latest
+    children, and the latest one that begins with the same token.
     """
     rest = data[position : position + block_bytes]
     inside = position - node.depth * TOKEN_BYTES + len(node.edge)
@@ -91,8 +91,11 @@ def find_partial(node: PrefixNode, data: bytes, position: int, block_bytes: int)
             num_tokens = count_common_tokens(rest, partial.tokens)
             if num_tokens > best:
                 best, found = num_tokens, partial.block_id
-    for key in islice(reversed(node.children), _MAX_SIBLINGS):
-        if key.startswith(first):
+    latest = node.heads.get(first)
+    if latest is None:
+        return None if found is None else PartialMatch(found, best)
+    for key in (latest, *islice(reversed(node.children), _MAX_SIBLINGS)):
+        if key.startswith(first) and key in node.children:
             num_tokens = count_common_tokens(rest, key)
             if num_tokens > best:
                 best, found = num_tokens, node.children[key].block_ids[0]

@@ -48,7 +48,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
     Reuse goes into blocks where `reuses_partial_blocks`: the last block of an insertion is kept though it
     is not full, up to four of them behind a node, and matched as far as its tokens agree, as are the next
-    block of an edge and the first ones of the latest eight children.
+    block of an edge, the first ones of the latest eight children, and of the latest with the same token.
 
     `tenant_quotas` are the full blocks that an account (`Namespace.account`) may have, "*" for all that
     are not named. `max_pinned_blocks` is the budget of pins, by default half of `max_blocks`.

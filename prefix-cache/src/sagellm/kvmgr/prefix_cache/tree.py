@@ -146,7 +146,7 @@ class RadixTree:
             usage=node.usage,
         )
         self.ledger.revive(leaf, node)
-        node.children[tail[: self.block_bytes]] = leaf
+        node.adopt(leaf, tail[: self.block_bytes])
         self.num_nodes += 1
         self.ledger.entered(leaf, len(new))
         self.leaves.order.on_insert(leaf)
