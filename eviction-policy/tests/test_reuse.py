@@ -114,7 +114,7 @@ def test_the_order_is_that_of_the_index_at_every_moment():
         if random.random() < 0.6 or not places:
             rank = random.choice([LIVE, LIVE, LIVE, LIVE, END, LEFT_BEHIND])
             chance, scale_s = random.choice([0.1, 0.4, 0.8]), random.choice([50.0, 400.0])
-            place = Place(rank, chance, scale_s, now - random.choice([0.0, 0.0, 100.0 * random.random()]))
+            place = Place.of(rank, chance, scale_s, now - random.choice([0.0, 0.0, 100.0 * random.random()]))
             places[NodeId(number)] = place
             ranking.add(NodeId(number), place, now)
         elif random.random() < 0.5:

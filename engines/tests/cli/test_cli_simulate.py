@@ -32,7 +32,7 @@ def test_it_prints_policies_beside_their_bounds(trace, sage):
 def test_json_has_the_names_of_the_metrics(trace, sage):
     found = sage("llm", "simulate", trace, "--capacity", "100", "--no-bounds", "--json").json
     (run,) = found["runs"]
-    assert (run["eviction_policy"], run["capacity"], found["block_size"]) == ("lru", 100, 4)
+    assert (run["eviction_policy"], run["capacity"], found["block_size"]) == ("reuse", 100, 4)
     assert run["token_saving"] == run["token_hit_rate"] == found["upper_bound"] == 36 / 64
     assert found["ideal"] == 36 / 64, "in this trace only whole blocks are alike"
     assert (run["num_reused_blocks"], run["num_new_blocks"]) == (9, 7)

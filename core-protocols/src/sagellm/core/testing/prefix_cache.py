@@ -6,38 +6,20 @@ import time
 
 import pytest
 
-from sagellm.core.errors import StaleMatchError
 from sagellm.core.ids import BlockId
-from sagellm.core.namespace import DEFAULT, Namespace
-from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol
+from sagellm.core.namespace import DEFAULT
+from sagellm.core.protocols.eviction import EvictionPolicyProtocol
 from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol, PrefixMatch
-from sagellm.core.runtime import Clock, Randomness, SystemClock, VirtualClock
+from sagellm.core.runtime import Clock, Randomness, VirtualClock
 from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy
 from sagellm.core.testing.prefix_cache_model import PrefixCacheMachine
-from sagellm.core.testing.threads import run_in_threads
+from sagellm.core.testing.prefix_cache_threads import ThreadedCache, YieldingClock, YieldingPolicy
 from sagellm.core.tokens import pack
 
 
 def blocks(first: int, num_blocks: int) -> list[BlockId]:
     """Return consecutive block ids."""
     return [BlockId(first + index) for index in range(num_blocks)]
-
-
-class _YieldingClock(SystemClock):
-    """Lets another thread run in the middle of whatever asks for the time."""
-
-    def now_ns(self) -> int:
-        time.sleep(0)
-        return super().now_ns()
-
-
-class _YieldingPolicy(AuditingEvictionPolicy):
-    """Lets another thread run in the middle of an eviction."""
-
-    def victim(self) -> CachedNode | None:
-        node = super().victim()
-        time.sleep(0)
-        return node
 
 
 class PrefixCacheContract:
@@ -93,27 +75,14 @@ class PrefixCacheContract:
         assert idle.metrics() == self.make().metrics()
 
     def test_threads_lose_no_block_and_get_none_twice(self) -> None:
-        """Every block that the cache took comes back exactly once."""
-        cache = self.make(60, 2, eviction_policy=_YieldingPolicy(), clock=_YieldingClock())
-        taken: list[BlockId] = []
-        returned: list[BlockId] = []
+        """Eight of them: every match holds its tokens, every block that the cache took comes back once."""
+        cache = self.make(60, 2, eviction_policy=YieldingPolicy(), clock=YieldingClock())
+        ThreadedCache(cache).run(4_000)
 
-        def work(thread: int) -> None:
-            random = Randomness(thread).stream("threads")
-            for index in range(400):
-                tokens = pack(random.choices((0, 1), k=random.randrange(17)))
-                match = lock_match(cache, tokens)
-                offered = blocks((thread * 400 + index) * 8, len(tokens) // 2)
-                result = cache.insert_prefix(tokens, offered)
-                assert result.block_ids[: len(match.block_ids)] == match.block_ids, "locked blocks stay"
-                taken.extend(result.block_ids[len(result.block_ids) - result.num_new_blocks :])
-                cache.unlock(match)
-                returned.extend(cache.evict(random.randrange(6)))
-
-        run_in_threads(work, num_threads=4)
-        cache.check_integrity()
-        returned.extend(cache.clear())
-        assert sorted(returned) == sorted(taken)
+    @pytest.mark.full
+    def test_threads_lose_no_block_in_a_million_operations(self) -> None:
+        """The same for long."""
+        ThreadedCache(self.make(60, 2)).run(1_000_000, seed=1)
 
     def test_a_match_of_512_tokens_is_cheap(self) -> None:
         """No work grows with the square of anything."""
@@ -126,13 +95,3 @@ class PrefixCacheContract:
             cache.match_prefix(tokens)
             durations_s.append(time.perf_counter() - start)
         assert sorted(durations_s)[50] < self.max_match_s
-
-
-def lock_match(cache: PrefixCacheProtocol, token_ids: object, namespace: Namespace = DEFAULT) -> PrefixMatch:
-    """Match and lock, again for as long as other threads change the cache in between."""
-    tokens = pack(token_ids)  # type: ignore[arg-type]
-    while True:
-        try:
-            return cache.lock(cache.match_prefix(tokens, namespace))
-        except StaleMatchError:
-            continue

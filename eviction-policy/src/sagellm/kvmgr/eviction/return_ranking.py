@@ -24,27 +24,26 @@ _Side: TypeAlias = Literal[1, -1]  # oldest first, newest first
 
 
 class Place(NamedTuple):
-    """Where a leaf stands."""
+    """Where a leaf stands. Leaves of one group differ in their age alone."""
 
     rank: int
     chance: float
     scale_s: float
     time_s: float  # of its turn
+    group: _Group
 
-    @property
-    def group(self) -> _Group:
-        """Leaves of one group differ in their age alone."""
-        if self.rank != LIVE:
-            return (self.rank, 0, 0)
-        scale = round(math.log(self.scale_s) * _SCALES_AN_E_FOLD)
-        return (LIVE, min(_CHANCES - 1, int(self.chance * _CHANCES)), scale)
+    @classmethod
+    def of(cls, rank: int, chance: float, scale_s: float, time_s: float) -> Place:
+        """Find the group."""
+        if rank != LIVE:
+            return cls(rank, chance, scale_s, time_s, (rank, 0, 0))
+        scale = round(math.log(scale_s) * _SCALES_AN_E_FOLD)
+        group = (LIVE, min(_CHANCES - 1, int(chance * _CHANCES)), scale)
+        return cls(rank, chance, scale_s, time_s, group)
 
 
-class _Entry(NamedTuple):
-    key: tuple[int, float]
-    node_id: NodeId
-    place: Place
-    side: int  # which end of its group it is; 0 for a leaf that was added since
+_Entry: TypeAlias = tuple[tuple[int, float], NodeId, Place, int]
+"""Key, node, place, and which end of its group it is: 0 for a leaf that was added since."""
 
 
 class ReturnRanking:
@@ -74,7 +73,7 @@ class ReturnRanking:
         sides = self._groups.setdefault(place.group, {1: [], -1: []})
         heappush(sides[1], (place.time_s, node_id))
         heappush(sides[-1], (-place.time_s, node_id))
-        heappush(self._heap, _Entry(self._key(place, now_s), node_id, place, 0))
+        heappush(self._heap, (self._key(place, now_s), node_id, place, 0))
 
     def discard(self, node_id: NodeId) -> None:
         """Take a leaf out, if it is in."""
@@ -84,14 +83,14 @@ class ReturnRanking:
         """Return the leaf whose room earns least now."""
         if not now_s - self._built_s < _REBUILT_AFTER_S or len(self._heap) > 4 * len(self._places) + 256:
             self._build(now_s)
-        heap = self._heap
+        heap, places = self._heap, self._places
         while heap:
-            entry = heap[0]
-            if self._places.get(entry.node_id) == entry.place:
-                return entry.node_id
+            _, node_id, place, side = heap[0]
+            if places.get(node_id) is place:
+                return node_id
             heappop(heap)
-            if entry.side:
-                self._offer(entry.place.group, entry.side, now_s)
+            if side:
+                self._offer(place.group, side, now_s)
         return None
 
     def _build(self, now_s: float) -> None:
@@ -108,7 +107,7 @@ class ReturnRanking:
             time_s, node_id = ends[0]
             place = self._places.get(node_id)
             if place is not None and place.time_s == side * time_s and place.group == group:
-                heappush(self._heap, _Entry(self._key(place, now_s), node_id, place, side))
+                heappush(self._heap, (self._key(place, now_s), node_id, place, side))
                 return
             heappop(ends)
         if side == 1:

@@ -128,12 +128,12 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         now_s = self._see(node.last_access_ns)
         turn = self._turns.get(node.node_id)
         if turn is None:  # it came before this policy did
-            place = Place(LEFT_BEHIND, 0.0, 1.0, node.last_access_ns / 1e9)
+            place = Place.of(LEFT_BEHIND, 0.0, 1.0, node.last_access_ns / 1e9)
         else:
             is_whole = turn.leaf_id == node.node_id and not turn.is_continued
             if is_whole and node.access_count > turn.num_hits:
                 turn = self._repeat(node, turn, now_s)
-            place = Place(self._rank(node, turn), turn.chance, turn.scale_s, turn.time_s)
+            place = Place.of(self._rank(node, turn), turn.chance, turn.scale_s, turn.time_s)
         self._ranking.add(node.node_id, place, now_s)
 
     def remove_candidate(self, node: CachedNode) -> None:

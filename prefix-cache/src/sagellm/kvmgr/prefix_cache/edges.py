@@ -51,7 +51,8 @@ def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
     behind, above = [node], node.parent
     assert above is not None, "the root has no edge"
     if keys is None and above.keys and (above.parent is None or len(above.keys) == above.num_blocks):
-        node.keys = keys = block_keys(above.keys[-1], node.edge, block_bytes)
+        key, edge = above.keys[-1], node.edge
+        node.keys = keys = [hash((key, edge))] if node.num_blocks == 1 else block_keys(key, edge, block_bytes)
         return keys
     while above.parent is not None and (above.keys is None or len(above.keys) < above.num_blocks):
         behind.append(above)

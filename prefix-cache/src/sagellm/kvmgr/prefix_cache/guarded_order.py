@@ -44,12 +44,13 @@ class GuardedOrder:
         except Exception as error:
             self._replace(error).on_hit(node)
 
-    def on_remove(self, node: CachedNode) -> None:
-        """Pass it on."""
+    def leave(self, node: CachedNode) -> None:
+        """Tell that a candidate is none any more and has left the tree."""
         try:
+            self.current.remove_candidate(node)
             self.current.on_remove(node)
         except Exception as error:
-            self._replace(error).on_remove(node)
+            self._replace(error)
 
     def add_candidate(self, node: CachedNode) -> None:
         """Pass it on."""

@@ -41,5 +41,16 @@ class Leaves:
     def remove(self, node: PrefixNode) -> None:
         """Note that a node is no unlocked leaf any more."""
         self.order.remove_candidate(node)
-        if self._has_quota is not None and (own := self._own.get(node.namespace.account)) is not None:
+        if self._has_quota is not None:
+            self._remove_own(node)
+
+    def leave(self, node: PrefixNode) -> None:
+        """Note that an unlocked leaf has left the tree."""
+        self.order.leave(node)
+        if self._has_quota is not None:
+            self._remove_own(node)
+
+    def _remove_own(self, node: PrefixNode) -> None:
+        own = self._own.get(node.namespace.account)
+        if own is not None:
             own.remove_candidate(node)

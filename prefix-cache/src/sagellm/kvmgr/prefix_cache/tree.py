@@ -185,7 +185,7 @@ class RadixTree:
         order = self.leaves.order if own is None else self.leaves.of_account(own)
         try:
             while (wanted := num_blocks - len(dropped)) > 0 and (node := order.victim()) is not None:
-                if not isinstance(node, PrefixNode) or node.parent is None or not self._is_candidate(node):
+                if not isinstance(node, PrefixNode) or not node.parent or node.children or node.lock_count:
                     if dropped or partials:  # the caller must learn of these; the next call raises
                         break
                     raise PluginError(
@@ -273,14 +273,13 @@ class RadixTree:
     def _drop(self, node: PrefixNode, departure: Departure) -> list[BlockId]:
         """Take a leaf out; the caller counts its blocks out."""
         self.ledger.leaving(node, node.num_blocks, departure)
-        self.leaves.remove(node)
         parent = node.parent
         assert parent is not None, "a root is no victim"
         behind = self.partials.drop_behind(node) if node.partials else []
         del parent.children[node.edge[: self.block_bytes]]
         node.parent = None
         self.num_nodes -= 1
-        self.leaves.order.on_remove(node)
+        self.leaves.leave(node)
         if not parent.children:
             if parent.parent is None:
                 self._drop_root(parent)
