@@ -39,7 +39,7 @@ FAULTS = {
         "32 blocks take ",
         "",
     ),
-    "greedy": ("a pinned sequence is never chosen", "", "12 pinned sequences were chosen", "select_victims("),
+    "greedy": ("a pinned sequence is never chosen", "", "pinned sequences were chosen", "select_victims("),
     "careless": (
         "no random sequence of calls disagrees with a model",
         "",
@@ -131,7 +131,7 @@ def test_the_table_and_the_faults_can_be_read(checks: Checks) -> None:
     assert status == 1
     rows = [line.split() for line in output.splitlines()]
     assert rows[0] == ["KIND", "NAME", "CHECK", "VERDICT"]
-    assert ["kv_allocator", "trusting", "contract", "FAILED", "1", "of", "8"] in rows
+    assert ["kv_allocator", "trusting", "contract", "FAILED"] in [row[:4] for row in rows]
     assert ["kv_allocator", "trusting", "cost", "passed", "2"] in rows
     fault = "\n".join(
         [

@@ -154,7 +154,7 @@ def test_an_engine_without_blocks_does_not_start(make_engine):
 
 def test_an_option_that_the_policy_does_not_take_is_told(make_engine):
     with pytest.raises(ConfigError, match=r"eviction_options is \{'depth': 3\}; 'lru' takes no options"):
-        make_engine(eviction_options={"depth": 3})
+        make_engine(eviction_policy="lru", eviction_options={"depth": 3})
 
 
 def test_a_model_in_the_place_of_a_configuration_is_told_where_it_goes():

@@ -44,7 +44,7 @@ def test_pictures_and_requests_are_written(trace, sage, tmp_path):
     sage("llm", "simulate", trace, "--capacity", "5", "--plot", picture, "--requests", requests)
     assert picture.read_text().lstrip().startswith("<?xml")
     rows = [json.loads(line) for line in requests.read_text().splitlines()]
-    assert len(rows) == 2 * 5
+    assert len(rows) == 3 * 5  # the default policy, lru and belady
     assert sum(row["num_saved_tokens"] for row in rows if row["eviction_policy"] == "belady") == 36
 
 

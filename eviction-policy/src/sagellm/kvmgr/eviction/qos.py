@@ -244,7 +244,7 @@ def _maker(within: str) -> Callable[[], EvictionPolicyProtocol]:
     model = ReturnModel()
     makers: dict[str, Callable[[], EvictionPolicyProtocol]] = {
         "lru": LRUEvictionPolicy,
-        "reuse": lambda: ReuseEvictionPolicy(model=model),
+        "reuse": lambda: ReuseEvictionPolicy.sharing(model),
     }
     if within not in makers:
         raise ConfigError(f"within is {within!r}; what ranks a tenant's blocks is one of {', '.join(makers)}")

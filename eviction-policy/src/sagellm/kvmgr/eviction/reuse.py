@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from sagellm.core.ids import NodeId, SequenceId
 from sagellm.core.protocols.eviction import (
@@ -60,14 +61,11 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     rest by the model's index. `select_victims` knows no turns and goes by the last use.
 
     Each call is O(log nodes), an insertion O(nodes on its path); a fit of a few milliseconds comes with
-    every `refit_every`th turn, and learns from the last `window`. Policies may share a `model`.
+    every `refit_every`th turn, and learns from the last `window`.
     """
 
-    def __init__(
-        self, *, window: int = 8192, refit_every: int = 100, model: ReturnModel | None = None
-    ) -> None:
-        self._model = model or ReturnModel(window=window, refit_every=refit_every)
-        self._ranking = ReturnRanking(self._model.index)
+    def __init__(self, *, window: int = 8192, refit_every: int = 100) -> None:
+        self._learn_with(ReturnModel(window=window, refit_every=refit_every))
         self._turns: dict[NodeId, _Turn] = {}
         self._gone: OrderedDict[NodeId, _Turn] = OrderedDict()
         self._common: set[NodeId] = set()  # from here on prompts have differed before
@@ -77,6 +75,13 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._named: NodeId | None = None  # the last victim, until it has left
         self._num_ends = self._num_lost_ends = 0
         self._now_s = 0.0
+
+    @classmethod
+    def sharing(cls, model: ReturnModel) -> Self:
+        """Make a policy that learns with others, each for its own leaves."""
+        policy = cls()
+        policy._learn_with(model)
+        return policy
 
     def on_insert(self, node: CachedNode) -> None:
         """Find the turn that the node belongs to."""
@@ -163,6 +168,10 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def metrics(self) -> EvictionMetrics:
         """Return the counts so far; the details say what was learnt."""
         return replace(self._metrics, num_candidates=len(self._ranking), details=self._model.details())
+
+    def _learn_with(self, model: ReturnModel) -> None:
+        self._model = model
+        self._ranking = ReturnRanking(model.index)
 
     def _see(self, time_ns: int) -> float:
         self._now_s = max(self._now_s, time_ns / 1e9)
