@@ -60,7 +60,7 @@ def test_a_broken_module_loses_no_block_and_no_request(
 ):
     engine = make_engine(**TIGHT)
     core = engine.client.core
-    owner = {"ir": core.scheduler._ir, "cache": core.kv._cache, "pool": core.kv._pool}[module]
+    owner = {"ir": core.scheduler._ir, "cache": core.kv.cache, "pool": core.kv._pool}[module]
     with monkeypatch.context() as broken:
         break_call(broken, owner, name, number=number)
         outputs = engine.generate(PROMPTS, GREEDY)

@@ -34,7 +34,7 @@ def test_what_was_evicted_is_told_with_by_whom_when_and_for_whom():
     assert found.num_evicted_blocks == 3
     cache.clear()
     cleared = cache.explain_miss(range(16), A)
-    assert (cleared.policy, cleared.evicted_for, cleared.num_evicted_blocks) == ("clear", None, 4)
+    assert (cleared.reason, cleared.policy, cleared.num_evicted_blocks) == ("cleared", None, 4)
 
 
 def test_tokens_that_agree_for_less_than_a_block_are_a_block_border():
@@ -101,3 +101,11 @@ def test_explaining_counts_and_changes_nothing():
     cache.explain_miss(range(16))
     assert cache.metrics() == before
     cache.check_integrity()
+
+
+def test_a_miss_never_ends_before_what_was_reused():
+    cache = make()
+    for index in range(100):
+        cache.insert_prefix([index, 1, 2, 3], [index])
+    found = cache.explain_miss([0, 1, 2, 9, 8])
+    assert (found.match_length, found.diverges_at, found.cause) == (3, 3, "never_seen")

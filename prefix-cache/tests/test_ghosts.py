@@ -124,7 +124,7 @@ def test_the_budget_counts_blocks_and_the_oldest_go(budget, num_known):
     ghosts = Ghosts(budget)
     keys = block_keys(0, b"".join(bytes([name]) * 4 for name in (1, 2, 3)), 4)
     for number, key in enumerate(keys):
-        ghosts.remember([key], make_node(number), Departure(0, "lru"))
+        ghosts.remember([key], make_node(number), Departure(0, "evicted"))
     assert len(ghosts) == num_known
     assert [ghosts.find(key) is not None for key in keys] == [False] * (3 - num_known) + [True] * num_known
 

@@ -81,7 +81,7 @@ def test_events_say_whose_why_and_where():
     cache.insert_prefix(range(8), [0, 1], Namespace("b", "salt"))
     cache.clear()
     stored, quota, evicted, other, cleared, end = events
-    assert (stored.tenant, stored.lora_name, stored.block_size, stored.medium) == ("a", "lora", 4, "device")
+    assert (stored.tenant, stored.lora_name, stored.block_size, stored.tier) == ("a", "lora", 4, "device")
     assert stored.token_ids == list(range(8))
     assert stored.parent_block_hash is None
     assert [quota.reason, evicted.reason, cleared.reason] == ["quota", "evicted", "cleared"]
@@ -97,3 +97,17 @@ def test_hashes_are_made_for_nobody_but_who_asks():
     assert all(node.hashes is None for node in cache._tree.nodes())
     cache.subscribe([].append)
     assert all(len(node.hashes) == 2 for node in cache._tree.nodes())
+
+
+def test_a_sink_that_fails_costs_no_block_and_is_told_nothing_more():
+    cache, calls = RadixPrefixCache(20, 4), []
+
+    def fail(event):
+        calls.append(event)
+        raise RuntimeError("the consumer is gone")
+
+    cache.subscribe(fail)
+    cache.insert_prefix(range(8), [0, 1])
+    cache.check_integrity()
+    assert sorted(cache.evict(2)) == [0, 1]
+    assert len(calls) == 1

@@ -23,7 +23,7 @@ def test_a_miss_is_explained_for_the_latest_request_and_by_id(engine, sage):
     first = engine.generate([*SYSTEM[:20], *range(70, 90)], GREEDY)[0]
     engine.generate([5, 6, 7], GREEDY, namespace=Namespace("other"))
     latest = sage("llm", "cache", "why", "--json").json
-    assert (latest["tenant"], latest["cause"], latest["match_length"]) == ("other", "block_border", 0)
+    assert (latest["tenant"], latest["cause"], latest["match_length"]) == ("other", "never_seen", 0)
     shown = sage("llm", "cache", "why", f"cmpl-{first.request_id}")
     assert f"request {first.request_id} of tenant default" in shown.out
     assert "reused 20 of the 39 tokens that could be" in shown.out

@@ -100,7 +100,7 @@ _NAMES = {
         BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily
         TensorLoader
     """,
-    "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink",
+    "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink RemovalReason",
     "protocols.prefix_cache": """
         InsertResult KVBlockDescriptor MissCause MissExplanation NullPrefixCache PartialMatch PinResult
         PrefixCacheMetrics PrefixCacheProtocol PrefixMatch TenantUsage

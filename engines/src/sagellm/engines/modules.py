@@ -51,7 +51,7 @@ def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any
     """
     factory = modules.factory("eviction_policy", name)
     given: dict[str, Any] = {}
-    if LIFETIME_PREDICTOR in signature(factory).parameters and LIFETIME_PREDICTOR not in options:
+    if LIFETIME_PREDICTOR in signature(factory).parameters:
         given[LIFETIME_PREDICTOR] = modules.make(LIFETIME_PREDICTOR, modules.config.predictor.name)
     _check_options(factory, "prefix_cache.eviction_options", name, options, given)
     return factory(**given, **options)

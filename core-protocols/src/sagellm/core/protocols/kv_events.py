@@ -1,16 +1,19 @@
 """What enters and leaves a prefix cache, told so that another process can keep a copy of its tree.
 
-The classes and their first fields are those of vLLM's KV events, so that consumers of those understand
-them; `reason`, `tenant` and `tier` come after.
+Classes, and fields up to `lora_name`, are named and ordered as in vLLM's KV events; `medium` is its word for
+the tier that blocks are computed in. What comes after is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from sagellm.core.tokens import TokenIds
+
+RemovalReason: TypeAlias = Literal["evicted", "quota", "cleared"]
+"""By the policy, because their tenant was at its quota, or on request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +28,12 @@ class BlockStored:
     parent_block_hash: bytes | None
     token_ids: TokenIds  # of these blocks, block_size each
     block_size: int
+    lora_id: int | None = None  # vLLM's; it goes by the name now
+    medium: str = "GPU"
     lora_name: str | None = None
-    medium: str = "device"
-    reason: str = "computed"
+    reason: Literal["computed"] = "computed"
     tenant: str = "default"  # its account: the tenant, or public:NAME
+    tier: str = "device"
     salt: str = ""
 
 
@@ -37,20 +42,21 @@ class BlockRemoved:
     """Blocks are no longer cached. Those behind a block always go before it."""
 
     block_hashes: list[bytes]
-    medium: str = "device"
-    reason: str = "evicted"  # evicted, quota or cleared
+    medium: str = "GPU"
+    reason: RemovalReason = "evicted"
     tenant: str = "default"
+    tier: str = "device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllBlocksCleared:
     """Nothing is cached any more."""
 
-    medium: str = "device"
-    reason: str = "cleared"
+    reason: RemovalReason = "cleared"
+    tier: str = "device"
 
 
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 KVEventSink: TypeAlias = Callable[[KVCacheEvent], None]
-"""Takes an event. It is called in the middle of a change: it must be quick and never call back."""
+"""Takes an event amid a change: quick, never calling back. One that raises is told nothing more."""

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import CachedNode
+from sagellm.core.protocols.kv_events import RemovalReason
 
 
 class PartialMatch(NamedTuple):
@@ -84,16 +85,18 @@ class MissExplanation:
     """Why a prompt did not match further.
 
     `cause` is `none` if all of it is cached; `never_seen` if its next block never was; `evicted` if
-    it was dropped, with by whom, when and for whom; `other_tenant` if it is cached in a namespace
+    it was dropped, with why, by whom, when and for whom; `other_tenant` if it is cached in a namespace
     that this one does not share; `block_border` if what follows agrees with cached tokens, but for less
-    than a block; `unknown` if it may have been dropped longer ago than the cache remembers.
+    than a block, and parts of blocks are not reused or what is left fills none; `unknown` if it may
+    have been dropped longer ago than the cache remembers, or others have too much to look through.
     """
 
     cause: MissCause
     num_tokens: int
     match_length: int  # tokens reused
     diverges_at: int  # position of the first token that no cached block of the namespace has
-    policy: str | None = None  # that dropped the block: a policy's name, "quota" or "clear"
+    reason: RemovalReason | None = None  # why the block was dropped
+    policy: str | None = None  # that chose it, by class; None where none was asked
     evicted_ns: int | None = None  # on the cache's clock
     evicted_for: str | None = None  # account whose blocks took the room, if it was said
     num_evicted_blocks: int = 0  # of this prompt, in a row, that were cached once
@@ -124,7 +127,7 @@ class PrefixCacheMetrics:
     num_locked_blocks: int
     max_blocks: int
     num_inserted_blocks: int
-    num_evicted_blocks: int
+    num_evicted_blocks: int  # all that left, also unfinished ones that were replaced
     num_partial_blocks: int = 0  # of the blocks, those that are not full
     num_inserted_partial_blocks: int = 0
     num_partial_hit_tokens: int = 0  # of the hit tokens, those in a block that matched in part

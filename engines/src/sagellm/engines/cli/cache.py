@@ -30,6 +30,12 @@ _CAUSES = {
     "unknown": "what comes next may have been evicted longer ago than the cache remembers",
 }
 
+_REASONS = {
+    "evicted": "chosen by",
+    "quota": "as its tenant was at its quota",
+    "cleared": "when the cache was cleared",
+}
+
 
 @app.command()
 def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
@@ -49,10 +55,11 @@ def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJs
     if found["cause"] not in ("none", "disabled"):
         typer.echo(f"leaves what is cached at position {found['diverges_at']:,}")
     if found["cause"] == "evicted":
-        whom = f" for tenant {found['evicted_for']}" if found["evicted_for"] else ""
+        whom = f", for tenant {found['evicted_for']}" if found["evicted_for"] else ""
         typer.echo(
-            f"evicted {found['evicted_s_before']:.1f} s before by {found['policy']}{whom}; "
-            f"{found['num_evicted_blocks']:,} blocks in a row were"
+            f"dropped {found['evicted_s_before']:.1f} s before, {_REASONS[found['reason']]} "
+            f"{found['policy'] or ''}".rstrip()
+            + f"{whom}; {found['num_evicted_blocks']:,} blocks in a row were"
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from contextlib import ExitStack
+from functools import partial
 
 from sagellm.core import (
     BlockAllocationRequest,
@@ -34,10 +35,10 @@ class KVCacheManager:
         self.cache = cache
         self.log = RequestLog()
         self._pool = pool
-        self._cache = cache
         self._clock = clock
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
+        self._owed: list[BlockId] = []  # dropped by the cache, not free yet
         self._copies: list[tuple[BlockId, BlockId]] = []
         self._namespace: Namespace | None = None  # for whose blocks others may be evicted at this moment
         pool.set_evictor(self._evict)
@@ -45,7 +46,7 @@ class KVCacheManager:
     @property
     def available_blocks(self) -> int:
         """Blocks that are free or could be made free by eviction."""
-        return self._pool.get_free_blocks() + self._cache.num_evictable_blocks
+        return self._pool.get_free_blocks() + self.cache.num_evictable_blocks
 
     @property
     def total_blocks(self) -> int:
@@ -59,10 +60,10 @@ class KVCacheManager:
     def probe(self, sequence: Sequence) -> None:
         """Note on the sequence's schedule what its admission would reuse and what it would take."""
         tokens = sequence.token_ids()
-        match = self._cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
+        match = self.cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
         new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
         sequence.schedule.prefix_cache_hit = match.match_length
-        sequence.schedule.kv_blocks_needed = new_blocks + self._cache.num_idle_blocks(match)
+        sequence.schedule.kv_blocks_needed = new_blocks + self.cache.num_idle_blocks(match)
 
     def admit(self, sequence: Sequence) -> None:
         """Lock the cached prefix of a sequence and give it blocks for all its tokens.
@@ -72,11 +73,11 @@ class KVCacheManager:
         tokens = sequence.token_ids()
         first_time = sequence.num_cached_tokens is None
         reusable, namespace = self._reusable(sequence, tokens), sequence.request.namespace
-        match = self._cache.match_prefix(reusable, namespace)
-        match = self._cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
+        match = self.cache.match_prefix(reusable, namespace)
+        match = self.cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
         with ExitStack() as undo:
-            undo.callback(self._cache.unlock, match)
-            explanation = self._cache.explain_miss(reusable, namespace) if first_time else None
+            undo.callback(self.cache.unlock, match)
+            explanation = self.cache.explain_miss(reusable, namespace) if first_time else None
             new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
             undo.callback(self._pool.free, new_blocks)
             self._pool.share(match.block_ids)
@@ -109,17 +110,15 @@ class KVCacheManager:
         tokens, result = self._insert(sequence, is_running=True)
         held = len(result.block_ids)
         if result.duplicate_block_ids:
-            own = sequence.block_ids[:held]
-            swapped = [block for block, cached in zip(own, result.block_ids, strict=True) if block != cached]
-            self._pool.share(
-                [cached for block, cached in zip(own, result.block_ids, strict=True) if block != cached]
-            )
+            pairs = zip(sequence.block_ids[:held], result.block_ids, strict=True)
+            swapped = [(own, cached) for own, cached in pairs if own != cached]
+            self._pool.share([cached for _, cached in swapped])
             sequence.block_ids[:held] = result.block_ids
-            self._pool.free(swapped)
-        match = self._cache.match_prefix(tokens[: held * self._block_size], sequence.request.namespace)
-        previous, sequence.match = sequence.match, self._cache.lock(match)
+            self._pool.free([own for own, _ in swapped])
+        match = self.cache.match_prefix(tokens[: held * self._block_size], sequence.request.namespace)
+        previous, sequence.match = sequence.match, self.cache.lock(match)
         if previous is not None:
-            self._cache.unlock(previous)
+            self.cache.unlock(previous)
 
     def release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """Take all blocks from a sequence that ended or is preempted; what it computed stays cached.
@@ -132,7 +131,7 @@ class KVCacheManager:
         with ExitStack() as giving_back:
             giving_back.callback(self._forget, sequence)
             giving_back.callback(self._pool.free, sequence.block_ids)
-            giving_back.callback(self._cache.unlock, sequence.match)
+            giving_back.callback(self.cache.unlock, sequence.match)
             if is_sound:
                 self._insert(sequence)
 
@@ -143,7 +142,7 @@ class KVCacheManager:
 
     def observe(self) -> None:
         """Collect what enters and leaves the prefix cache from now on."""
-        self._cache.subscribe(self._events.append)
+        self.cache.subscribe(self._events.append)
 
     def take_events(self) -> Seq[KVCacheEvent]:
         """Return what entered and left the prefix cache since the last call, if it is observed."""
@@ -155,16 +154,16 @@ class KVCacheManager:
 
     def clear_cache(self) -> int:
         """Drop all that is cached and neither in use nor pinned; return how many blocks."""
-        return self._give_back(self._cache.clear())
+        return self._give_back(self.cache.clear())
 
     def evict(self, num_blocks: int) -> int:
         """Drop cached blocks in the order of the policy; return how many."""
-        return self._give_back(self._cache.evict(num_blocks))
+        return self._give_back(self.cache.evict(num_blocks))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pool or cache contradict themselves."""
         self._pool.check_integrity()
-        self._cache.check_integrity()
+        self.cache.check_integrity()
 
     def _note(self, request: Request, explanation: MissExplanation) -> None:
         self.log.add(
@@ -193,17 +192,26 @@ class KVCacheManager:
             return []
         if self._pool.get_free_blocks() < num_blocks:
             self._namespace = sequence.request.namespace
-            self._pool.evict_if_needed(num_blocks)
+            try:
+                self._pool.evict_if_needed(num_blocks)
+            finally:
+                self._namespace = None
         request = BlockAllocationRequest(
             num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=sequence.request.priority
         )
         return self._pool.allocate(request)
 
     def _evict(self, num_blocks: int) -> int:
-        return self._give_back(self._cache.evict(num_blocks, namespace=self._namespace))
+        return self._give_back(self.cache.evict(num_blocks, namespace=self._namespace))
 
     def _give_back(self, dropped: list[BlockId]) -> int:
-        return self._pool.free(dropped) if dropped else 0
+        """Free what the cache dropped; if the pool raises, again with what is dropped next."""
+        self._owed += dropped
+        if not self._owed:
+            return 0
+        num_freed = self._pool.free(self._owed)
+        self._owed = []
+        return num_freed
 
     def _insert(self, sequence: Sequence, *, is_running: bool = False) -> tuple[TokenIds, InsertResult]:
         """Cache what a sequence has computed; of one that runs on, the blocks that are full."""
@@ -214,18 +222,35 @@ class KVCacheManager:
         tokens = sequence.token_ids()[:num_tokens]
         blocks = sequence.block_ids[: self.num_blocks_for(num_tokens)]
         namespace, priority = sequence.request.namespace, sequence.request.priority
-        result = self._cache.insert_prefix(tokens, blocks, namespace, priority=priority)
-        self._adopt(sequence, result)
+        offer = partial(self.cache.insert_prefix, tokens, blocks, namespace, priority=priority)
+        own = blocks if sequence.match is None else blocks[len(sequence.match.block_ids) :]
+        result = self._offer(own, offer)
         shortfall = num_full - len(result.block_ids)
-        if shortfall and self._give_back(self._cache.make_room(shortfall, namespace)):  # and try once more
-            result = self._cache.insert_prefix(tokens, blocks, namespace, priority=priority)
-            self._adopt(sequence, result)
+        kept = tokens[: len(result.block_ids) * self._block_size]
+        if shortfall and self._make_room(shortfall, kept, namespace):
+            result = self._offer(blocks[len(result.block_ids) :], offer)
         return tokens, result
 
-    def _adopt(self, sequence: Sequence, result: InsertResult) -> None:
-        if result.num_new_blocks:
-            self._pool.share(result.block_ids[-result.num_new_blocks :])
-        if result.partial_block_id is not None:
-            self._pool.share([result.partial_block_id])
+    def _offer(self, own: list[BlockId], insert: Callable[[], InsertResult]) -> InsertResult:
+        """Insert, with a reference taken before for each block that may become the cache's."""
+        self._pool.share(own)
+        try:
+            result = insert()
+        except Exception:
+            self._pool.free(own)
+            raise
+        taken = {*result.block_ids[len(result.block_ids) - result.num_new_blocks :], result.partial_block_id}
+        self._pool.free([block_id for block_id in own if block_id not in taken])
         if result.released_block_ids:
-            self._pool.free(result.released_block_ids)
+            self._give_back(list(result.released_block_ids))
+        return result
+
+    def _make_room(self, num_blocks: int, kept: TokenIds, namespace: Namespace) -> bool:
+        """Have the cache drop others than the prefix that was just kept; say whether it did."""
+        match = self.cache.lock(self.cache.match_prefix(kept, namespace))
+        try:
+            dropped = self.cache.make_room(num_blocks, namespace)
+        finally:
+            self.cache.unlock(match)
+        self._give_back(dropped)
+        return bool(dropped)

@@ -261,7 +261,8 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
             return
         if chat.is_open:
             self._teach(chat, min(gap_s, self._horizon_s))
-        chat.history = [*chat.history[-_MAX_HISTORY:], 32 + round(2 * math.log2(1 + gap_s))]
+        first, *gaps = chat.history
+        chat.history = [first, *gaps[1 - _MAX_HISTORY :], 32 + round(2 * math.log2(1 + gap_s))]
         chat.turn += 1
         chat.used_s = now_s
         self._begin(chat)

@@ -267,7 +267,7 @@ class PagedKVPool(KVPoolProtocol):
 
 
 GPUKVPool = PagedKVPool
-"""The pool under the name of the source documents; where its blocks lie is the engine's business."""
+"""Another name of the pool; where its blocks lie is the engine's business."""
 
 
 def _as_list(block_ids: Sequence[BlockId]) -> list[BlockId]:

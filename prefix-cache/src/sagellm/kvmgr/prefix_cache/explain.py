@@ -6,74 +6,58 @@ from itertools import islice
 
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.prefix_cache import MissCause, MissExplanation
-from sagellm.kvmgr.prefix_cache.edges import end_key, keys_of, walk
+from sagellm.kvmgr.prefix_cache.edges import end_key, keys_of
 from sagellm.kvmgr.prefix_cache.ghosts import Ghost, block_key, block_keys
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
-from sagellm.kvmgr.prefix_cache.partials import count_common_tokens
+from sagellm.kvmgr.prefix_cache.partials import find_partial
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
-_MAX_OTHERS = 256
-"""Other namespaces that are searched, the latest first."""
-
-_MAX_SIBLINGS = 64
-"""Children of a node that are searched for what agrees longest, the latest first."""
+_MAX_OTHERS, _MAX_STEPS = 256, 512
+"""Other namespaces that are searched, the latest first, and nodes of all of them together."""
 
 
 def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace) -> MissExplanation:
     """Compare packed tokens with what is cached, what was, and what others have.
 
-    Costs a match, a comparison of the first token with the latest 64 children of the last node, and a
-    match in each other namespace, the 256 latest at most, where the next block was never this one's.
+    Costs a match, and up to 512 steps in other namespaces where the next block was never this one's. It sees
+    no more agreement inside a block than reuse does, but sees it where that is off.
     """
     match = tree.match(data, namespace)
     root = tree.roots.get(namespace)
     position = len(match.block_ids) * tree.block_bytes
     node = match.node if isinstance(match.node, PrefixNode) else root
-    diverges_at = (position + _common_bytes(node, data, position, tree)) // TOKEN_BYTES
+    agreed = None if node is None else find_partial(node, data, position, tree.block_bytes)
+    diverges_at = position // TOKEN_BYTES + (agreed.num_tokens if agreed else 0)
     cause: MissCause
     ghost, num_evicted = None, 0
     if match.match_length * TOKEN_BYTES == len(data):
         cause = "none"
     elif len(data) - position < tree.block_bytes:
-        cause = "block_border"
+        cause = "block_border" if agreed or position else "never_seen"
     else:
         key = _key_at(node, namespace, position, tree)
         ghost, num_evicted = _find_ghosts(tree, key, data[position:])
         if ghost is not None:
             cause = "evicted"
-        elif _others_have(tree, data, position, namespace):
-            cause = "other_tenant"
-        elif _may_be_forgotten(tree, key, data[position : position + tree.block_bytes]):
-            cause = "unknown"
         else:
-            cause = "block_border" if diverges_at > match.match_length else "never_seen"
+            cause = _others_have(tree, data, position, namespace)
+            next_key = block_key(key, data[position : position + tree.block_bytes])
+            if cause == "never_seen" and tree.ledger.ghosts.may_have_forgotten(next_key):
+                cause = "unknown"
+            elif cause == "never_seen" and diverges_at > match.match_length:
+                cause = "block_border"
     departure = ghost.departure if ghost else None
     return MissExplanation(
         cause=cause,
         num_tokens=len(data) // TOKEN_BYTES,
         match_length=match.match_length,
         diverges_at=diverges_at,
+        reason=departure.reason if departure else None,
         policy=departure.policy if departure else None,
         evicted_ns=departure.now_ns if departure else None,
         evicted_for=departure.evicted_for if departure else None,
         num_evicted_blocks=num_evicted,
     )
-
-
-def _common_bytes(node: PrefixNode | None, data: bytes, position: int, tree: RadixTree) -> int:
-    """Return how many bytes after `position` some cached block has there, whether they were reused or not."""
-    if node is None:
-        return 0
-    size = tree.block_bytes
-    inside = position - node.start * TOKEN_BYTES
-    if inside < len(node.edge):
-        candidates = [node.edge[inside : inside + size]]
-    else:
-        latest = islice(reversed(node.children), _MAX_SIBLINGS)
-        candidates = [*latest, *(partial.tokens for partial in node.partials)]
-    rest = data[position : position + size]
-    alike = (each for each in candidates if each.startswith(rest[:TOKEN_BYTES]))
-    return max((count_common_tokens(rest, each) for each in alike), default=0) * TOKEN_BYTES
 
 
 def _key_at(node: PrefixNode | None, namespace: Namespace, position: int, tree: RadixTree) -> int:
@@ -98,13 +82,21 @@ def _find_ghosts(tree: RadixTree, key: int, rest: bytes) -> tuple[Ghost | None, 
     return first, num_found
 
 
-def _others_have(tree: RadixTree, data: bytes, position: int, namespace: Namespace) -> bool:
-    return any(
-        walk(root, data, tree.block_bytes)[1] > position
-        for other, root in islice(reversed(tree.roots.items()), _MAX_OTHERS + 1)
-        if other != namespace and other.adapter == namespace.adapter
-    )
-
-
-def _may_be_forgotten(tree: RadixTree, key: int, tokens: bytes) -> bool:
-    return len(tree.roots) > _MAX_OTHERS or tree.ledger.ghosts.may_have_forgotten(block_key(key, tokens))
+def _others_have(tree: RadixTree, data: bytes, position: int, namespace: Namespace) -> MissCause:
+    """Say whether another namespace has the next block; `unknown` if there are too many to look at."""
+    num_steps = _MAX_STEPS
+    end = position + tree.block_bytes
+    for other, root in islice(reversed(tree.roots.items()), _MAX_OTHERS + 1):
+        if other == namespace or other.adapter != namespace.adapter:
+            continue
+        depth, node = 0, root.children.get(data[: tree.block_bytes])
+        while node is not None and num_steps > 0:
+            num_steps -= 1
+            num_wanted = min(len(node.edge), end - depth)
+            if node.edge[:num_wanted] != data[depth : depth + num_wanted]:
+                break
+            depth += num_wanted
+            if depth == end:
+                return "other_tenant"
+            node = node.children.get(data[depth : depth + tree.block_bytes])
+    return "unknown" if num_steps == 0 or len(tree.roots) > _MAX_OTHERS + 1 else "never_seen"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
+from sagellm.core.protocols.kv_events import RemovalReason
 
 _FILTER_BITS_A_GHOST = 64
 
@@ -16,13 +17,9 @@ class Departure(NamedTuple):
     """Why blocks leave."""
 
     now_ns: int
-    policy: str  # that chose them; "quota" and "clear" are none
+    reason: RemovalReason
+    policy: str | None = None  # that chose them, by class; None where none was asked
     evicted_for: str | None = None  # account whose blocks take the room
-
-    @property
-    def reason(self) -> str:
-        """The same as KV events say it."""
-        return {"quota": "quota", "clear": "cleared"}.get(self.policy, "evicted")
 
 
 class Ghost(NamedTuple):

@@ -76,7 +76,10 @@ class GuardedOrder:
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Pass it on."""
         try:
-            return self.current.num_victim_blocks(node, num_wanted)
+            num_blocks = self.current.num_victim_blocks(node, num_wanted)
+            if type(num_blocks) is not int:
+                raise TypeError(f"num_victim_blocks returned {num_blocks!r}; it must be an int")
+            return num_blocks
         except Exception as error:
             return self._replace(error).num_victim_blocks(node, num_wanted)
 

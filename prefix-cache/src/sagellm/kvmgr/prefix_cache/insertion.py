@@ -32,10 +32,11 @@ def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> Inser
     match = tree.match(offer.data[: num_full * size], offer.namespace)
     held = match.block_ids
     grown = _grown(tree, offer, match)
-    _check_other_blocks(tree, offered[len(held) + grown :])
+    changed = [block_id for block_id, cached in zip(offered, held, strict=False) if block_id != cached]
+    _check_other_blocks(tree, changed + offered[len(held) + grown :])
     if isinstance(match.node, PrefixNode):
         tree.touch(match.node, now_ns)
-    new = offered[len(held) : num_full][: _room(tree, offer.namespace, max_blocks) + grown]
+    new = offered[len(held) : num_full][: _room(tree, offer.namespace, max_blocks + grown)]
     released: list[BlockId] = []
     if new:
         if grown:  # it enters again, full
@@ -45,10 +46,8 @@ def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> Inser
     kept: BlockId | None = None
     if num_full < len(offered) and len(held) + len(new) == num_full and tree.reuses_partial_blocks:
         kept = _insert_partial(tree, offer, num_full * size, max_blocks, released)
-    pairs = zip(offered[:num_full], held, strict=False)
-    duplicates = [block_id for block_id, cached in pairs if block_id != cached]
     num_new = len(new) - (grown if new else 0)
-    return InsertResult(held + new, num_new, duplicates, kept, tuple(released))
+    return InsertResult(held + new, num_new, changed, kept, tuple(released))
 
 
 def _grown(tree: RadixTree, offer: Offer, match: PrefixMatch) -> int:

@@ -54,3 +54,9 @@ class Leaves:
         own = self._own.get(node.namespace.account)
         if own is not None:
             own.remove_candidate(node)
+
+    def check_integrity(self, leaves: list[PrefixNode]) -> None:
+        """Raise AssertionError if the order of an account's own leaves differs from those of the tree."""
+        for account, own in self._own.items():
+            expected = {leaf.node_id for leaf in leaves if leaf.namespace.account == account}
+            assert own.candidates().keys() == expected, f"the order of {account}'s leaves is not the tree's"

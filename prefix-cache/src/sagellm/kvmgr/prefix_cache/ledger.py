@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sagellm.core.kv_block import ROOT_HASH, BlockHeader
+from sagellm.core.logging import get_logger
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.kv_events import (
     AllBlocksCleared,
@@ -21,6 +22,8 @@ from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 
 ANY_ACCOUNT = "*"
 """Stands in a table of quotas for every account that it does not name."""
+
+_log = get_logger(__name__)
 
 
 class Ledger:
@@ -99,8 +102,12 @@ class Ledger:
             self.ghosts.revive(end_key(node, self._block_bytes), tail, self._block_bytes)
 
     def _tell(self, event: KVCacheEvent) -> None:
-        for sink in self._sinks:
-            sink(event)
+        for sink in list(self._sinks):
+            try:
+                sink(event)
+            except Exception:
+                _log.exception("a sink of KV events failed; it is told nothing more")
+                self._sinks.remove(sink)
 
     def _stored(self, node: PrefixNode, num_blocks: int) -> BlockStored:
         hashes, size = self._hashes_of(node), self._block_bytes
@@ -121,7 +128,12 @@ class Ledger:
 
     def _hashes_of(self, node: PrefixNode) -> list[bytes]:
         """Return the chain hashes of a node's blocks, which are kept with it and its ancestors."""
-        for step in reversed(node.path()):
+        behind: list[PrefixNode] = []
+        step = node
+        while step.parent is not None and len(step.hashes or ()) < step.num_blocks:
+            behind.append(step)
+            step = step.parent
+        for step in reversed(behind):
             hashes = step.hashes = [] if step.hashes is None else step.hashes
             parent = hashes[-1] if hashes else self._end_hash(step.parent)
             for begin in range(len(hashes) * self._block_bytes, len(step.edge), self._block_bytes):

@@ -91,7 +91,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         limits = TreeLimits(block_size, max_ghost_blocks, reuses_partial_blocks, quotas)
         self._tree = RadixTree(limits, LeafLRU() if eviction_policy is None else eviction_policy)
         self._pins = Pins(self._tree, max_pinned_blocks)
-        self._mutex = Lock()  # held during every call that reads or changes what follows, and the tree
+        self._mutex = Lock()  # held while tree, pins or counts are read or changed
         self._lookups = Lookups(self._tree.ledger)
         self._num_inserted = self._num_inserted_partials = self._num_evicted = 0
 
@@ -205,6 +205,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         Unfinished blocks go first. Raises PluginError when the policy names a node that is no unlocked
         leaf of this cache.
         """
+        _check_count(num_blocks)
         with self._mutex:
             if namespace is None or not self._tree.ledger.has_quotas:
                 return self._evict(num_blocks, namespace)
@@ -213,17 +214,21 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
     def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
         """Drop what keeps `num_blocks` from being inserted under a namespace, and nothing else."""
+        _check_count(num_blocks)
         with self._mutex:
             own = self._evict_own(num_blocks, namespace)
+            account = self._tree.ledger.account(namespace)
+            if account.max_blocks is not None:
+                num_blocks = min(num_blocks, account.max_blocks - account.num_blocks)
             num_over = len(self._tree.cached) + num_blocks - self.max_blocks
-            return own + self._evict(min(num_over, num_blocks - len(own)), namespace)
+            return own + self._evict(min(num_over, num_blocks), namespace)
 
     def clear(self) -> list[BlockId]:
         """Drop everything that no lock or pin protects and return the blocks, whatever the policy says."""
         with self._mutex:
             now_ns = self._clock.now_ns()
             self._pins.expire(now_ns)
-            dropped = self._tree.clear(Departure(now_ns, "clear"))
+            dropped = self._tree.clear(Departure(now_ns, "cleared"))
             self._num_evicted += len(dropped)
             num_left = len(self._tree.cached)
         _log.info("prefix cache cleared: %d blocks dropped, %d locked", len(dropped), num_left)
@@ -341,8 +346,11 @@ class RadixPrefixCache(PrefixCacheProtocol):
         now_ns = self._clock.now_ns()
         self._pins.expire(now_ns)
         tree = self._tree
-        policy = tree.leaves.policy_name if own is None else "quota"
-        departure = Departure(now_ns, policy, None if namespace is None else namespace.account)
+        whom = None if namespace is None else namespace.account
+        if own is None:
+            departure = Departure(now_ns, "evicted", tree.leaves.policy_name, whom)
+        else:
+            departure = Departure(now_ns, "quota", None, whom)
         dropped = tree.evict(num_blocks, departure, own)
         self._num_evicted += len(dropped)
         return dropped
@@ -377,3 +385,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
         while depth <= node.start and node.parent is not None:
             node = node.parent  # the caller shortened the match, or the node was split since
         return node
+
+
+def _check_count(num_blocks: int) -> None:
+    if type(num_blocks) is not int:
+        raise InvalidInputError(f"{num_blocks!r} blocks to be dropped; give an int")

@@ -230,6 +230,7 @@ class RadixTree:
         assert found.num_evictable == self.num_evictable, counted
         accounts = {name: each.num_blocks for name, each in self.ledger.accounts.items() if each.num_blocks}
         assert found.num_blocks_of == accounts, f"{found.num_blocks_of} blocks by tenant, {accounts} counted"
+        self.leaves.check_integrity(self._unlocked_leaves())
         policy = self.leaves.order.current
         if isinstance(policy, LeafLRU):
             assert policy.candidates() == found.leaves, "the order of leaves differs from the tree"
