@@ -159,3 +159,19 @@ def test_a_scheduler_that_never_schedules_is_an_error_and_no_hang(make_engine, a
     assert "the scheduler chose nothing" in (output.outputs[0].error or "")
     assert not engine.has_unfinished_requests()
     all_blocks_are_back(engine)
+
+
+def test_a_request_that_pins_keep_out_ends_alone_and_says_so(make_engine, all_blocks_are_back):
+    engine = make_engine(num_blocks=32, block_size=16, max_num_batched_tokens=512)
+    pinned = list(range(10, 130)) + list(range(10, 130)) + list(range(10, 26))
+    engine.generate(pinned, GREEDY)
+    assert engine.client.core.kv.cache.pin(pinned).num_pinned_blocks == 16
+    long = engine.add_request([5, 6, 7] * 110, GREEDY)
+    short = [engine.add_request([8, 9, 10 + index] * 6, GREEDY) for index in range(3)]
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished.update({output.request_id: output for output in engine.step() if output.finished})
+    assert "16 are pinned; unpin some" in finished[long].outputs[0].error
+    assert all(finished[each].outputs[0].finish_reason == "length" for each in short)
+    engine.client.core.kv.cache.unpin(pinned)
+    assert all_blocks_are_back(engine)

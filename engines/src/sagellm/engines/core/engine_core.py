@@ -13,6 +13,7 @@ from sagellm.core import (
     EngineMetrics,
     FinishReason,
     LifetimePredictorProtocol,
+    OutOfBlocksError,
     PluginRegistry,
     PredictionRequest,
     RequestRecord,
@@ -92,6 +93,8 @@ class EngineCore:
         outputs: list[TokenOutput] = []
         try:
             scheduled = self.scheduler.schedule()
+            if not scheduled and (head := self.scheduler.shut_out()) is not None:
+                outputs.append(self._fail(head.sequence_id, self._no_room(head)))
             self._require_progress(scheduled)
             self.runner.copy_blocks(self.kv.take_copies())
             results = self._steps.run(scheduled)
@@ -154,6 +157,16 @@ class EngineCore:
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""
         self.parts.metrics_of[kind] = read
+
+    def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
+        needed, available = self.kv.num_blocks_for(sequence.num_tokens), self.kv.available_blocks
+        num_pinned = self.kv.cache.metrics().num_pinned_blocks
+        return OutOfBlocksError(
+            f"{needed} blocks are needed, {available} of {self.kv.total_blocks} can be had and "
+            f"{num_pinned} are pinned; unpin some, or raise kv.num_blocks",
+            needed=needed,
+            available=available,
+        )
 
     def _require_progress(self, scheduled: list[ScheduledSequence]) -> None:
         self._num_idle_steps = 0 if scheduled or not self.has_unfinished() else self._num_idle_steps + 1

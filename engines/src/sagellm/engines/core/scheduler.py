@@ -80,6 +80,15 @@ class Scheduler:
             self._preempt(self._sequences[_sequence_id(request)])
         return limit_scored(self._grow_running(plan) + self._admit(plan), MAX_SCORED_POSITIONS)
 
+    def shut_out(self) -> Sequence | None:
+        """Return the first that waits if nothing runs and not even then there is room for it."""
+        if self._running or not self._waiting:
+            return None
+        request = self._waiting[0]
+        self.probe(request)
+        is_shut_out = (request.kv_blocks_needed or 0) > self._kv.available_blocks
+        return self._sequences[_sequence_id(request)] if is_shut_out else None
+
     def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
         """Free the blocks of a sequence and take it out. Raises UnknownRequestError if it is not live.
 
