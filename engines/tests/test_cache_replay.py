@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from sagellm.core import ConfigError, InvalidInputError, PluginRegistry, TraceRequest, pack
+from sagellm.core import ConfigError, InvalidInputError, PluginError, PluginRegistry, TraceRequest, pack
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.modules import Modules, eviction_policy
 from sagellm.engines.simulation.bounds import count_known_tokens, replay, replay_belady, replay_unlimited
@@ -240,3 +240,20 @@ def test_a_replay_teaches_the_predictor_of_its_policy():
         pass
     policy = cache.metrics()["eviction_policy"]
     assert policy.details["num_asked"] > 100
+
+
+def test_options_are_those_of_the_configured_policy_alone():
+    requests = [TraceRequest(float(i), SIZE * 2, 1, token_ids=pack([i % 3] * SIZE * 2)) for i in range(9)]
+    settings = config(4, "qos").with_values({"prefix_cache.eviction_options": {"weights": {"a": 2.0}}})
+    found = simulate(requests, settings, capacities=[4], policies=["qos", "lru", "belady"], advance=ignore)
+    assert [run.eviction_policy for run in found.runs] == ["qos", "lru", "belady"]
+
+
+def test_a_policy_that_fails_is_not_judged(monkeypatch):
+    def fail(self):
+        raise ValueError("no victim today")
+
+    monkeypatch.setattr("sagellm.kvmgr.eviction.lru.LRUEvictionPolicy.victim", fail)
+    requests = [TraceRequest(float(i), SIZE * 2, 1, token_ids=pack([i] * SIZE * 2)) for i in range(9)]
+    with pytest.raises(PluginError, match="cannot be judged: LRUEvictionPolicy: ValueError: no victim today"):
+        replay(requests, config(4), ignore)

@@ -28,7 +28,7 @@ def test_a_miss_is_explained_for_the_latest_request_and_by_id(engine, sage):
     assert f"request {first.request_id} of tenant default" in shown.out
     assert "reused 20 of the 39 tokens that could be" in shown.out
     assert "cause: never_seen" in shown.out
-    assert "leaves what is cached at position 20" in shown.out
+    assert "not cached: 20" in shown.out
 
 
 def test_an_eviction_is_named_with_its_policy(engine, sage):
@@ -37,7 +37,7 @@ def test_an_eviction_is_named_with_its_policy(engine, sage):
     found = sage("llm", "cache", "why", "--json").json
     assert (found["cause"], found["policy"], found["evicted_for"]) == ("evicted", "ReuseEvictionPolicy", None)
     assert found["evicted_s_before"] > 0
-    assert "blocks in a row were" in sage("llm", "cache", "why").out
+    assert "blocks in a row are gone" in sage("llm", "cache", "why").out
 
 
 def test_an_unknown_request_is_refused_with_the_latest(engine, sage):

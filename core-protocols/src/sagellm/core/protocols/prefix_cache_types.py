@@ -136,6 +136,7 @@ class PrefixCacheMetrics:
     max_pinned_blocks: int = 0
     num_ghost_blocks: int = 0  # evicted ones that are remembered
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
+    policy_failure: str = ""  # why the eviction policy was replaced by last use, if it was
 
     @property
     def token_hit_rate(self) -> float:

@@ -22,7 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _CAUSES = {
     "none": "all of it was cached",
-    "never_seen": "nobody sent what comes next before",
+    "never_seen": "no request of this tenant and salt had what comes next, and no other has it cached",
     "evicted": "what comes next was cached once and was evicted",
     "other_tenant": "what comes next is cached for another tenant or salt, which is not shared",
     "block_border": "what comes next agrees with cached tokens, but for less than a block",
@@ -53,13 +53,13 @@ def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJs
     typer.echo(f"reused {reused:,} of the {total:,} tokens that could be")
     typer.echo(f"cause: {found['cause']}: {_CAUSES[found['cause']]}")
     if found["cause"] not in ("none", "disabled"):
-        typer.echo(f"leaves what is cached at position {found['diverges_at']:,}")
+        typer.echo(f"position of its first token that is not cached: {found['diverges_at']:,}")
     if found["cause"] == "evicted":
         whom = f", for tenant {found['evicted_for']}" if found["evicted_for"] else ""
         typer.echo(
             f"dropped {found['evicted_s_before']:.1f} s before, {_REASONS[found['reason']]} "
             f"{found['policy'] or ''}".rstrip()
-            + f"{whom}; {found['num_evicted_blocks']:,} blocks in a row were"
+            + f"{whom}; {found['num_evicted_blocks']:,} blocks in a row are gone"
         )
 
 
@@ -95,6 +95,8 @@ def pin(
     typer.echo(
         f"{result['num_pinned_blocks']:,} of at most {result['max_pinned_blocks']:,} blocks are pinned"
     )
+    if not result["num_pinned_tokens"]:
+        raise typer.Exit(1)
 
 
 @app.command()

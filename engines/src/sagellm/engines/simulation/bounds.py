@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
 from functools import partial
 
-from sagellm.core import TraceRequest
+from sagellm.core import PluginError, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.simulation.future import Future
 from sagellm.engines.simulation.prompts import prompt_tokens
@@ -24,6 +24,10 @@ def replay(requests: Seq[TraceRequest], config: EngineConfig, advance: Advance) 
     for request in requests:
         replayed.append(cache.take(request))
         advance(1)
+    if failure := cache.kv.cache.metrics().policy_failure:
+        raise PluginError(
+            f"the eviction policy {config.prefix_cache.eviction_policy!r} cannot be judged: {failure}"
+        )
     cache.kv.manager.check_integrity()
     return replayed
 
@@ -34,7 +38,11 @@ def replay_unlimited(
     """Replay with room for every block of every prompt."""
     size = config.kv.block_size
     num_blocks = sum(-(-len(prompt_tokens(request)) // size) for request in requests)
-    settings = {"kv.num_blocks": max(1, num_blocks), "prefix_cache.eviction_policy": "null"}
+    settings = {
+        "kv.num_blocks": max(1, num_blocks),
+        "prefix_cache.eviction_policy": "null",
+        "prefix_cache.eviction_options": {},
+    }
     return replay(requests, config.with_values(settings), advance)
 
 

@@ -93,7 +93,10 @@ def _replay(
         return replay_belady(requests, config, advance)
     if policy == NO_CACHE:
         return replay(requests, config.with_values({"prefix_cache.enabled": False}), advance)
-    return replay(requests, config.with_values({"prefix_cache.eviction_policy": policy}), advance)
+    if policy != config.prefix_cache.eviction_policy:  # the options are those of the configured one
+        settings = {"prefix_cache.eviction_policy": policy, "prefix_cache.eviction_options": {}}
+        config = config.with_values(settings)
+    return replay(requests, config, advance)
 
 
 def _gap_closed(saved: dict[str, float], policy: str) -> float | None:

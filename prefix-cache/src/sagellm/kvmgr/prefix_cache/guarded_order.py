@@ -21,6 +21,7 @@ class GuardedOrder:
 
     def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
         self.current = policy
+        self.failure = ""  # of the policy that was replaced
         self._find_leaves = find_leaves  # the unlocked ones
 
     def on_insert(self, node: CachedNode) -> None:
@@ -86,6 +87,7 @@ class GuardedOrder:
     def _replace(self, error: Exception) -> LeafLRU:
         if isinstance(error, AssertionError):
             raise error
+        self.failure = f"{type(self.current).__qualname__}: {type(error).__name__}: {error}"
         _log.error(
             "eviction policy %s failed; the least recently used leaf goes first from now on",
             type(self.current).__qualname__,

@@ -78,6 +78,10 @@ class RadixPrefixCache(PrefixCacheProtocol):
             max_ghost_blocks = max(_MIN_GHOSTS, _GHOSTS_A_BLOCK * max_blocks)
         if max_pinned_blocks is None:
             max_pinned_blocks = max_blocks // 2
+        if tenant_quotas is not None and not isinstance(tenant_quotas, Mapping):
+            raise ConfigError(
+                f"prefix cache: tenant_quotas is {tenant_quotas!r}; give blocks by tenant, as in {{'*': 200}}"
+            )
         quotas = dict(tenant_quotas or {})
         for name, value, least in (
             ("max_blocks", max_blocks, 1),
@@ -286,6 +290,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """End the pins that end within a prefix and return how many they were."""
         data = pack(token_ids).data
         with self._mutex:
+            self._pins.expire(self._clock.now_ns())
             node = self._tree.match(data, namespace).node
             if not isinstance(node, PrefixNode):
                 return 0
@@ -306,6 +311,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     def metrics(self) -> PrefixCacheMetrics:
         """Return the counts so far; what `clear` dropped counts as evicted."""
         with self._mutex:
+            self._pins.expire(self._clock.now_ns())
             tree, lookups = self._tree, self._lookups
             num_blocks = len(tree.cached)
             return PrefixCacheMetrics(
@@ -326,6 +332,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 num_pinned_blocks=self._pins.num_blocks,
                 max_pinned_blocks=self._pins.max_blocks,
                 num_ghost_blocks=len(tree.ledger.ghosts),
+                policy_failure=tree.leaves.order.failure,
                 tenants={name: replace(usage) for name, usage in tree.ledger.accounts.items()},
             )
 
