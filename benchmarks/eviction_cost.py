@@ -165,15 +165,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, default=100_000)
     parser.add_argument("--policy", action="append", help="only this one; may be repeated")
+    parser.add_argument("--leaf-blocks", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--ghosts", choices=["default", "none"], nargs="+", default=["default", "none"])
     output_flags(parser, "eviction-cost")
     options = parser.parse_args()
     busy = foreign_cores()
     wanted = {name: made for name, made in policies().items() if not options.policy or name in options.policy}
     evictions = [
-        cost(modules, name, options.leaves, leaf_blocks, ghosts=ghosts)
+        cost(modules, name, options.leaves, leaf_blocks, ghosts=ghosts == "default")
         for name, modules in wanted.items()
-        for leaf_blocks in (1, 4)
-        for ghosts in (True, False)
+        for leaf_blocks in options.leaf_blocks
+        for ghosts in options.ghosts
     ]
     selections = [select_cost(modules, name) for name, modules in wanted.items()]
     publish(

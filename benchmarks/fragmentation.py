@@ -24,22 +24,19 @@ from typing import Any
 
 from block_runs import measure_reading, runs_of
 from common import report, spread
+from modelless import modelless_core
 
 from sagellm.core import (
     BlockAllocationRequest,
     BlockId,
-    KVGroup,
-    KVLayout,
-    NullForwardBackend,
     PluginRegistry,
     Request,
     RequestId,
-    Runtime,
     SequenceId,
     pack,
 )
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.assembly import Modules, build_core
+from sagellm.engines.assembly import Modules
 from sagellm.engines.core.engine_core import EngineCore
 from sagellm.engines.core.sequence import Sequence
 from sagellm.kvmgr.kv_pool import PagedKVPool
@@ -130,7 +127,7 @@ def requests(num_requests: int, seed: int) -> Iterator[Sequence]:
 
 
 def make_core(allocator: str, num_blocks: int, *, with_cache: bool) -> tuple[EngineCore, TimedPool]:
-    """Build the production core around a forward pass that computes nothing."""
+    """Build a core whose pool times its calls."""
     config = EngineConfig.from_flat(
         device="cpu",
         num_blocks=num_blocks,
@@ -141,15 +138,7 @@ def make_core(allocator: str, num_blocks: int, *, with_cache: bool) -> tuple[Eng
         max_num_batched_tokens=LONGEST,
     )
     modules = TimedModules(PluginRegistry.load(), config)
-    layout = KVLayout(group=KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8), block_size=BLOCK_SIZE)
-    core = build_core(
-        modules,
-        NullForwardBackend(),
-        layout,
-        num_blocks=num_blocks,
-        vocab_size=1,
-        runtime=Runtime.system(seed=0),
-    )
+    core = modelless_core(modules, num_blocks)
     return core, modules.pool
 
 

@@ -15,10 +15,11 @@ import random
 from pathlib import Path
 
 from common import report, spread
+from modelless import modelless_core
 
-from sagellm.core import DEFAULT, KVGroup, KVLayout, NullForwardBackend, PluginRegistry, Runtime
+from sagellm.core import DEFAULT, PluginRegistry, Runtime
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.assembly import Modules, build_core
+from sagellm.engines.assembly import Modules
 from sagellm.engines.core.engine_core import EngineCore
 from sagellm.engines.input_processor import InputProcessor, RequestLimits
 
@@ -34,7 +35,7 @@ def lengths() -> list[tuple[int, int]]:
 
 
 def make_core(num_blocks: int, block_size: int) -> EngineCore:
-    """The production core around a forward pass that computes nothing."""
+    """A core that many sequences may enter at once."""
     config = EngineConfig.from_flat(
         device="cpu",
         num_blocks=num_blocks,
@@ -42,16 +43,7 @@ def make_core(num_blocks: int, block_size: int) -> EngineCore:
         max_num_seqs=4096,
         max_num_batched_tokens=8192,
     )
-    layout = KVLayout(group=KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8), block_size=block_size)
-    modules = Modules(PluginRegistry.load(), config)
-    return build_core(
-        modules,
-        NullForwardBackend(),
-        layout,
-        num_blocks=num_blocks,
-        vocab_size=1,
-        runtime=Runtime.system(seed=0),
-    )
+    return modelless_core(Modules(PluginRegistry.load(), config), num_blocks)
 
 
 def measure(num_reserved: int, block_size: int, seed: int) -> dict[str, float]:

@@ -4,7 +4,7 @@
 policy that serve, with 10,000 and with 1,000 blocks, and without a prefix cache as the control; vLLM's
 block manager replays the same two files in its own interpreter. The ideal saves every token that an
 earlier prompt began with. Shared blocks are reused ÷ (reused + new); the source's variant takes for reused
-what was allocated and not newly cached, so that an unfinished last block counts. All figures are asked for
+what was allocated and not newly cached, so that a partial last block counts. All figures are asked for
 again after every block was freed. `--out` writes a line of JSON a request, and draws how they share.
 """
 

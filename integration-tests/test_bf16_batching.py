@@ -60,11 +60,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("qwen3", "fallback-1"), id="two"),
+        pytest.param(("qwen2", "llama", "mistral"), id="three more", marks=pytest.mark.full),
+    ],
+)
 def test_bf16_in_a_batch_equals_bf16_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: tuple[str, ...],
 ) -> None:
     num_tokens, allowed, wrong = 0, 0, []
-    for name in ("qwen3", "qwen2", "llama", "mistral", "fallback-1"):
+    for name in names:
         path = make_checkpoint(tmp_path / name, seed=3, dtype="bfloat16", **CHECKPOINTS[name])
         prompts = make_prompts(515, SHORT)
         expected = run_alone(path, prompts, monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,11 @@ FAULTS = {
 }
 """Of each provider: the rule it breaks, what was expected (where the rule does not say it), found, called."""
 
+HATCHLING = """
+[build-system]
+requires = ["hatchling>=1.24"]
+build-backend = "hatchling.build"
+"""
 CHECK = "from sagellm.engines.cli import main; main()"
 
 
@@ -124,6 +130,21 @@ def test_a_policy_from_outside_that_keeps_the_contract_passes(checks: Checks) ->
     status, output = checks.text("acme-mru-policy")
     assert status == 0, output
     assert output.endswith("acme-mru-policy: all 1 checked providers keep their contract.\n")
+
+
+def test_what_the_page_on_plugins_shows_keeps_its_contracts(checks: Checks, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    policy, allocator, plugin, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (project,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    package = tmp_path / "my-policy"
+    (package / "my_policy").mkdir(parents=True)
+    (package / "pyproject.toml").write_text(project + HATCHLING)
+    for name, code in (("policy", policy), ("allocator", allocator), ("plugin", plugin), ("__init__", "")):
+        (package / "my_policy" / f"{name}.py").write_text(code)
+    checks.scratch.install(package)
+    status, output = checks.text("my-policy")
+    assert status == 0, output
+    assert output.endswith("my-policy: all 2 checked providers keep their contract.\n")
 
 
 def test_the_table_and_the_faults_can_be_read(checks: Checks) -> None:

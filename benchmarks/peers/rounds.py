@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -29,11 +30,27 @@ Rows = Mapping[str, Callable[[int], Case]]
 """By the name of a row, how its case is made for a size; each row that a subject has."""
 
 
+def rows_of(subject: Any) -> Rows:
+    """Return the rows of a subject: one for each method that it has, and three of its `evict`."""
+    methods = {
+        row: row.replace(" + ", "_and_")
+        for row in ("match", "miss", "key", "key + match", "allocate", "free")
+    }
+    rows = {row: getattr(subject, name) for row, name in methods.items() if hasattr(subject, name)}
+    for row, num_blocks, leaf_blocks in (
+        ("evict 1", 1, 1),
+        ("evict 512", 512, 1),
+        ("evict 512 of 32", 512, 32),
+    ):
+        rows[row] = partial(subject.evict, num_blocks, leaf_blocks=leaf_blocks)
+    return rows
+
+
 class Subject:
     """One implementation under the same rows as the others."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, implementation: Any) -> None:
+        self._rows = rows_of(implementation)
         self._cases: dict[tuple[str, int], Case] = {}
 
     def measure(self, row: str, size: int, num_calls: int, limit_s: float) -> list[int] | None:

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest.mock import MagicMock
 
-from rounds import Case, Rows, Subject, answer
+from rounds import Case, Subject, answer
 from workload import BLOCK_SIZE, LENGTHS, NUM_BLOCKS, fresh, hit, misses, others, path, resident
 
 _ABSENT = {"torchvision", "sgl_kernel", "flashinfer", "torch_memory_saver", "torchao", "kernels"}
@@ -87,19 +87,6 @@ class SGLang:
         value = torch.zeros(len(prompt), dtype=torch.int64)
         cache.insert(InsertParams(key=RadixKey(array("q", prompt)), value=value))
 
-    def rows(self) -> Rows:
-        """Return what there is to measure."""
-        return {
-            "match": self.match,
-            "miss": self.miss,
-            "key": self.key,
-            "key + match": self.key_and_match,
-            "allocate": self.allocate,
-            "evict 1": lambda size: self.evict(1, size),
-            "evict 512": lambda size: self.evict(512, size),
-            "evict 512 of 32": lambda size: self.evict(512, size, leaf_blocks=32),
-        }
-
     def look_up(self, ids: array[int]) -> Any:
         """Match a prompt that is an array."""
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(ids)))
@@ -134,7 +121,7 @@ class SGLang:
 
         return Case(lambda _: self.slots.alloc(length), before)
 
-    def evict(self, num_blocks: int, num_leaves: int, leaf_blocks: int = 1) -> Case:
+    def evict(self, num_blocks: int, num_leaves: int, leaf_blocks: int) -> Case:
         """Evict from a tree of leaves of so many blocks' tokens each."""
         cache = make_cache()
 
@@ -150,7 +137,7 @@ class SGLang:
 def make() -> tuple[Callable[..., list[int] | None], dict[str, str]]:
     """Make the rows and say what they contain."""
     sglang = SGLang()
-    return Subject(sglang.rows()).measure, {
+    return Subject(sglang).measure, {
         "version": importlib.metadata.version("sglang"),
         "tree": type(sglang.cache.tree_core).__name__,
         "match, miss": "UnifiedRadixCache.match_prefix of an array, page 1; it also updates recency",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm
-from rounds import Case, Rows, Subject, answer
+from rounds import Case, Subject, answer
 from vllm_manager import Requests, make_manager
 from workload import BLOCK_SIZE, LENGTHS, NUM_BLOCKS, fresh, hit, misses, others, path, resident
 
@@ -31,20 +31,6 @@ class VLLM:
             cache(self.matched, self.requests.make(prompt))
         self.numbers = itertools.count()
         self.num_given = 0  # blocks of the manager that allocates, since it was last empty
-
-    def rows(self) -> Rows:
-        """Return what there is to measure."""
-        return {
-            "match": self.match,
-            "miss": self.miss,
-            "key": self.key,
-            "key + match": self.key_and_match,
-            "allocate": self.allocate,
-            "free": self.free,
-            "evict 1": lambda size: self.evict(1, size),
-            "evict 512": lambda size: self.evict(512, size),
-            "evict 512 of 32": lambda size: self.evict(512, size * 32),
-        }
 
     def match(self, length: int) -> Case:
         """Look up a prompt whose blocks are hashed."""
@@ -94,8 +80,9 @@ class VLLM:
         make = self.allocate(length)
         return Case(self.allocating.free, lambda: make.call(make.before()))
 
-    def evict(self, num_blocks: int, num_cached: int) -> Case:
+    def evict(self, num_blocks: int, num_leaves: int, leaf_blocks: int) -> Case:
         """Take blocks from a pool in which every free block is cached."""
+        num_cached = num_leaves * leaf_blocks
         manager = make_manager(num_cached, BLOCK_SIZE)
         pool = manager.block_pool
 
@@ -114,7 +101,7 @@ class VLLM:
 
 def make() -> tuple[Callable[..., list[int] | None], dict[str, str]]:
     """Make the rows and say what they contain."""
-    return Subject(VLLM().rows()).measure, {
+    return Subject(VLLM()).measure, {
         "version": vllm.__version__,
         "match, miss": "KVCacheManager.get_computed_blocks, hashes there; it also makes its result's objects",
         "key": "the block hasher (sha256) alone",

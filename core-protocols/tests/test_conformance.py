@@ -115,7 +115,33 @@ def test_a_missing_method_is_one_fault(check):
 
 def test_a_provider_that_asks_for_options_is_not_checked(check):
     report = check("class Allocator:\n    def __init__(self, total): raise ConfigError('name a file')")
-    assert (report.unchecked, report.is_faulty) == ("it asks for options: name a file", False)
+    assert report.unchecked == (
+        "needs options: name a file; give them with --options '{NAME: VALUE}', in Python with options={…}"
+    )
+    assert not report.is_faulty
+
+
+POLICY = """
+from sagellm.core import NullEvictionPolicy
+class Allocator(NullEvictionPolicy):
+    def __init__(self, *, phase, moons=1):
+        assert (phase, moons) == ("full", 2)
+"""
+
+
+def test_a_policy_with_parameters_that_have_no_default_is_checked_with_options(check):
+    assert check(POLICY, "eviction_policy").unchecked.startswith("needs options: phase; give them with ")
+    conformance = Conformance("my-plugin")
+    (report,) = conformance.run(options={"phase": "full", "moons": 2})
+    assert (report.unchecked, report.is_faulty) == ("", False)
+    (report,) = conformance.run(options={"moon": 2})
+    assert report.unchecked == "options are {'moon': 2}, and it takes phase, moons"
+
+
+def test_options_go_to_one_provider():
+    conformance = Conformance("sagellm-core-protocols")
+    with pytest.raises(ConfigError, match="choose it by kind and name: "):
+        list(conformance.run(options={"a": 1}))
 
 
 def test_a_kind_without_a_contract_is_not_checked(check):

@@ -62,7 +62,7 @@ def test_sharing_overall_weighs_blocks_and_per_request_weighs_requests():
     assert block_sharing_fraction([]) == mean_block_sharing_fraction([]) == 0
 
 
-def test_the_source_counts_unfinished_last_blocks_as_reused():
+def test_the_source_counts_partial_last_blocks_as_reused():
     # its multi-turn experiment: 5,080 blocks allocated, of which 1,780 were newly cached
     assert sharing_fraction_source(5080, 1780) == pytest.approx(0.6496, abs=1e-4)
     # its single-turn experiment: 2,182 and 2,090

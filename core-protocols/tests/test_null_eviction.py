@@ -4,6 +4,7 @@ import pytest
 
 from sagellm.core import EvictionMetrics, NullEvictionPolicy
 from sagellm.core.testing import (
+    AuditError,
     AuditingEvictionPolicy,
     EvictionPolicyContract,
     RankingEvictionPolicyContract,
@@ -38,7 +39,7 @@ def test_everything_is_protected():
 
 @pytest.mark.parametrize("call", ["on_hit", "on_remove", "add_candidate", "remove_candidate"])
 def test_the_audit_refuses_a_node_that_never_entered(call):
-    with pytest.raises(AssertionError, match="node 1"):
+    with pytest.raises(AuditError, match="node 1"):
         getattr(AuditingEvictionPolicy(), call)(make_node(1))
 
 
@@ -46,5 +47,5 @@ def test_the_audit_refuses_a_node_that_leaves_as_a_candidate():
     policy, node = AuditingEvictionPolicy(), make_node(1)
     policy.on_insert(node)
     policy.add_candidate(node)
-    with pytest.raises(AssertionError, match="while it was a candidate"):
+    with pytest.raises(AuditError, match="while it was a candidate"):
         policy.on_remove(node)

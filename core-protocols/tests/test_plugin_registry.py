@@ -326,6 +326,27 @@ def sagellm_kv_events(events):
         assert sys.modules[module].seen == ["ended", ["stored"]]
 
 
+def test_observers_can_be_called_one_by_one_in_the_order_of_the_hook() -> None:
+    seen: list[str] = []
+
+    class Observer:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @hookimpl
+        def sagellm_step_finished(self) -> None:
+            seen.append(self.name)
+
+    registry = PluginRegistry()
+    assert registry.callers("sagellm_step_finished") == []
+    for name in ("one", "two", "three"):
+        registry.register(Observer(name), distribution=name)
+    registry.hook.sagellm_step_finished(record="step")
+    for call in registry.callers("sagellm_step_finished"):
+        call(record="step")
+    assert seen == ["three", "two", "one"] * 2
+
+
 def test_a_distribution_that_the_path_lists_twice_counts_once(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

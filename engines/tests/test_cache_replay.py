@@ -168,7 +168,7 @@ def test_figures_are_those_of_a_hand_count():
     assert figures.token_saving == figures.token_hit_rate == pytest.approx(8 / 19)
     assert figures.block_sharing_fraction == pytest.approx(2 / 6)
     assert figures.mean_block_sharing_fraction == pytest.approx((0 + 2 / 3) / 2)
-    assert figures.sharing_fraction_source == pytest.approx((6 - 2) / 6), "unfinished blocks count as reused"
+    assert figures.sharing_fraction_source == pytest.approx((6 - 2) / 6), "partial blocks count as reused"
     assert figures.mean_sharing_fraction_source == pytest.approx((1 / 3 + 1) / 2)
     assert figures.internal_fragmentation == pytest.approx(1 - 19 / 24)
     assert (figures.re_prefill_rate, figures.utilisation) == (0.0, 0.0)

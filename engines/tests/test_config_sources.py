@@ -81,6 +81,8 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         "memory_fraction": f"file {named}",
         "pool": f"file {local}",
         "allocator": f"file {user}",
+        "tiers": "default",
+        "fetch": "default",
     }
     assert loaded.files == (user, local, named)
     assert loaded.origins["scheduler.name"].kind == "default"

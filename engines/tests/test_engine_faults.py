@@ -77,6 +77,14 @@ def test_a_broken_module_loses_no_block_and_no_request(
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
 
 
+@pytest.mark.parametrize("num_blocks", [12, 16, 24])
+def test_requests_run_though_the_eviction_policy_keeps_every_block(make_engine, expected, num_blocks):
+    engine = make_engine(num_blocks=num_blocks, block_size=4, eviction_policy="null")
+    for _ in range(3):
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
+        engine.client.core.kv.check_integrity()
+
+
 @pytest.mark.parametrize("hook", ["request_finished", "step_finished", "kv_events"])
 def test_a_broken_observer_changes_nothing(make_engine, all_blocks_are_back, expected, hook):
     calls = []

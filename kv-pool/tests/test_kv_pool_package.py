@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from sagellm.core import KVAllocatorProtocol, KVPoolProtocol
+from sagellm.core import KVAllocatorProtocol, KVPoolProtocol, KVTierProtocol
 from sagellm.kvmgr.kv_pool.plugin import sagellm_providers
 
 
@@ -11,7 +11,14 @@ def test_each_provider_keeps_its_kinds_protocol() -> None:
     for provider in sagellm_providers():
         module, _, name = provider.target.partition(":")
         found[provider.kind, provider.name] = getattr(import_module(module), name)
-    assert found.keys() == {("kv_pool", "paged"), ("kv_allocator", "buddy"), ("kv_allocator", "free_list")}
+    assert found.keys() == {
+        ("kv_pool", "paged"),
+        *(("kv_allocator", name) for name in ("buddy", "free_list")),
+        *(("kv_tier", name) for name in ("host", "file", "redis", "tiered")),
+    }
+    host = found["kv_tier", "host"](4096)
+    assert isinstance(host, KVTierProtocol)
+    assert isinstance(found["kv_tier", "tiered"](tiers={"host": host}), KVTierProtocol)
     for name in ("buddy", "free_list"):
         allocator = found["kv_allocator", name](8)
         assert isinstance(allocator, KVAllocatorProtocol)

@@ -9,6 +9,7 @@ import pytest
 
 from sagellm.core import CachedNode
 from sagellm.core.protocols.eviction import NullEvictionPolicy
+from sagellm.core.testing import AuditError, AuditingEvictionPolicy
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 
@@ -77,7 +78,18 @@ def test_a_policy_that_fails_is_replaced_and_nothing_is_lost(caplog, call, numbe
         assert f"RuntimeError: {call}" in caplog.text
 
 
-def test_what_a_policy_asserts_about_the_cache_is_raised():
+def test_an_assertion_of_a_policy_is_its_own_failure():
     cache = RadixPrefixCache(24, 1, eviction_policy=Failing("on_insert", 1, AssertionError))
-    with pytest.raises(AssertionError, match="on_insert"):
-        cache.insert_prefix([1], [0])
+    assert cache.insert_prefix([1], [0]).block_ids == [0]
+    cache.check_integrity()
+    assert "AssertionError: on_insert" in cache.metrics().policy_failure
+    assert cache.evict(1) == [0]
+
+
+def test_an_audit_accuses_the_cache():
+    cache = RadixPrefixCache(24, 1, eviction_policy=AuditingEvictionPolicy())
+    cache.insert_prefix([1], [0])
+    (leaf,) = cache._tree.nodes()
+    with pytest.raises(AuditError, match=f"node {leaf.node_id} became a candidate twice"):
+        cache._tree.leaves.add(leaf)
+    assert not cache.metrics().policy_failure

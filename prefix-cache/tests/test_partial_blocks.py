@@ -44,7 +44,7 @@ def test_of_several_siblings_the_one_that_agrees_longest_is_taken(cache):
     assert cache.match_prefix([1, 2, 3, 4, 5, 6, 7, 8]).partial == PartialMatch(21, 3)
 
 
-def test_unfinished_blocks_go_before_full_ones_and_the_longest_unused_first():
+def test_partial_blocks_go_before_full_ones_and_the_longest_unused_first():
     clock = VirtualClock()
     cache = RadixPrefixCache(20, 4, clock=clock)
     cache.insert_prefix(range(9), [0, 1, 2])
@@ -55,7 +55,7 @@ def test_unfinished_blocks_go_before_full_ones_and_the_longest_unused_first():
     assert [cache.evict(1) for _ in range(4)] == [[6], [7], [2], [5]]
 
 
-def test_what_goes_on_replaces_the_unfinished_block_and_gives_it_back(cache):
+def test_what_goes_on_replaces_the_partial_block_and_gives_it_back(cache):
     cache.insert_prefix(range(6), [0, 1])
     result = cache.insert_prefix(range(8), [0, 5])
     assert (result.num_new_blocks, result.released_block_ids) == (1, (1,))
@@ -79,14 +79,14 @@ def test_the_very_block_may_be_offered_again_with_more_in_it(cache):
         cache.insert_prefix([9, 9, 9], [1])
 
 
-def test_four_unfinished_blocks_are_kept_behind_a_node(cache):
+def test_four_partial_blocks_are_kept_behind_a_node(cache):
     for index in range(6):
         result = cache.insert_prefix([1, 2, 3, 4, index], [0, 10 + index])
     assert result.released_block_ids == (11,)
     assert cache.metrics().num_partial_blocks == 4
 
 
-def test_a_locked_sequence_can_lose_its_unfinished_block_and_nothing_else(cache):
+def test_a_locked_sequence_can_lose_its_partial_block_and_nothing_else(cache):
     cache.insert_prefix(range(6), [0, 1])
     locked = cache.lock(cache.match_prefix(range(6)))
     assert cache.num_evictable_blocks == 1
@@ -109,7 +109,7 @@ def test_a_query_tells_how_much_of_the_last_block_agrees(cache):
     assert [(each.block_id, each.start, each.num_tokens) for each in found] == [(0, 0, 4), (1, 4, 1)]
 
 
-def test_no_unfinished_block_is_kept_where_it_is_not_wanted():
+def test_no_partial_block_is_kept_where_it_is_not_wanted():
     cache = RadixPrefixCache(20, 4, reuses_partial_blocks=False)
     assert cache.insert_prefix(range(6), [0, 1]).partial_block_id is None
     assert cache.match_prefix(range(6)).match_length == 4

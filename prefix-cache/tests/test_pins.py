@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import InvalidInputError, Namespace, Randomness, VirtualClock
+from sagellm.core import InvalidInputError, Namespace, Randomness, VirtualClock, pack
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 
 SYSTEM = list(range(1000, 1032))
@@ -57,11 +57,6 @@ def test_a_hit_sets_the_time_anew_and_a_mere_match_does_not(cache, clock):
 
 
 def test_what_is_not_cached_or_beyond_the_budget_is_not_pinned_and_the_result_says_so(cache):
-    nothing = cache.pin(SYSTEM)
-    assert (nothing.num_pinned_tokens, nothing.reason) == (
-        0,
-        "only 0 tokens are cached; send the prompt once, then pin it",
-    )
     cache.insert_prefix(SYSTEM, blocks(0, 4))
     half = cache.pin([*SYSTEM, 5, 6])
     assert (half.num_tokens, half.num_pinned_tokens) == (34, 16)
@@ -73,6 +68,37 @@ def test_what_is_not_cached_or_beyond_the_budget_is_not_pinned_and_the_result_sa
     assert cut.reason == "20 of the 20 blocks that may be pinned are"
     assert sorted(cache.evict(100)) == blocks(26, 9)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "namespace", "reason"),
+    [
+        (SYSTEM[:3], Namespace(), "a block has 4 tokens, and only whole blocks are pinned"),
+        (SYSTEM, Namespace("b"), "nothing at all is cached for tenant 'b'"),
+        (SYSTEM, Namespace("default", "s"), "nothing at all is cached for tenant 'default' with this salt"),
+        (SYSTEM, Namespace.public("docs"), "nothing at all is cached for the public namespace 'docs'"),
+        (list(range(8)), Namespace(), "nothing of it is cached; send the prompt once, then pin it"),
+    ],
+)
+def test_where_nothing_is_pinned_the_result_says_why(cache, tokens, namespace, reason):
+    cache.insert_prefix(SYSTEM, blocks(0, 8))
+    nothing = cache.pin(tokens, namespace)
+    assert (nothing.num_pinned_tokens, nothing.reason) == (0, reason)
+    assert cache.pins() == []
+
+
+def test_pins_are_listed_with_their_tokens_and_what_is_left_of_their_time(cache, clock):
+    cache.insert_prefix(SYSTEM, blocks(0, 8))
+    cache.insert_prefix(SYSTEM, blocks(10, 8), Namespace("b"))
+    cache.pin(SYSTEM[:14], ttl_s=10.0)
+    cache.pin(SYSTEM, Namespace("b"))
+    cache.insert_prefix([*SYSTEM[:8], 1, 2, 3, 4], [0, 1, 50])
+    clock.advance_ns(4 * 10**9)
+    short, whole = cache.pins()
+    assert (short.token_ids, short.ttl_s, short.left_s) == (pack(SYSTEM[:12]), 10.0, 6.0)
+    assert (whole.token_ids, whole.namespace, whole.left_s) == (pack(SYSTEM), Namespace("b"), None)
+    clock.advance_ns(6 * 10**9)
+    assert cache.pins() == [whole]
 
 
 def test_what_two_pins_share_counts_once(cache):

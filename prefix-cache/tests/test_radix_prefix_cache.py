@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from sagellm.core import (
+    BlockError,
     ConfigError,
     InvalidInputError,
     Namespace,
-    PluginError,
     PrefixMatch,
     Randomness,
     StaleMatchError,
@@ -146,18 +146,19 @@ def test_leaves_go_in_exact_lru_order():
             assert ours.evict(wanted) == exact.evict(wanted)
 
 
-def test_a_policy_that_names_a_locked_node_is_refused():
+def test_last_use_takes_over_from_a_policy_that_names_a_locked_node():
     class Stubborn(AuditingEvictionPolicy):
         def victim(self):
-            return next(iter(self.nodes.values()), None)
+            return max(self.nodes.values(), key=lambda node: node.node_id, default=None)
 
     cache = RadixPrefixCache(100, 4, eviction_policy=Stubborn())
     insert(cache, range(8), 0)
     insert(cache, range(50, 58), 10)
     cache.lock(cache.match_prefix(range(50, 58)))
-    assert sorted(cache.evict(4)) == [0, 1], "what was dropped before is handed back"
-    with pytest.raises(PluginError, match="Stubborn named node 2"):
-        cache.evict(4)
+    assert sorted(cache.evict(4)) == [0, 1], "all that may go"
+    assert cache.metrics().policy_failure == (
+        f"{Stubborn.__qualname__}: PluginError: it named node 2 as a victim, which is no unlocked leaf"
+    )
     cache.check_integrity()
 
 
@@ -200,3 +201,16 @@ def test_the_integrity_check_sees_damage(cache):
     node.block_ids[0] = 0
     with pytest.raises(AssertionError, match="twice"):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("wrong", [True, "7", 7.0, -1, None, [7]])
+def test_an_id_that_is_none_is_refused_before_anything_changes(wrong):
+    cache = RadixPrefixCache(20, 2)
+    cache.insert_prefix([1, 2], [0])
+    before = cache.metrics()
+    with pytest.raises(BlockError, match="block id"):
+        cache.insert_prefix([1, 2, 3, 4, 5, 6], [0, wrong, 3])
+    with pytest.raises(BlockError, match="block id"):
+        cache.insert_prefix([1, 2], [wrong])
+    assert cache.metrics() == before
+    cache.check_integrity()

@@ -98,3 +98,18 @@ def test_lookups_are_counted_for_whose_they_are():
 def test_impossible_limits_are_refused(options):
     with pytest.raises(ConfigError, match="must be an int"):
         make(**options)
+
+
+def test_accounts_without_blocks_are_bounded_and_those_with_blocks_stay():
+    cache = RadixPrefixCache(64, 2)
+    cache.insert_prefix([1, 2], [1], Namespace("full"))
+    cache.insert_prefix([1], [2], Namespace("partial"))
+    for number in range(25_000):
+        cache.query_by_prefix([1, 2], namespace=Namespace(f"t{number}"))
+    tenants = cache.metrics().tenants
+    assert 5_000 < len(tenants) <= 10_001
+    assert {"full", "t24999"} <= tenants.keys()
+    assert "partial" not in tenants  # it counts full blocks alone
+    cache.insert_prefix([1, 2], [2], Namespace("partial"))
+    assert cache.metrics().tenants["partial"].num_blocks == 1
+    cache.check_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,19 @@ class Result:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+_MOON = """
+from sagellm.core import NullEvictionPolicy, Provider, hookimpl
+
+class Moon(NullEvictionPolicy):
+    def add_candidate(self, node):
+        raise RuntimeError("no moon tonight")
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("eviction_policy", "moon", f"{__name__}:Moon", "by the moon")]
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +74,47 @@ def install(tmp_path, monkeypatch):
         )
         (info / "entry_points.txt").write_text(f"[sagellm]\n{module} = {module}\n")
         (site / f"{module}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, module, raising=False)  # of another test
         monkeypatch.syspath_prepend(str(site))
 
     return make
 
 
 @pytest.fixture
+def moon(install):
+    """Install an eviction policy, `moon`, that fails as soon as there is a leaf; return its name."""
+    install("moon-plugin", _MOON)
+    return "moon"
+
+
+@pytest.fixture
 def run_engine(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
-    """Have an engine listen under a name, its core in a thread, as `engine start` would in a process."""
+    """Have an engine listen under a name, its core in a thread, as `engine start` would in a process.
+
+    With `steps=False` the thread answers only, so that a test can generate meanwhile.
+    """
     monkeypatch.setenv("SAGELLM_RUNTIME_DIR", str(tmp_path / "run"))
     with ExitStack() as engines:
-        yield lambda engine, name="one": engines.enter_context(_listening(engine, name))
+        yield lambda engine, name="one", *, steps=True: engines.enter_context(
+            _listening(engine, name, steps=steps)
+        )
+
+
+class _Unstepped:
+    """A core that never asks to be stepped."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def has_unfinished(self) -> bool:
+        return False
 
 
 @contextmanager
-def _listening(engine: Any, name: str) -> Iterator[Any]:
+def _listening(engine: Any, name: str, *, steps: bool) -> Iterator[Any]:
     from sagellm.engines.serving import CoreServer, RunningEngine
     from sagellm.engines.serving.calls import Hello
     from sagellm.engines.serving.core_process import listen
@@ -83,7 +123,8 @@ def _listening(engine: Any, name: str) -> Iterator[Any]:
     running = RunningEngine(name=name, pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")
     hello = Hello(engine.config.values(), engine._input.limits, engine.default_params, os.getpid())
     core = engine.client.core
-    server = CoreServer(core, listen(running.socket), hello, core_operations(core))
+    stepped = core if steps else _Unstepped(core)
+    server = CoreServer(stepped, listen(running.socket), hello, core_operations(core))
     thread = threading.Thread(target=server.serve)
     thread.start()
     running.announce()

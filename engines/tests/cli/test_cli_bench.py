@@ -44,9 +44,13 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of the default five, the rest of a burst waits for seconds to be sent again
+
+
 @pytest.fixture
 def server():
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{made.server_port}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sagellm.core import Namespace
@@ -15,7 +17,7 @@ SYSTEM = list(range(10, 42))
 def engine(make_engine, run_engine):
     engine = make_engine(num_blocks=64, block_size=8)
     engine.generate([*SYSTEM, 3], GREEDY)
-    run_engine(engine)
+    run_engine(engine, steps=False)
     return engine
 
 
@@ -35,9 +37,48 @@ def test_an_eviction_is_named_with_its_policy(engine, sage):
     sage("llm", "cache", "evict", "3")
     engine.generate([*SYSTEM, 3], GREEDY)
     found = sage("llm", "cache", "why", "--json").json
-    assert (found["cause"], found["policy"], found["evicted_for"]) == ("evicted", "ReuseEvictionPolicy", None)
+    assert (found["cause"], found["policy"], found["evicted_for"]) == ("evicted", "reuse", None)
     assert found["evicted_s_before"] > 0
-    assert "blocks in a row are gone" in sage("llm", "cache", "why").out
+    shown = sage("llm", "cache", "why").out
+    assert "chosen by reuse; " in shown
+    assert "blocks in a row are gone" in shown
+
+
+def test_what_last_use_evicted_is_not_said_to_be_the_policys(make_engine, run_engine, sage, moon):
+    engine = make_engine(num_blocks=64, block_size=8, eviction_policy=moon)
+    run_engine(engine, steps=False)
+    engine.generate([*SYSTEM, 3], GREEDY)
+    sage("llm", "cache", "evict", "3")
+    engine.generate([*SYSTEM, 3], GREEDY)
+    assert sage("llm", "cache", "why", "--json").json["policy"] == "last use"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "cause", "text"),
+    [
+        ([3], {}, "one_token", "the last token of a prompt is always computed"),
+        (SYSTEM, {"prompt_logprobs": 1}, "scored", "its prompt is scored (prompt_logprobs)"),
+    ],
+)
+def test_a_prompt_that_is_not_looked_up_is_no_hit(engine, sage, prompt, changes, cause, text):
+    engine.generate(prompt, replace(GREEDY, **changes))
+    assert sage("llm", "cache", "why", "--json").json["cause"] == cause
+    shown = sage("llm", "cache", "why").out
+    assert text in shown
+    assert "reused 0 of the 0" not in shown
+
+
+def test_the_beginning_of_an_id_is_enough(engine, sage):
+    for name in ("1f3a9-0", "1f3b9-0"):
+        engine.add_request([*SYSTEM, 4], GREEDY, request_id=name)
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert "request 1f3a9-0 of" in sage("llm", "cache", "why", "1f3a").out
+    assert "request 1f3b9-0 of" in sage("llm", "cache", "why", "chatcmpl-1f3b9").out
+    engine.add_request([*SYSTEM, 5], GREEDY, request_id="1f3b9-1")
+    engine.step()
+    told = sage("llm", "cache", "why", "cmpl-1f3b9")
+    assert (told.code, "begins 2 ids: '1f3b9-0', '1f3b9-1'" in told.err) == (1, True)
 
 
 def test_an_unknown_request_is_refused_with_the_latest(engine, sage):
@@ -67,7 +108,32 @@ def test_a_pin_says_what_it_could_not_pin(engine, sage):
         "llm", "cache", "pin", "--prompt", "once upon a time there was a prompt", "--tenant", "other"
     )
     assert "pinned 0 of" in shown.out
-    assert "send the prompt once, then pin it" in shown.out
+    assert "nothing at all is cached for tenant 'other'" in shown.out
+    short = sage("llm", "cache", "pin", "--tokens", "3")
+    assert (short.code, "pinned 0 of 3 tokens: a block has 8 tokens" in short.out) == (1, True)
+
+
+def test_pins_are_listed_and_end_together(engine, sage):
+    assert sage("llm", "cache", "pins").out.splitlines() == [
+        "nothing is pinned",
+        "0 of at most 32 blocks are pinned",
+    ]
+    engine.generate([*range(90, 120)], GREEDY, namespace=Namespace("other"))
+    sage("llm", "cache", "pin", "--ttl", "90")
+    engine.generate([*SYSTEM, 4], GREEDY)
+    sage("llm", "cache", "pin")
+    lines = [line.split() for line in sage("llm", "cache", "pins").out.splitlines()]
+    assert lines[0] == ["TENANT", "TOKENS", "TTL", "LEFT"]
+    assert lines[1][:7] == ["other", "24", "1", "min", "30", "s", "1"]
+    assert lines[2] == ["default", "32", "no", "end", "no", "end"]
+    assert lines[3] == ["7", "of", "at", "most", "32", "blocks", "are", "pinned"]
+    (one, other) = sage("llm", "cache", "pins", "--json").json["pins"]
+    assert (one["ttl_s"], 80 < one["left_s"] < 90, other["left_s"]) == (90.0, True, None)
+    assert sage("llm", "cache", "unpin", "--all").out.splitlines() == [
+        "ended 2 pins",
+        "0 pins are left, of 0 blocks",
+    ]
+    assert sage("llm", "cache", "pins", "--json").json["num_pins"] == 0
 
 
 def test_a_pinned_prompt_is_found_by_its_text(engine, sage):
@@ -85,6 +151,8 @@ def test_a_pinned_prompt_is_found_by_its_text(engine, sage):
         (("pin", "--tenant", "a"), "--tenant goes with --prompt"),
         (("pin", "--prompt", "x", "--public", "docs", "--salt", "s"), "leave --tenant and --salt out"),
         (("evict", "0"), "give at least 1"),
+        (("unpin", "one", "--all"), "without a request or a prefix"),
+        (("unpin", "--prompt", "x", "--all"), "without a request or a prefix"),
     ],
 )
 def test_what_makes_no_sense_is_refused(engine, sage, arguments, reason):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+import pytest
+
 from sagellm.engines.cli.plugins import CORE
 
 WORKING = """
@@ -21,6 +23,31 @@ def sagellm_providers():
         Provider("eviction_policy", "moon", f"{__name__}:Policy", "by the moon"),
         Provider("eviction_policy", "mars", "absent_module:Policy", "by the planet"),
     ]
+"""
+THIEVES = """
+from sagellm.core import NullKVAllocator, Provider, hookimpl
+
+class Moon(NullKVAllocator):
+    def free(self, block_ids):
+        pass
+
+class Mars(Moon):
+    pass
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("kv_allocator", name.lower(), f"{__name__}:{name}", "") for name in ("Moon", "Mars")]
+"""
+WITH_OPTIONS = """
+from sagellm.core import NullEvictionPolicy, Provider, hookimpl
+
+class Moon(NullEvictionPolicy):
+    def __init__(self, phase):
+        assert phase == "full"
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("eviction_policy", name, f"{__name__}:Moon", "") for name in ("moon", "mars")]
 """
 BROKEN = "raise RuntimeError('no moon tonight')"
 FUTURE = "SAGELLM_API = 99"
@@ -148,6 +175,38 @@ def test_check_of_a_provider_that_does_not_import_is_a_fault(sage, install):
     (provider,) = result.json["providers"]
     (checked,) = provider["results"]
     assert "No module named 'absent_module'" in checked["fault"]["found"]
+
+
+def test_check_tells_a_fault_of_several_once(sage, install):
+    install("moon-plugin", THIEVES)
+    out = sage("plugins", "check", "moon-plugin").out
+    rules = [line.partition(" (")[0] for line in out.splitlines() if "Rule: " in line]
+    assert len(set(rules)) == len(rules) > 0
+    for rule in rules:
+        assert rule.startswith("kv_allocator mars and kv_allocator moon break their contracts. Rule: ")
+    assert "  calls     free([-1]) (of kv_allocator mars)\n" in out
+    assert out.endswith("moon-plugin: 2 of 2 checked providers break their contract.\n")
+
+
+def test_check_says_which_options_are_needed_and_takes_them(sage, install):
+    install("moon-plugin", WITH_OPTIONS)
+    arguments = ("plugins", "check", "moon-plugin")
+    told = sage(*arguments)
+    assert told.code == 1
+    assert (
+        "\neviction_policy mars and eviction_policy moon were not checked: needs options: phase; "
+        "give them with --options '{NAME: VALUE}'"
+    ) in told.out
+    checked = sage(*arguments, "--name", "moon", "--options", "{phase: full}")
+    assert (checked.code, "all 1 checked providers keep their contract" in checked.out) == (0, True)
+    refused = sage(*arguments, "--options", "{phase: full}")
+    assert "options go to one provider" in refused.err
+
+
+@pytest.mark.parametrize("text", ["full", "[1]", "{1: 2}", "{a: .nan}", "{a: 2020-01-01}", "{"])
+def test_options_to_check_with_are_a_mapping_of_plain_values(sage, text):
+    result = sage("plugins", "check", "sagellm-core-protocols", "--options", text)
+    assert (result.code, "it must be a mapping of plain values" in result.err) == (2, True)
 
 
 def test_check_completes_the_names_of_distributions(install):

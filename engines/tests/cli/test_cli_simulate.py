@@ -9,6 +9,28 @@ import pytest
 from sagellm.core import TraceRequest
 from sagellm.engines.traces import write_trace
 
+OTHER_LRU = """
+from sagellm.core import Provider, hookimpl
+
+@hookimpl
+def sagellm_providers():
+    target = "sagellm.kvmgr.eviction:FIFOEvictionPolicy"
+    return [Provider("eviction_policy", "lru", target, "by another name")]
+"""
+
+
+@pytest.fixture
+def tenants(tmp_path):
+    """Two tenants: one comes back to its conversation after the other has filled the cache."""
+    paths = [("a", (0, 1, 2)), ("b", (3, 4)), ("b", (5, 6)), ("a", (0, 1, 2, 7)), ("b", (3, 4, 8))] * 2
+    requests = [
+        TraceRequest(float(i), 4 * len(path), 1, path, 4, tenant=tenant)
+        for i, (tenant, path) in enumerate(paths)
+    ]
+    path = tmp_path / "tenants.jsonl"
+    write_trace(path, requests)
+    return path
+
 
 @pytest.fixture
 def trace(tmp_path):
@@ -48,6 +70,42 @@ def test_pictures_and_requests_are_written(trace, sage, tmp_path):
     assert sum(row["num_saved_tokens"] for row in rows if row["eviction_policy"] == "belady") == 36
 
 
+def test_options_are_those_of_the_cache_and_of_the_first_policy(tenants, sage):
+    arguments = ("llm", "simulate", tenants, "--capacity", "6", "--no-bounds", "--json")
+    quotas = ("--prefix-cache-options", "{tenant_quotas: {a: 1}, reuses_partial_blocks: false}")
+
+    def saved(*flags: str) -> list[int]:
+        return [run["num_saved_tokens"] for run in sage(*arguments, *flags).json["runs"]]
+
+    assert saved("--eviction-policy", "lru") > saved("--eviction-policy", "lru", *quotas)
+    weights = ("--eviction-options", "{weights: {b: 100.0}}")
+    first, second = saved("--eviction-policy", "qos,lru", *weights)
+    assert [first] != saved("--eviction-policy", "qos"), "the weights decide"
+    assert [second] == saved("--eviction-policy", "lru"), "another policy has no options"
+
+
+def test_bounds_know_no_quotas(tenants, sage):
+    arguments = ("llm", "simulate", tenants, "--capacity", "6", "--eviction-policy", "lru", "--json")
+    free = sage(*arguments).json
+    bound = sage(*arguments, "--prefix-cache-options", "{tenant_quotas: {'*': 1}}").json
+    assert (bound["upper_bound"], bound["ideal"]) == (free["upper_bound"], free["ideal"])
+    (lru, belady), (bound_lru, bound_belady) = (
+        [run["token_saving"] for run in found["runs"]] for found in (free, bound)
+    )
+    assert belady == bound_belady
+    assert bound_lru < lru
+
+
+def test_of_two_policies_that_are_called_lru_ours_is_the_bound(tenants, sage, install):
+    install("moon-plugin", OTHER_LRU)
+    arguments = ("llm", "simulate", tenants, "--capacity", "6", "--json", "--eviction-policy")
+    runs = sage(*arguments, "moon-plugin:lru").json["runs"]
+    names = ["moon-plugin:lru", "sagellm-eviction-policy:lru", "belady"]
+    assert [run["eviction_policy"] for run in runs] == names
+    assert runs[0]["gap_closed"] is not None
+    assert [run["eviction_policy"] for run in sage(*arguments, names[1]).json["runs"]] == names[1:]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -55,6 +113,9 @@ def test_pictures_and_requests_are_written(trace, sage, tmp_path):
         (("--capacity", "many"), "--capacity is 'many'"),
         (("--capacity", "0"), "at least one block"),
         (("--capacity", "5", "--eviction-policy", "lruu"), "Did you mean 'lru'"),
+        (("--capacity", "5", "--eviction-policy", "off", "--eviction-options", "{a: 1}"), "'off' takes none"),
+        (("--capacity", "5", "--eviction-policy", "lru", "--eviction-options", "{a: 1}"), "takes no options"),
+        (("--capacity", "5", "--prefix-cache-options", "{pages: 1}"), "'radix' takes max_ghost_blocks"),
         (("--capacity", "5", "--block-size", "3"), "give a divisor"),
         (("--capacity", "5", "--plot", "/nowhere/a.png"), "/nowhere"),
         (("--capacity", "5", "--requests", "/nowhere/a.jsonl"), "/nowhere"),
@@ -89,3 +150,13 @@ def test_a_trace_is_generated_shown_and_replayed(sage, tmp_path):
     assert again.code == 0
     result = sage("llm", "trace", "generate", tmp_path / "c.jsonl", "--turns", "many")
     assert (result.code, "'many' is no distribution of lengths" in result.err) == (2, True)
+
+
+def test_a_trace_that_exists_is_overwritten_only_by_force(sage, tmp_path):
+    path = tmp_path / "made.jsonl"
+    path.write_text("precious\n")
+    refused = sage("llm", "trace", "generate", path, "--num-requests", "2")
+    assert (refused.code, path.read_text()) == (2, "precious\n")
+    assert f"{path} exists; name another file, or overwrite it with --force" in refused.err
+    assert sage("llm", "trace", "generate", path, "--num-requests", "2", "--force").code == 0
+    assert sage("llm", "trace", "show", path, "--json").json["num_requests"] == 2

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from sagellm.core import EngineDeadError
+from sagellm.core import EngineDeadError, Namespace
 from sagellm.engines import SamplingParams
-from sagellm.engines.cli.figures import figures_table, write, write_duration
+from sagellm.engines.cli.figures import figures_table, tenants_table, write, write_duration
 from sagellm.engines.serving import AdminClient
 
 PROMPTS = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [3, 4]]
@@ -36,13 +36,40 @@ def test_the_cache_says_what_it_saved(engine, sage):
     assert (shown["num_lookups"], shown["num_hits"], shown["num_misses"]) == (3, 1, 2)
     assert shown["token_hit_rate"] == pytest.approx(24 / (24 + 25 + 2))
     assert shown["num_nodes"] == metrics.num_nodes
-    rows = dict(line.split("  ", 1) for line in sage("llm", "cache", "stats").out.splitlines()[3:])
+    figures = sage("llm", "cache", "stats").out.split("\n\n")[1]
+    rows = dict(line.split("  ", 1) for line in figures.splitlines()[1:])
     assert {name: rows[name].strip() for name in ("hits", "misses", "tokens saved", "token hit rate")} == {
         "hits": "1",
         "misses": "2",
         "tokens saved": "24",
         "token hit rate": "47.1%",
     }
+
+
+def test_tenants_have_a_table_of_their_own(make_engine, run_engine, sage):
+    options = {"tenant_quotas": {"a": 1}, "reuses_partial_blocks": False}
+    engine = make_engine(num_blocks=64, block_size=8, prefix_cache_options=options)
+    for tenant in ("a", "b", "b"):
+        engine.generate([5, 6, 7] * 8, GREEDY, namespace=Namespace(tenant))
+    run_engine(engine)
+    lines = [line.split() for line in sage("llm", "cache", "stats").out.splitlines()]
+    head = lines.index(["TENANT", "BLOCKS", "QUOTA", "HITS", "TOKENS", "SAVED", "EVICTED", "BLOCKS"])
+    assert lines[head - 1 :] == [
+        [],
+        lines[head],
+        ["b", "3", "-", "1", "16", "0"],
+        ["a", "1", "1", "0", "0", "0"],
+    ]
+    assert not any(line[:1] == ["tenants"] for line in lines)
+    tenants = sage("llm", "cache", "stats", "--json").json["tenants"]
+    assert (tenants["a"]["max_blocks"], tenants["b"]["num_lookup_tokens"]) == (1, 48)
+
+
+def test_of_many_tenants_the_largest_are_shown():
+    usage = {"max_blocks": None, "num_hits": 0, "num_hit_tokens": 0, "num_evicted_blocks": 0}
+    lines = tenants_table({f"t{n}": usage | {"num_blocks": n} for n in range(23)}).splitlines()
+    assert [line.split()[0] for line in lines[1:21]] == [f"t{n}" for n in range(22, 2, -1)]
+    assert lines[21:] == ["and 3 more, which --json has"]
 
 
 def test_the_pool_counts_its_blocks(engine, sage):
@@ -67,6 +94,24 @@ def test_other_modules_say_what_they_count(engine, sage, name, provider, figures
     assert figures <= shown.keys()
     text = sage("llm", name, "stats").out
     assert (" of engine one\n\nFIGURE" in text, provider in text) == (True, True)
+
+
+def test_the_failure_of_an_eviction_policy_is_shown(make_engine, run_engine, sage, moon):
+    engine = make_engine(num_blocks=64, block_size=8, eviction_policy=moon)
+    run_engine(engine, steps=False)
+    assert sage("llm", "eviction", "stats", "--json").json["failure"] == ""
+    assert "failure" not in sage("llm", "eviction", "stats").out
+    engine.generate(PROMPTS, GREEDY)
+    failure = "Moon: RuntimeError: no moon tonight"
+    assert sage("llm", "eviction", "stats", "--json").json["failure"] == failure
+    rows = sage("llm", "eviction", "stats").out.splitlines()
+    assert rows[-1].split(maxsplit=1) == ["failure", failure]
+    shown = sage("llm", "engine", "status")
+    assert shown.err == (
+        f"one: the least recently used goes first since the eviction policy failed: {failure}\n"
+    )
+    (status,) = sage("llm", "engine", "status", "--json").json["engines"]
+    assert status["eviction_failure"] == failure
 
 
 def test_without_a_quantizer_that_is_said(engine, sage):

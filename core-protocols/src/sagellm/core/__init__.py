@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.kv_allocator import *
     from sagellm.core.protocols.kv_events import *
     from sagellm.core.protocols.kv_pool import *
+    from sagellm.core.protocols.kv_tier import *
     from sagellm.core.protocols.lifetime import *
     from sagellm.core.protocols.logits_processor import *
     from sagellm.core.protocols.model_family import *
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.scheduler_ir import *
     from sagellm.core.protocols.topology import *
     from sagellm.core.protocols.trace import *
+    from sagellm.core.random_access import *
     from sagellm.core.request import *
     from sagellm.core.runtime import *
     from sagellm.core.tokens import *
@@ -54,7 +56,7 @@ _NAMES = {
         UnknownProviderError UnknownRequestError UnsupportedModelError nearest
     """,
     "ids": "BlockId NodeId RequestId SequenceId",
-    "kv_block": "BlockHeader BlockKey",
+    "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",
     "kv_layout": "KVGroup KVLayout",
     "logging": "get_logger",
     "metrics.cache": """
@@ -89,6 +91,10 @@ _NAMES = {
     "protocols.kv_pool": """
         BlockAllocationRequest BlockInfo Evictor KVPoolMetrics KVPoolProtocol NullKVPool
     """,
+    "protocols.kv_tier": """
+        KVTierMetrics KVTierProtocol NullKVTier Ticket TierAction TierOutcome TierRequest TierResult
+        run_to_end
+    """,
     "protocols.lifetime": """
         LifetimeMetrics LifetimePrediction LifetimePredictorProtocol NullLifetimePredictor PredictionRequest
         check_observation
@@ -102,8 +108,8 @@ _NAMES = {
     """,
     "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink RemovalReason",
     "protocols.prefix_cache": """
-        InsertResult KVBlockDescriptor MissCause MissExplanation NullPrefixCache PartialMatch PinResult
-        PrefixCacheMetrics PrefixCacheProtocol PrefixMatch TenantUsage
+        EvictedBlocks InsertResult KVBlockDescriptor MissCause MissExplanation NullPrefixCache PartialMatch
+        PinResult PinnedPrefix PrefixCacheMetrics PrefixCacheProtocol PrefixMatch TenantUsage
     """,
     "protocols.quantizer": """
         NullQuantizer QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
@@ -117,6 +123,7 @@ _NAMES = {
         CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol
     """,
     "protocols.trace": "NullTraceReader Tokenize TraceReaderProtocol TraceRequest",
+    "random_access": "MemoryRandomAccessFile RandomAccessFile SystemRandomAccessFile",
     "request": "FinishReason Request RequestRecord RequestStatus StepRecord",
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
     "tokens": "TokenIds TokenIdsLike pack",

@@ -27,6 +27,18 @@ class BlockKey(NamedTuple):
     hash: bytes
 
 
+class KVIdentity(NamedTuple):
+    """What else must be equal for KV of equal tokens to be interchangeable."""
+
+    model_fingerprint: str = ""
+    layout: str = ""  # KVLayout.signature
+    dtype: str = ""
+
+
+UNNAMED = KVIdentity()
+"""The identity of KV that nobody keeps outside its cache."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockHeader:
     """Everything that must be equal for a stored block to be the wanted one.
@@ -52,6 +64,20 @@ class BlockHeader:
     def key(self) -> BlockKey:
         """The key under which tiers and peers keep the block."""
         return BlockKey(self.group, self.hash)
+
+    @classmethod
+    def of(
+        cls, parent_hash: bytes, token_ids: TokenIds, namespace: Namespace, identity: KVIdentity
+    ) -> BlockHeader:
+        """Make the header of a block of the only KV group."""
+        return cls(
+            parent_hash=parent_hash,
+            token_ids=token_ids,
+            namespace=namespace,
+            model_fingerprint=identity.model_fingerprint,
+            layout=identity.layout,
+            dtype=identity.dtype,
+        )
 
     def encode(self) -> bytes:
         """Return the header as bytes: magic, group, then each field with its length before it."""
@@ -90,6 +116,19 @@ class BlockHeader:
             dtype=texts[5],
             group=group,
         )
+
+
+def headers_of(
+    token_ids: TokenIds, block_size: int, namespace: Namespace, identity: KVIdentity
+) -> list[BlockHeader]:
+    """Return the headers of the full blocks of a prompt. About 6 µs a block."""
+    headers: list[BlockHeader] = []
+    parent_hash = ROOT_HASH
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        header = BlockHeader.of(parent_hash, token_ids[end - block_size : end], namespace, identity)
+        parent_hash = header.hash
+        headers.append(header)
+    return headers
 
 
 def _split_fields(data: bytes, position: int) -> list[bytes]:

@@ -25,9 +25,14 @@ class Namespace(NamedTuple):
         return cls(PUBLIC, name, adapter)
 
     @property
+    def is_public(self) -> bool:
+        """Whether all tenants that name it share it."""
+        return self.tenant == PUBLIC
+
+    @property
     def account(self) -> str:
         """Who is charged for the blocks: the tenant, or the public namespace as a whole."""
-        return f"public:{self.salt}" if self.tenant == PUBLIC else self.tenant
+        return f"public:{self.salt}" if self.is_public else self.tenant
 
 
 DEFAULT = Namespace()

@@ -14,6 +14,7 @@ def sagellm_providers() -> list[Provider]:
         Provider("eviction_policy", "null", f"{_PROTOCOLS}.eviction:NullEvictionPolicy", "evicts nothing"),
         Provider("kv_allocator", "null", f"{_PROTOCOLS}.kv_allocator:NullKVAllocator", "has no blocks"),
         Provider("kv_pool", "null", f"{_PROTOCOLS}.kv_pool:NullKVPool", "has no blocks"),
+        Provider("kv_tier", "null", f"{_PROTOCOLS}.kv_tier:NullKVTier", "has no room"),
         Provider(
             "model_family", "null", f"{_PROTOCOLS}.model_family:NullModelFamily", "accepts no checkpoint"
         ),

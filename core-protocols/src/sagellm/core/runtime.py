@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from sagellm.core.errors import InvalidInputError
+from sagellm.core.random_access import MemoryRandomAccessFile, RandomAccessFile, SystemRandomAccessFile
 
 
 class Clock(ABC):
@@ -27,6 +28,10 @@ class Clock(ABC):
     def wall_s(self) -> float:
         """Return seconds since 1970, for labels alone."""
 
+    @abstractmethod
+    def sleep_ns(self, duration_ns: int) -> None:
+        """Let this thread wait. Raises InvalidInputError for a negative duration."""
+
 
 class SystemClock(Clock):
     """The machine's own monotonic clock."""
@@ -38,6 +43,12 @@ class SystemClock(Clock):
     def wall_s(self) -> float:
         """Return `time.time()`."""
         return time.time()
+
+    def sleep_ns(self, duration_ns: int) -> None:
+        """Let others run meanwhile."""
+        if duration_ns < 0:
+            raise InvalidInputError(f"nobody can sleep for {duration_ns} ns")
+        time.sleep(duration_ns / 1e9)
 
 
 class VirtualClock(Clock):
@@ -54,6 +65,10 @@ class VirtualClock(Clock):
     def wall_s(self) -> float:
         """Return the virtual time as seconds since the virtual 1970."""
         return self._wall_start_s + self._now_ns / 1e9
+
+    def sleep_ns(self, duration_ns: int) -> None:
+        """Move time on."""
+        self.advance_ns(duration_ns)
 
     def advance_ns(self, duration_ns: int) -> None:
         """Move time on. Raises InvalidInputError for a negative duration."""
@@ -90,6 +105,10 @@ class Files(ABC):
         """Delete a file."""
 
     @abstractmethod
+    def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
+        """Open a file in place; a new one must not exist yet. Mode 0600."""
+
+    @abstractmethod
     def list(self, folder: str) -> list[str]:
         """Return the sorted names in a folder."""
 
@@ -121,6 +140,10 @@ class SystemFiles(Files):
         """Delete a file."""
         os.unlink(path)
 
+    def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
+        """Open a file of the machine; never follows a link."""
+        return SystemRandomAccessFile(path, is_new=is_new)
+
     def list(self, folder: str) -> list[str]:
         """List a folder."""
         return sorted(os.listdir(folder))
@@ -130,7 +153,7 @@ class MemoryFiles(Files):
     """Files that live in a dict, for simulations and tests."""
 
     def __init__(self) -> None:
-        self._data: dict[str, bytes] = {}
+        self._data: dict[str, bytes | bytearray] = {}
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
         """Read a part of a file."""
@@ -138,7 +161,7 @@ class MemoryFiles(Files):
             data = self._data[path]
         except KeyError:
             raise FileNotFoundError(path) from None
-        return data[offset:] if size is None else data[offset : offset + size]
+        return bytes(data[offset:] if size is None else data[offset : offset + size])
 
     def write(self, path: str, data: bytes) -> None:
         """Keep a copy of the bytes."""
@@ -148,6 +171,15 @@ class MemoryFiles(Files):
         """Forget a file."""
         if self._data.pop(path, None) is None:
             raise FileNotFoundError(path)
+
+    def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
+        """Open what stays here when it is closed."""
+        if is_new and path in self._data:
+            raise FileExistsError(path)
+        if not is_new and path not in self._data:
+            raise FileNotFoundError(path)
+        data = self._data[path] = bytearray(self._data.get(path, b""))
+        return MemoryRandomAccessFile(data)
 
     def list(self, folder: str) -> list[str]:
         """List the names directly below a folder."""

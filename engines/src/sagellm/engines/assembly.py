@@ -10,6 +10,7 @@ from sagellm.core import (
     ConfigError,
     InvalidRequestError,
     KVGroup,
+    KVIdentity,
     KVLayout,
     ModelGeometry,
     PluginRegistry,
@@ -20,10 +21,12 @@ from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
 from sagellm.engines.core.kv_modules import build_kv
+from sagellm.engines.core.kv_tiers import KVMemory, build_offload
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
 from sagellm.engines.input_processor import InputProcessor, RequestLimits
+from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
@@ -53,7 +56,7 @@ class AssembledEngine:
     runtime: Runtime
 
 
-def build_core(
+def build_core(  # noqa: PLR0913
     modules: Modules,
     backend: ForwardBackendProtocol,
     layout: KVLayout,
@@ -61,12 +64,18 @@ def build_core(
     num_blocks: int,
     vocab_size: int,
     runtime: Runtime,
+    fingerprint: str = "",
 ) -> EngineCore:
-    """Build a core around a forward backend; `backend` needs no KV yet."""
+    """Build a core around a forward backend; `backend` needs no KV yet.
+
+    `fingerprint` is equal for models whose KV is interchangeable.
+    """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
-    kv = build_kv(modules, layout.block_size, num_blocks, runtime.clock)
+    identity = KVIdentity(fingerprint, layout.signature, layout.group.dtype)
+    offload = build_offload(modules, KVMemory(backend, layout, identity), runtime)
+    kv = build_kv(modules, layout.block_size, num_blocks, runtime.clock, identity=identity, offload=offload)
     predictor = modules.make("lifetime_predictor", config.predictor.name)
     processors = logits_processors(modules, vocab_size)
     scheduler: Scheduler
@@ -132,7 +141,13 @@ def assemble(
         "forward_backend", config.forward.backend, loaded.model, attention, device=device, dtype=loaded.dtype
     )
     core = build_core(
-        modules, backend, layout, num_blocks=num_blocks, vocab_size=geometry.vocab_size, runtime=runtime
+        modules,
+        backend,
+        layout,
+        num_blocks=num_blocks,
+        vocab_size=geometry.vocab_size,
+        runtime=runtime,
+        fingerprint=fingerprint_of(loaded.path, config.model) if config.kv.tiers else "",
     )
     core.add_metrics("model_family", loaded.model.metrics)
     core.add_metrics("attention_backend", attention.metrics)

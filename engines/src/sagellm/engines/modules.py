@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-from sagellm.core import Clock, ConfigError, PluginRegistry, PrefixCacheProtocol
+from sagellm.core import Clock, ConfigError, KVIdentity, PluginRegistry, PrefixCacheProtocol
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.settings import named_providers
 
@@ -57,12 +57,14 @@ def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any
     return factory(**given, **options)
 
 
-def prefix_cache(modules: Modules, max_blocks: int, policy: Any, clock: Clock) -> PrefixCacheProtocol:
+def prefix_cache(
+    modules: Modules, max_blocks: int, policy: Any, clock: Clock, identity: KVIdentity
+) -> PrefixCacheProtocol:
     """Make the prefix cache. Raises ConfigError for options that it does not take."""
     settings = modules.config.prefix_cache
     name, options = (settings.name, settings.options) if settings.enabled else ("null", {})
     factory = modules.factory("prefix_cache", name)
-    given = {"eviction_policy": policy, "clock": clock}
+    given = {"eviction_policy": policy, "clock": clock, "identity": identity}
     args = (max_blocks, modules.config.kv.block_size)
     _check_options(factory, "prefix_cache.options", name, options, given, args)
     cache: PrefixCacheProtocol = factory(*args, **given, **options)

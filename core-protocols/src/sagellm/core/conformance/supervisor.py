@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -46,12 +46,18 @@ class Conformance:
             )
 
     def run(
-        self, *, kind: str | None = None, name: str | None = None, progress: Progress = lambda _: None
+        self,
+        *,
+        kind: str | None = None,
+        name: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        progress: Progress = lambda _: None,
     ) -> Iterator[ProviderReport]:
         """Yield a report for each provider, or for those of a kind or a name.
 
-        Raises PluginError if the distribution cannot be loaded, UnknownProviderError if it has no such
-        provider.
+        `options`, which JSON can hold, go to the factory of the one that is chosen. Raises PluginError if
+        the distribution cannot be loaded, UnknownProviderError if it has no such provider, ConfigError
+        for options where there are several.
         """
         progress(f"loading {self._distribution}")
         providers = self._providers()
@@ -60,8 +66,12 @@ class Conformance:
             listed = ", ".join(" ".join(each) for each in providers) or "none"
             asked = " ".join(filter(None, (kind, name))) or "provider"
             raise UnknownProviderError(f"{self._distribution} provides no {asked}; it provides: {listed}")
-        for each in chosen:
-            yield _ProviderRun(self._distribution, *each, self._timeout_s, progress).report()
+        if options and len(chosen) > 1:
+            listed = ", ".join(" ".join(each) for each in chosen)
+            raise ConfigError(f"options go to one provider; choose it by kind and name: {listed}")
+        for kind_of_it, name_of_it in chosen:
+            task = {"kind": kind_of_it, "name": name_of_it, "options": dict(options or {})}
+            yield _ProviderRun(self._distribution, task, self._timeout_s, progress).report()
 
     def _providers(self) -> list[tuple[str, str]]:
         task = {"distribution": self._distribution, "kind": None, "name": None}
@@ -88,8 +98,10 @@ def installed_distributions() -> list[str]:
 class _ProviderRun:
     """Runs the tests of one provider, in another process again when one is lost."""
 
-    def __init__(self, distribution: str, kind: str, name: str, timeout_s: float, progress: Progress) -> None:
-        self._task: dict[str, Any] = {"distribution": distribution, "kind": kind, "name": name}
+    def __init__(
+        self, distribution: str, task: Mapping[str, Any], timeout_s: float, progress: Progress
+    ) -> None:
+        self._task: dict[str, Any] = {"distribution": distribution, **task}
         self._timeout_s = timeout_s
         self._progress = progress
         self._results: dict[str, CheckResult] = {}  # by rule

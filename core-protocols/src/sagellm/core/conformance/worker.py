@@ -25,7 +25,7 @@ _TESTS = "test_plugin.py"
 _SOURCE = """
 from sagellm.core.testing.installed import installed_contract
 
-TestProvider = installed_contract({kind!r}, {name!r})
+TestProvider = installed_contract({kind!r}, {name!r}, {options!r})
 """
 
 
@@ -67,7 +67,8 @@ def _run_tests(task: Mapping[str, Any], emit: Emit) -> None:
     import pytest
 
     qualified_name = f"{task['distribution']}:{task['name']}"
-    Path(_TESTS).write_text(_SOURCE.format(kind=task["kind"], name=qualified_name), encoding="utf-8")
+    source = _SOURCE.format(kind=task["kind"], name=qualified_name, options=task["options"])
+    Path(_TESTS).write_text(source, encoding="utf-8")
     options = ["-m", "not full", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", "."]
     pytest.main([_TESTS, *options], plugins=[_Reporter(task["finished"], emit)])
 

@@ -62,7 +62,7 @@ def mean_block_sharing_fraction(prompts: Iterable[PromptBlocks]) -> float:
 def sharing_fraction_source(num_allocated_blocks: int, num_newly_cached_blocks: int) -> float:
     """Sharing fraction of the source = (allocated − newly cached) ÷ allocated blocks.
 
-    Counts every request's unfinished last block as reused, because it is never cached; printed
+    Counts every request's partial last block as reused, because it is never cached; printed
     beside `block_sharing_fraction`, never instead of it. Allocated blocks include reused ones.
     """
     num_shared = num_allocated_blocks - num_newly_cached_blocks

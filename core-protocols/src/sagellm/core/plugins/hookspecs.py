@@ -35,4 +35,4 @@ def sagellm_step_finished(record: StepRecord) -> None:
 
 @hookspec
 def sagellm_kv_events(events: Sequence[KVCacheEvent]) -> None:
-    """Observe what entered and left the prefix cache during the last step."""
+    """Observe what entered and left the prefix cache, in a step or between two."""

@@ -11,6 +11,7 @@ KINDS = (
     "forward_backend",
     "kv_allocator",
     "kv_pool",
+    "kv_tier",
     "lifetime_predictor",
     "logits_processor",
     "model_family",

@@ -93,6 +93,14 @@ class PluginRegistry:
         """The hooks, to be called with keyword arguments."""
         return self._manager.hook
 
+    def callers(self, name: str) -> list[pluggy.HookCaller]:
+        """Return one caller for each plugin that implements a hook now, in the order of a call of all."""
+        plugins = [each.plugin for each in reversed(getattr(self.hook, name).get_hookimpls())]
+        return [
+            self._manager.subset_hook_caller(name, [other for other in plugins if other is not plugin])
+            for plugin in plugins
+        ]
+
     def register(self, plugin: object, *, distribution: str, version: str = "0") -> None:
         """Add a plugin object that no entry point names. Raises what keeps it from use."""
         api = getattr(plugin, "SAGELLM_API", 0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId
 from sagellm.core.kv_layout import KVLayout
 
@@ -41,6 +42,14 @@ class ForwardBackendProtocol(ABC):
     @abstractmethod
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of the first block of each pair to the second, one pair after the other."""
+
+    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default."""
+        raise EngineError(f"{type(self).__name__} cannot give KV away; take out the tiers in kv.tiers")
+
+    def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
+        """Put what `read_blocks` gave into blocks. Raises EngineError by default."""
+        raise EngineError(f"{type(self).__name__} cannot take KV; take out the tiers in kv.tiers")
 
     @abstractmethod
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.kv_events import KVEventSink
 from sagellm.core.protocols.prefix_cache_types import (
+    EvictedBlocks as EvictedBlocks,
     InsertResult as InsertResult,
     KVBlockDescriptor as KVBlockDescriptor,
     MissCause as MissCause,
     MissExplanation as MissExplanation,
     PartialMatch as PartialMatch,
+    PinnedPrefix as PinnedPrefix,
     PinResult as PinResult,
     PrefixCacheMetrics as PrefixCacheMetrics,
     PrefixMatch as PrefixMatch,
@@ -25,7 +27,8 @@ from sagellm.core.tokens import TokenIdsLike
 class PrefixCacheProtocol(ABC):
     """Finds and keeps the KV of prompt prefixes, by namespace.
 
-    Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=..., **options)`.
+    Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=..., identity=...,
+    **options)`; `identity` is what the hashes of blocks depend on besides tokens and namespace.
     The order of calls for one request is: `match_prefix` (reads only, may be repeated), `lock`
     (what matched cannot be evicted; counts the lookup as used), later `insert_prefix` with what
     was computed, `unlock` with what `lock` returned. `evict` takes unlocked leaves in the order
@@ -69,7 +72,7 @@ class PrefixCacheProtocol(ABC):
     ) -> InsertResult:
         """Remember which blocks hold the beginning of `token_ids`.
 
-        `block_ids` may be fewer than the tokens fill. A last block that is not full may be kept as
+        `block_ids` may be fewer than the tokens fill. A partial block at the end may be kept as
         well, so offer it only when nobody writes to it any more; it goes before any full one.
         Offering the very block that the cache holds for these tokens is neither new nor a
         duplicate. It is a use of the whole prefix, but no hit.
@@ -142,6 +145,10 @@ class PrefixCacheProtocol(ABC):
         del token_ids, namespace
         return 0
 
+    def pins(self) -> list[PinnedPrefix]:
+        """Return the pins that hold now; `unpin` with what one of them says ends it. None by default."""
+        return []
+
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
         """Say why no more of some tokens would match now. Counts nothing. `unknown` by default."""
         match_length = self.match_prefix(token_ids, namespace).match_length
@@ -151,6 +158,14 @@ class PrefixCacheProtocol(ABC):
             match_length=match_length,
             diverges_at=match_length,
         )
+
+    def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
+        """Show `keep` what is about to be evicted, by the policy or for a quota, while its KV is whole.
+
+        It is called in the middle of an eviction: it must not raise, nor call the cache. A cache that shows
+        nothing never calls it.
+        """
+        del keep
 
     def subscribe(self, sink: KVEventSink) -> None:
         """Tell `sink` of every full block that enters or leaves, beginning with those that are there.

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from sagellm.core.ids import BlockId
+from sagellm.core.kv_block import BlockHeader
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.kv_events import RemovalReason
+from sagellm.core.tokens import TokenIds
 
 
 class PartialMatch(NamedTuple):
@@ -20,6 +22,13 @@ class PartialMatch(NamedTuple):
 
     block_id: BlockId
     num_tokens: int
+
+
+class EvictedBlocks(NamedTuple):
+    """A run of full blocks that is about to be evicted, in the order of its tokens; its KV is whole yet."""
+
+    block_ids: list[BlockId]
+    headers: list[BlockHeader]
 
 
 class PrefixMatch(NamedTuple):
@@ -44,7 +53,7 @@ class InsertResult(NamedTuple):
     `num_new_blocks` of the offered blocks at the end of that list are the cache's from now on.
     `duplicate_block_ids` were offered for content that the cache already had: they stay with the
     caller. `partial_block_id` is the last block offered, not full, if the cache keeps it too.
-    `released_block_ids` the cache had and gives back: unfinished ones that new blocks replace.
+    `released_block_ids` the cache had and gives back: partial ones that new blocks replace.
     """
 
     block_ids: list[BlockId]
@@ -73,6 +82,16 @@ class PinResult:
     num_pinned_blocks: int  # of all pins together
     max_pinned_blocks: int
     reason: str = ""  # empty if all whole blocks are pinned
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedPrefix:
+    """One pin: what it keeps, and for how long yet where no lookup hits it."""
+
+    token_ids: TokenIds
+    namespace: Namespace
+    ttl_s: float | None = None  # None for no end
+    left_s: float | None = None
 
 
 MissCause: TypeAlias = Literal[
@@ -109,6 +128,7 @@ class TenantUsage:
     num_blocks: int = 0  # full ones
     max_blocks: int | None = None  # its quota
     num_lookups: int = 0
+    num_hits: int = 0  # lookups that matched at least one token
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
     num_evicted_blocks: int = 0
@@ -127,7 +147,7 @@ class PrefixCacheMetrics:
     num_locked_blocks: int
     max_blocks: int
     num_inserted_blocks: int
-    num_evicted_blocks: int  # all that left, also unfinished ones that were replaced
+    num_evicted_blocks: int  # all that left, also partial ones that were replaced
     num_partial_blocks: int = 0  # of the blocks, those that are not full
     num_inserted_partial_blocks: int = 0
     num_partial_hit_tokens: int = 0  # of the hit tokens, those in a block that matched in part

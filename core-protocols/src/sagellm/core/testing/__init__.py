@@ -20,10 +20,14 @@ if TYPE_CHECKING:
         EvictionPolicyContract as EvictionPolicyContract,
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
     )
-    from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy as AuditingEvictionPolicy
+    from sagellm.core.testing.eviction_audit import (
+        AuditError as AuditError,
+        AuditingEvictionPolicy as AuditingEvictionPolicy,
+    )
     from sagellm.core.testing.installed import installed_contract as installed_contract
     from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
+    from sagellm.core.testing.kv_tier import KVTierContract as KVTierContract
     from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
     from sagellm.core.testing.logits_processor import LogitsProcessorContract as LogitsProcessorContract
     from sagellm.core.testing.prefix_cache import PrefixCacheContract as PrefixCacheContract
@@ -46,10 +50,12 @@ if TYPE_CHECKING:
     from sagellm.core.testing.trace import TraceReaderContract as TraceReaderContract
 
 _TABLE = {
+    "AuditError": ".eviction_audit",
     "AuditingEvictionPolicy": ".eviction_audit",
     "EvictionPolicyContract": ".eviction",
     "KVAllocatorContract": ".kv_allocator",
     "KVPoolContract": ".kv_pool",
+    "KVTierContract": ".kv_tier",
     "KeepingPrefixCacheContract": ".prefix_cache_keeping",
     "LifetimePredictorContract": ".lifetime",
     "LogitsProcessorContract": ".logits_processor",
@@ -69,10 +75,12 @@ _TABLE = {
 }
 
 __all__ = [
+    "AuditError",
     "AuditingEvictionPolicy",
     "EvictionPolicyContract",
     "KVAllocatorContract",
     "KVPoolContract",
+    "KVTierContract",
     "KeepingPrefixCacheContract",
     "LifetimePredictorContract",
     "LogitsProcessorContract",
@@ -95,7 +103,13 @@ __all__ = [
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{name}"
-        for name in ("eviction_load", "eviction_machine", "kv_allocator_load", "kv_pool_load")
+        for name in (
+            "eviction_load",
+            "eviction_machine",
+            "kv_allocator_load",
+            "kv_pool_load",
+            "kv_tier_model",
+        )
     ),
     *(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))),
 )

@@ -13,8 +13,12 @@ from sagellm.core.protocols.eviction import (
 )
 
 
+class AuditError(BaseException):
+    """A cache broke the order of calls. No Exception: those a cache takes for failures of the policy."""
+
+
 class AuditingEvictionPolicy(EvictionPolicyProtocol):
-    """Exact LRU by brute force that raises AssertionError when a cache breaks the order of calls.
+    """Exact LRU by brute force that raises AuditError when a cache breaks the order of calls.
 
     To be handed to a prefix cache under test.
     """
@@ -29,31 +33,31 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
 
     def on_insert(self, node: CachedNode) -> None:
         """Expect an id that was never there."""
-        assert node.node_id not in self._seen, f"node {node.node_id} entered twice"
+        _require(node.node_id not in self._seen, f"node {node.node_id} entered twice")
         self._seen.add(node.node_id)
         self.nodes[node.node_id] = node
 
     def on_hit(self, node: CachedNode) -> None:
         """Expect a known node whose counts are updated."""
-        assert self.nodes.get(node.node_id) is node, f"a hit on unknown node {node.node_id}"
-        assert node.access_count > 0, f"node {node.node_id} was hit before it was counted"
+        _require(self.nodes.get(node.node_id) is node, f"a hit on unknown node {node.node_id}")
+        _require(node.access_count > 0, f"node {node.node_id} was hit before it was counted")
         self.num_hits += 1
 
     def on_remove(self, node: CachedNode) -> None:
         """Expect a known node that is no candidate any more."""
-        assert self.nodes.pop(node.node_id, None) is node, f"unknown node {node.node_id} left"
-        assert node.node_id not in self.candidates, f"node {node.node_id} left while it was a candidate"
+        _require(self.nodes.pop(node.node_id, None) is node, f"unknown node {node.node_id} left")
+        _require(node.node_id not in self.candidates, f"node {node.node_id} left while it was a candidate")
         self.num_victims += node.node_id == self._named
 
     def add_candidate(self, node: CachedNode) -> None:
         """Expect a known node that is no candidate."""
-        assert self.nodes.get(node.node_id) is node, f"unknown node {node.node_id} as a candidate"
-        assert node.node_id not in self.candidates, f"node {node.node_id} became a candidate twice"
+        _require(self.nodes.get(node.node_id) is node, f"unknown node {node.node_id} as a candidate")
+        _require(node.node_id not in self.candidates, f"node {node.node_id} became a candidate twice")
         self.candidates[node.node_id] = node
 
     def remove_candidate(self, node: CachedNode) -> None:
         """Expect a candidate."""
-        assert self.candidates.pop(node.node_id, None) is node, f"node {node.node_id} was no candidate"
+        _require(self.candidates.pop(node.node_id, None) is node, f"node {node.node_id} was no candidate")
 
     def victim(self) -> CachedNode | None:
         """Look at all candidates for the least recently used one, the older node of equals."""
@@ -82,3 +86,8 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
             num_victims=self.num_victims,
             num_candidates=len(self.candidates),
         )
+
+
+def _require(is_right: bool, message: str) -> None:  # noqa: FBT001
+    if not is_right:
+        raise AuditError(message)

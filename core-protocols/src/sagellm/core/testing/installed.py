@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +22,7 @@ from sagellm.core.testing.calls import Calls
 from sagellm.core.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
 from sagellm.core.testing.kv_allocator import KVAllocatorContract
 from sagellm.core.testing.kv_pool import KVPoolContract
+from sagellm.core.testing.kv_tier import KVTierContract
 from sagellm.core.testing.lifetime import LifetimePredictorContract
 from sagellm.core.testing.logits_processor import LogitsProcessorContract
 from sagellm.core.testing.prefix_cache import PrefixCacheContract
@@ -45,6 +48,7 @@ class _Kind(NamedTuple):
     probe: Callable[[Factory], Any]
     make: Callable[..., Any]
     notes_calls: bool = False
+    takes_options: bool = False  # a configuration has a place for them
     null: type | None = None
     does: Callable[[Any], bool] | None = None
 
@@ -99,6 +103,7 @@ _KINDS = {
         _call,
         _make,
         notes_calls=True,
+        takes_options=True,
         null=EvictionPolicyContract,
         does=_names_victims,
     ),
@@ -112,6 +117,7 @@ _KINDS = {
         _make_pool,
         notes_calls=True,
     ),
+    "kv_tier": _Kind(KVTierContract, "KVTierProtocol", lambda factory: factory(1 << 20), _make),
     "lifetime_predictor": _Kind(
         LifetimePredictorContract, "LifetimePredictorProtocol", _call, _make, notes_calls=True
     ),
@@ -124,6 +130,7 @@ _KINDS = {
         lambda factory: factory(100, 4, eviction_policy=None, clock=None),
         _make_cache,
         notes_calls=True,
+        takes_options=True,
         null=PrefixCacheContract,
         does=_keeps,
     ),
@@ -142,6 +149,7 @@ _KINDS = {
     "topology": _Kind(TopologyContract, "TopologyProtocol", _call, _make),
 }
 
+_HOW = "give them with --options '{NAME: VALUE}', in Python with options={…}"
 _NO_SAMPLE = "its contract needs a file of the format; subclass TraceReaderContract in your tests"
 
 
@@ -161,11 +169,12 @@ class _Installed:
         self.calls = Calls(is_on=self.notes_calls and aspect not in ("cost", "threads"))
 
 
-def installed_contract(kind: str, name: str) -> type:
+def installed_contract(kind: str, name: str, options: Mapping[str, Any] | None = None) -> type:
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
-    Raises UncheckedError where the kind has none that a name suffices for, or the provider asks for
-    options with a ConfigError; and whatever else the provider raises.
+    It is made with `options`. Raises UncheckedError where the kind has none that a name suffices for, or
+    the provider needs other options, which a ConfigError says, or an eviction policy's or prefix cache's
+    parameters without a default; and whatever else the provider raises.
     """
     if kind == "trace_reader":
         raise UncheckedError(_NO_SAMPLE)
@@ -173,10 +182,14 @@ def installed_contract(kind: str, name: str) -> type:
         raise UncheckedError(f"the kit has no contract for the kind {kind}")
     entry = _KINDS[kind]
     factory: Any = PluginRegistry.load().resolve(kind, name)
+    if options:
+        factory = _with_options(factory, options)
     try:
-        made = entry.probe(factory)
+        made = entry.probe(partial(_refuse_gaps, factory) if entry.takes_options else factory)
     except ConfigError as error:
-        raise UncheckedError(f"it asks for options: {error}") from error
+        if options:
+            raise UncheckedError(f"options are {dict(options)}: {error}") from error
+        raise UncheckedError(f"needs options: {error}; {_HOW}") from error
     protocol = getattr(sagellm.core, entry.protocol)
     if not isinstance(made, protocol):
         raise TypeError(f"{factory!r} makes a {type(made).__name__}, which is no {entry.protocol}")
@@ -190,6 +203,31 @@ def installed_contract(kind: str, name: str) -> type:
             "__doc__": f"The contract of {entry.protocol} on {kind} {name}.",
         },
     )
+
+
+def _with_options(factory: Factory, options: Mapping[str, Any]) -> Factory:
+    try:
+        signature(factory).bind_partial(**options)
+    except TypeError as error:
+        takes = ", ".join(signature(factory).parameters)
+        raise UncheckedError(f"options are {dict(options)}, and it takes {takes or 'none'}") from error
+    return partial(factory, **options)
+
+
+def _refuse_gaps(factory: Factory, *arguments: Any, **keywords: Any) -> Any:
+    """Make one as the engine would, unless parameters are left over that only options can fill."""
+    parameters = signature(factory).parameters
+    given = signature(factory).bind_partial(*arguments, **keywords).arguments
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is Parameter.empty
+        and parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        and name not in given
+    ]
+    if missing:
+        raise ConfigError(", ".join(missing))
+    return factory(*arguments, **keywords)
 
 
 def _contract(entry: _Kind, made: Any) -> type:

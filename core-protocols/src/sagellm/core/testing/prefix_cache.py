@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sagellm.core.ids import BlockId
-from sagellm.core.namespace import DEFAULT
+from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import EvictionPolicyProtocol
 from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol, PrefixMatch
 from sagellm.core.runtime import Clock, Randomness, VirtualClock
@@ -20,6 +20,9 @@ from sagellm.core.tokens import pack
 def blocks(first: int, num_blocks: int) -> list[BlockId]:
     """Return consecutive block ids."""
     return [BlockId(first + index) for index in range(num_blocks)]
+
+
+OTHER = Namespace("other")
 
 
 class PrefixCacheContract:
@@ -74,10 +77,24 @@ class PrefixCacheContract:
         assert idle.match_prefix(range(8)).match_length == 0
         assert idle.metrics() == self.make().metrics()
 
+    def test_pins_are_listed_until_they_are_ended(self) -> None:
+        """What `pin` said that it pinned, and with it what ends it; nothing where there are no pins."""
+        cache = self.make(clock=VirtualClock())
+        cache.insert_prefix(range(8), blocks(0, 2), OTHER)
+        num_pinned = cache.pin(range(10), OTHER, ttl_s=5.0).num_pinned_tokens
+        pins = cache.pins()
+        assert [len(pin.token_ids) for pin in pins] == ([num_pinned] if num_pinned else [])
+        for pin in pins:
+            assert (pin.token_ids, pin.namespace) == (pack(range(num_pinned)), OTHER)
+            assert (pin.ttl_s, pin.left_s) == (5.0, 5.0)
+            assert cache.unpin(pin.token_ids, pin.namespace) == 1
+        assert cache.pins() == []
+        cache.check_integrity()
+
     def test_threads_lose_no_block_and_get_none_twice(self) -> None:
         """Eight of them: every match holds its tokens, every block that the cache took comes back once."""
         cache = self.make(60, 2, eviction_policy=YieldingPolicy(), clock=YieldingClock())
-        ThreadedCache(cache).run(4_000)
+        ThreadedCache(cache).run(20_000)
 
     @pytest.mark.full
     def test_threads_lose_no_block_in_a_million_operations(self) -> None:

@@ -12,9 +12,7 @@ from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.core.runtime import VirtualClock
 from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy
-from sagellm.core.testing.prefix_cache import PrefixCacheContract, blocks
-
-OTHER = Namespace("other")
+from sagellm.core.testing.prefix_cache import OTHER, PrefixCacheContract, blocks
 
 
 class KeepingPrefixCacheContract(PrefixCacheContract):

@@ -27,7 +27,7 @@ class PrefixCacheModel:
         self.block_size = block_size
         self.blocks: dict[Prefix, BlockId] = {}
         self.prefixes: dict[BlockId, Prefix] = {}
-        self.partials: dict[BlockId, Prefix] = {}  # of unfinished blocks; which are kept is up to the other
+        self.partials: dict[BlockId, Prefix] = {}  # of partial blocks; which are kept is up to the other
         self.locks: Counter[Prefix] = Counter()
 
     def match(self, namespace: Namespace, tokens: Tokens) -> list[Prefix]:
@@ -55,7 +55,7 @@ class PrefixCacheModel:
             assert not all(rest) or rest[0][0] != rest[1][0], "more of the block agrees"
 
     def insert(self, namespace: Namespace, tokens: Tokens, offered: list[BlockId]) -> InsertResult:
-        """Keep what fits and say what that was, unfinished blocks aside."""
+        """Keep what fits and say what that was, partial blocks aside."""
         cached = [self.blocks[prefix] for prefix in self.match(namespace, tokens)][: len(offered)]
         num_full = min(len(offered), len(tokens) // self.block_size)
         offered_new = offered[len(cached) : num_full]
@@ -74,12 +74,12 @@ class PrefixCacheModel:
     def follow(
         self, namespace: Namespace, tokens: Tokens, offered: list[BlockId], result: InsertResult
     ) -> None:
-        """Note which unfinished blocks came and went with an insertion."""
+        """Note which partial blocks came and went with an insertion."""
         for block_id in result.released_block_ids:
             del self.partials[block_id]
         is_partial = len(offered) * self.block_size > len(tokens)
         if result.partial_block_id is not None:
-            assert is_partial, "a block is called unfinished that is full"
+            assert is_partial, "a block is called partial that is full"
             assert result.partial_block_id == offered[-1] not in self.partials
             self.partials[offered[-1]] = (namespace, tokens)
         elif is_partial and offered[-1] in self.partials:
@@ -99,7 +99,7 @@ class PrefixCacheModel:
 
     @property
     def num_unlocked(self) -> int:
-        """Blocks that no lock protects; an unfinished one never is."""
+        """Blocks that no lock protects; a partial one never is."""
         return sum(not self.locks[prefix] for prefix in self.blocks) + len(self.partials)
 
 
@@ -143,7 +143,7 @@ class PrefixCacheMachine:
         self.check()
         self.clear()
         assert not self.model.blocks, "clear leaves nothing when nothing is locked"
-        assert not self.model.partials, "clear leaves no unfinished block"
+        assert not self.model.partials, "clear leaves no partial block"
         self.check()
 
     def check(self) -> None:
@@ -191,7 +191,7 @@ class PrefixCacheMachine:
             self._insert(running.namespace, running.tokens, running.block_ids)
 
     def refill(self) -> None:
-        """Let the owner of an unfinished block offer it again with more tokens in it."""
+        """Let the owner of a partial block offer it again with more tokens in it."""
         if self.model.partials:
             block_id = self._random.choice(list(self.model.partials))
             namespace, tokens = self.model.partials[block_id]
@@ -216,7 +216,7 @@ class PrefixCacheMachine:
         dropped = self.cache.evict(wanted)
         is_full_gone = not self.model.prefixes.keys().isdisjoint(dropped)
         self.model.drop(dropped)
-        assert not (is_full_gone and self.model.partials), "unfinished blocks go before full ones"
+        assert not (is_full_gone and self.model.partials), "partial blocks go before full ones"
         assert len(dropped) == max(0, min(wanted, num_unlocked))
 
     def query(self) -> None:

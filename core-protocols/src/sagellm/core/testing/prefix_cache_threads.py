@@ -18,6 +18,7 @@ from sagellm.core.tokens import TokenIds, pack
 _NAMESPACES = (DEFAULT, Namespace("other"), Namespace.public("docs"))
 _BLOCK_SIZE = 2
 _MAX_BLOCKS_A_CALL = 8
+_CALLS_A_ROUND = 5
 
 
 class YieldingClock(SystemClock):
@@ -55,7 +56,7 @@ class ThreadedCache:
 
     def run(self, num_operations: int, seed: int = 0) -> None:
         """Do so many operations, an eighth in each thread. Raises AssertionError."""
-        per_thread = num_operations // NUM_THREADS
+        per_thread = num_operations // (NUM_THREADS * _CALLS_A_ROUND)
 
         def work(thread: int) -> None:
             random = Randomness(seed * NUM_THREADS + thread).stream("threads")
@@ -69,6 +70,7 @@ class ThreadedCache:
         assert len(self._given_back) == len(self._taken), "a block was given back twice"
 
     def _operate(self, random: Random, first: BlockId) -> None:
+        """Match, lock, insert, unlock, evict."""
         namespace = random.choice(_NAMESPACES)
         tokens = pack(random.choices((0, 1), k=random.randrange(2 * _MAX_BLOCKS_A_CALL + 1)))
         match = lock_match(self._cache, tokens, namespace)

@@ -18,6 +18,7 @@ _PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, tell about one
 _MODULES = {
     "pool": "KV pool",
     "eviction": "eviction policy",
+    "tiers": "KV tiers",
     "scheduler": "scheduler",
     "predictor": "lifetime predictor",
     "accel": "quantizer",

@@ -1,4 +1,4 @@
-"""`cache stats|why|pin|unpin|clear|evict`: the prefix cache of an engine that runs."""
+"""`cache stats|why|pin|pins|unpin|clear|evict`: the prefix cache of an engine that runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core import InvalidInputError
+from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.output import print_json
-from sagellm.engines.cli.prefix_flags import PREFIX_FLAGS, read_prefix
+from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.prefix_flags import PREFIX_FLAGS, read_prefix, request_name
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.cli.stats import cache as app
 
 RequestName = Annotated[
     str | None,
-    typer.Argument(metavar="[REQUEST]", help="Id of a request, as its answer has it. [default: the latest]"),
+    typer.Argument(
+        metavar="[REQUEST]",
+        help="Id of an answer, or its first 4 characters or more. [default: the latest]",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -27,6 +31,8 @@ _CAUSES = {
     "other_tenant": "what comes next is cached for another tenant or salt, which is not shared",
     "block_border": "what comes next agrees with cached tokens, but for less than a block",
     "disabled": "prefix caching is off",
+    "scored": "its prompt is scored (prompt_logprobs), so all of it is computed and nothing is looked up",
+    "one_token": "the last token of a prompt is always computed, and it has no other",
     "unknown": "what comes next may have been evicted longer ago than the cache remembers",
 }
 
@@ -42,7 +48,7 @@ def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJs
     """Say why a request did not reuse more of the cache than it did."""
     _, client = connect(engine)
     with client:
-        found = client.call("cache_why", request=request)
+        found = client.call("cache_why", request=request_name(request))
     if as_json:
         print_json(found)
         return
@@ -50,9 +56,10 @@ def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJs
     typer.echo(
         f"request {found['request_id']} of tenant {found['tenant']}, {found['admitted_s_ago']:.1f} s ago"
     )
-    typer.echo(f"reused {reused:,} of the {total:,} tokens that could be")
+    if total:
+        typer.echo(f"reused {reused:,} of the {total:,} tokens that could be")
     typer.echo(f"cause: {found['cause']}: {_CAUSES[found['cause']]}")
-    if found["cause"] not in ("none", "disabled"):
+    if found["cause"] not in ("none", "disabled", "scored", "one_token"):
         typer.echo(f"position of its first token that is not cached: {found['diverges_at']:,}")
     if found["cause"] == "evicted":
         whom = f", for tenant {found['evicted_for']}" if found["evicted_for"] else ""
@@ -92,9 +99,7 @@ def pin(
         f"pinned {result['num_pinned_tokens']:,} of {result['num_tokens']:,} tokens"
         + (f": {result['reason']}" if result["reason"] else "")
     )
-    typer.echo(
-        f"{result['num_pinned_blocks']:,} of at most {result['max_pinned_blocks']:,} blocks are pinned"
-    )
+    typer.echo(_budget(result))
     if not result["num_pinned_tokens"]:
         raise typer.Exit(1)
 
@@ -102,13 +107,40 @@ def pin(
 @app.command()
 @with_flags(PREFIX_FLAGS)
 def unpin(
-    request: RequestName = None, *, engine: EngineName = None, as_json: AsJson = False, **prefix: Any
+    request: RequestName = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="End every pin.")] = False,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+    **prefix: Any,
 ) -> None:
     """End the pins within the prompt of a request, or within a beginning of prompts."""
+    if everything and (request is not None or prefix):
+        raise InvalidInputError("--all ends every pin; give it without a request or a prefix")
     _, client = connect(engine)
     with client:
-        result = client.call("cache_unpin", **read_prefix(client, request, prefix))
+        if everything:
+            result = client.call("cache_unpin_all")
+        else:
+            result = client.call("cache_unpin", **read_prefix(client, request, prefix))
     _say(result, as_json, f"ended {result['num_unpinned']:,} pins")
+
+
+@app.command()
+def pins(*, engine: EngineName = None, as_json: AsJson = False) -> None:
+    """List what is pinned: whose, how many tokens, how long yet if no request uses it."""
+    _, client = connect(engine)
+    with client:
+        result = client.call("cache_pins")
+    if as_json:
+        print_json(result)
+        return
+    rows = [
+        (pin["tenant"], f"{pin['num_tokens']:,}", *(_duration(pin[name]) for name in ("ttl_s", "left_s")))
+        for pin in result["pins"]
+    ]
+    typer.echo(columns(("TENANT", "TOKENS", "TTL", "LEFT"), rows) if rows else "nothing is pinned")
+    typer.echo(_budget(result))
 
 
 @app.command()
@@ -134,6 +166,14 @@ def evict(
     with client:
         result = client.call("cache_evict", num_blocks=num_blocks)
     _say(result, as_json, f"dropped {result['num_dropped_blocks']:,} blocks")
+
+
+def _duration(seconds: float | None) -> str:
+    return "no end" if seconds is None else write_duration(seconds)
+
+
+def _budget(result: Mapping[str, Any]) -> str:
+    return f"{result['num_pinned_blocks']:,} of at most {result['max_pinned_blocks']:,} blocks are pinned"
 
 
 def _say(result: Mapping[str, Any], as_json: bool, done: str) -> None:  # noqa: FBT001

@@ -9,6 +9,24 @@ from typing import Any
 from sagellm.engines.cli.output import columns
 from sagellm.engines.sizes import format_bytes
 
+_TIER_FIGURES = {
+    "BLOCKS": "num_blocks",
+    "BYTES": "num_bytes",
+    "OF": "max_bytes",
+    "PUTS": "num_puts",
+    "GETS": "num_gets",
+    "HITS": "num_hits",
+    "CORRUPT": "num_corrupt",
+    "FAILED": "num_failed",
+}
+_MAX_TENANTS = 20
+_TENANT_FIGURES = {
+    "BLOCKS": "num_blocks",
+    "QUOTA": "max_blocks",
+    "HITS": "num_hits",
+    "TOKENS SAVED": "num_hit_tokens",
+    "EVICTED BLOCKS": "num_evicted_blocks",
+}
 _SHARES = ("_rate", "_share", "_fragmentation", "_percent")
 
 
@@ -18,6 +36,26 @@ def figures_table(figures: Mapping[str, Any]) -> str:
         (label(name), write(name, value)) for name, value in figures.items() if value not in (None, "", ())
     ]
     return columns(("FIGURE", "VALUE"), rows)
+
+
+def tiers_table(tiers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write what each tier has, and what became of what it was asked for."""
+    head, names = zip(*_TIER_FIGURES.items(), strict=True)
+    rows = [(tier, *(write(name, figures[name]) for name in names)) for tier, figures in tiers.items()]
+    return columns(("TIER", *head), rows)
+
+
+def tenants_table(tenants: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write what tenants have of a prefix cache and had from it, those with the most blocks alone."""
+    largest = sorted(tenants.items(), key=lambda item: -item[1]["num_blocks"])
+    head, names = zip(*_TENANT_FIGURES.items(), strict=True)
+    rows = [
+        (tenant, *("-" if usage[name] is None else write(name, usage[name]) for name in names))
+        for tenant, usage in largest[:_MAX_TENANTS]
+    ]
+    num_more = len(largest) - len(rows)
+    more = f"\nand {num_more:,} more, which --json has" if num_more else ""
+    return columns(("TENANT", *head), rows) + more
 
 
 def label(name: str) -> str:

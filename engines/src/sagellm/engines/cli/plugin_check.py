@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sagellm.core import ConfigError
 from sagellm.engines.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ def check(
     *,
     kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only providers of this kind.")] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Only the provider of this name.")] = None,
+    options: Annotated[
+        str | None, typer.Option(metavar="MAPPING", help="Options of the one provider that is chosen (YAML).")
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What one test may take.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -46,15 +52,29 @@ def check(
     """
     from sagellm.core.conformance import Conformance
 
+    given = _read_options(options)
     conformance = Conformance(distribution, timeout_s=timeout)
     with _progress() as progress:
-        reports = list(conformance.run(kind=kind, name=name, progress=progress))
+        reports = list(conformance.run(kind=kind, name=name, options=given, progress=progress))
     if as_json:
         print_json({"distribution": distribution, "providers": reports})
     else:
         _print_report(distribution, reports)
     if any(report.is_faulty for report in reports) or all(report.unchecked for report in reports):
         raise typer.Exit(1)
+
+
+def _read_options(text: str | None) -> dict[str, Any]:
+    import yaml
+
+    try:
+        options = {} if text is None else yaml.safe_load(text)
+        json.dumps(options, allow_nan=False)
+    except (yaml.YAMLError, TypeError, ValueError):
+        options = None
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise ConfigError(f"--options is {text!r}; it must be a mapping of plain values: '{{weight: 2}}'")
+    return options
 
 
 @contextmanager
@@ -83,11 +103,18 @@ def _print_report(distribution: str, reports: Sequence[ProviderReport]) -> None:
 
     width = None if sys.stdout.isatty() else _WIDE
     Console(highlight=False, width=width).print(_table(reports))
+    unchecked: dict[str, list[str]] = {}
+    broken: dict[Fault, list[tuple[str, Fault]]] = {}
     for report in reports:
         if report.unchecked:
-            typer.echo(f"\n{report.provider} was not checked: {report.unchecked}")
+            unchecked.setdefault(report.unchecked, []).append(report.provider)
         for fault in report.faults:
-            typer.echo(f"\n{report.provider} breaks its contract. {_fault_text(fault)}")
+            alike = replace(fault, cases=(), calls=(), num_calls=0)
+            broken.setdefault(alike, []).append((report.provider, fault))
+    for reason, providers in unchecked.items():
+        typer.echo(f"\n{_listed(providers)} {'were' if providers[1:] else 'was'} not checked: {reason}")
+    for found in broken.values():
+        typer.echo(f"\n{_faults_text(found)}")
     num_checked = sum(not report.unchecked for report in reports)
     num_faulty = sum(report.is_faulty for report in reports)
     verdict = f"{num_faulty} of {num_checked} checked providers break their contract"
@@ -131,8 +158,24 @@ def _verdict(outcomes: list[str]) -> str:
     return ", ".join(parts)
 
 
-def _fault_text(fault: Fault) -> str:
-    """Write the rule, what was expected and found, and what was called, a line each."""
+def _listed(providers: Sequence[str]) -> str:
+    *others, last = providers
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _faults_text(found: Sequence[tuple[str, Fault]]) -> str:
+    """Write one fault of one provider or more: the rule, what was expected and found, and what was called.
+
+    Of several providers these are the cases of all and the calls of the first.
+    """
+    (first, fault), *others = found
+    cases = dict.fromkeys(case for _, each in found for case in each.cases)
+    verb = "break their contracts" if others else "breaks its contract"
+    text = _fault_text(replace(fault, cases=tuple(cases)), f" (of {first})" if others else "")
+    return f"{_listed([provider for provider, _ in found])} {verb}. {text}"
+
+
+def _fault_text(fault: Fault, of_whom: str) -> str:
     meaning = f" ({fault.meaning.rstrip('.')})" if fault.meaning else ""
     lines = [f"Rule: {fault.rule}{meaning}"]
     if fault.expected:
@@ -141,5 +184,5 @@ def _fault_text(fault: Fault) -> str:
     if fault.cases:
         lines.append(f"  with      {', '.join(fault.cases)}")
     if fault.calls and fault.num_calls <= _MAX_CALLS:
-        lines.append(f"  calls     {'; '.join(fault.calls)}")
+        lines.append(f"  calls     {'; '.join(fault.calls)}{of_whom}")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import typer
 
 from sagellm.core import InvalidInputError, Namespace
 from sagellm.engines.cli.flags import make_flag
+from sagellm.engines.server.answer_ids import request_of
 
 if TYPE_CHECKING:
     from sagellm.engines.serving import AdminClient
@@ -32,12 +33,17 @@ PREFIX_FLAGS = (
 )
 
 
+def request_name(answer_id: str | None) -> str | None:
+    """Return what the core calls a request by an id that the API told."""
+    return None if answer_id is None else request_of(answer_id)
+
+
 def read_prefix(client: AdminClient, request: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the core is to be asked for. Raises InvalidInputError for a prefix named twice."""
     texts = {name: given[name] for name in ("prompt", "system") if name in given}
     if len(texts) + (request is not None) > 1:
         raise InvalidInputError("a request, --prompt and --system each name a prefix; give one of them")
-    asked: dict[str, Any] = {"request": request, "num_tokens": given.get("tokens")}
+    asked: dict[str, Any] = {"request": request_name(request), "num_tokens": given.get("tokens")}
     whose = {name: given[name] for name in ("tenant", "salt", "public") if name in given}
     if not texts:
         if whose:

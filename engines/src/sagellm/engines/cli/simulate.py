@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.cli.engine_flags import ConfigFile
+from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.config.sources import load_config
@@ -39,6 +39,8 @@ def _flag(name: str, kind: Any, metavar: str, text: str, **limits: Any) -> inspe
 SIMULATE_FLAGS = (
     _flag("capacity", list[str], "LIST", "Blocks of KV: 1000,5000,10000."),
     _flag("eviction_policy", list[str], "LIST", "Policies: lru,fifo; belady is the optimum, off no cache."),
+    setting_flag("eviction_options", "prefix_cache.eviction_options"),
+    setting_flag("prefix_cache_options", "prefix_cache.options"),
     _flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
     _flag("reader", str, "NAME", "The trace's reader; else the file shows its format."),
     _flag("limit", int, "INT", "Replay so many requests of it.", min=1),
@@ -60,20 +62,22 @@ def simulate(
     """Replay a trace through the prefix cache, KV pool and eviction policy that serve.
 
     No model runs and no request runs beside another: what is saved depends on the cache alone.
+    Options of an eviction policy are those of the first one that --eviction-policy names.
     """
     from sagellm.engines.bench.plot import check_plot
-    from sagellm.engines.simulation.runs import simulate as run
+    from sagellm.engines.simulation.runs import simulate as run, with_bounds
     from sagellm.engines.traces import read_trace
 
     plot, requests_file = options.get("plot"), options.get("requests")
     check_plot(plot)
-    settings = load_config({}, config_file=config).config
+    policies = _split(options.get("eviction_policy") or [])
+    settings = load_config(_cache_settings(options, policies), config_file=config).config
     capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]
     if not capacities:
         raise ConfigError("how many blocks of KV are there? Say so with --capacity 1000,5000")
-    policies = _split(options.get("eviction_policy") or [settings.prefix_cache.eviction_policy])
+    policies = policies or [settings.prefix_cache.eviction_policy]
     if bounds:
-        policies = list(dict.fromkeys((*policies, "lru", "belady")))
+        policies = with_bounds(policies)
     requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
     settings = _with_block_size(settings, requests, options.get("block_size"))
     total = len(requests) * (1 + len(capacities) * len(policies))
@@ -93,6 +97,19 @@ def simulate(
 
 def _split(lists: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
+
+
+def _cache_settings(options: Mapping[str, Any], policies: Sequence[str]) -> dict[str, Any]:
+    """Return the flat settings that flags give; options of a policy go with the first that is named."""
+    given = {name: options[name] for name in ("eviction_options", "prefix_cache_options") if name in options}
+    if "eviction_options" in given and policies:
+        if policies[0] in ("belady", "off"):
+            raise ConfigError(
+                f"--eviction-options are those of the first policy, and {policies[0]!r} takes none; "
+                "name the one that takes them first"
+            )
+        given["eviction_policy"] = policies[0]
+    return given
 
 
 def _blocks(text: str) -> int:

@@ -12,13 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core import EngineMetrics
-from sagellm.engines.cli.figures import figures_table
+from sagellm.engines.cli.figures import figures_table, tenants_table, tiers_table
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.serving import AdminClient
 from sagellm.engines.serving.operations import read_metrics
 
 _CLEAR = "\x1b[H\x1b[2J"
+_TABLES = {"tenants": tenants_table, "tiers": tiers_table}
+"""Figures that are tables of their own."""
 
 Figures = dict[str, Any]
 
@@ -62,6 +64,18 @@ def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:
     return {"remaining_share": quantizer.quantized_bytes / quantizer.original_bytes}
 
 
+def _derive_eviction(_: Any, engine: EngineMetrics) -> Figures:
+    cache = engine.modules.get("prefix_cache")  # which replaces a policy that fails, and knows why
+    return {"failure": getattr(cache, "policy_failure", "")}
+
+
+def _derive_tiers(offload: Any, _: EngineMetrics) -> Figures:
+    storage = offload["tiers"]
+    moves = ("num_demoted", "num_promoted", "num_fallbacks", "num_dropped")
+    tiers = storage["tiers"]
+    return {"provider": ", ".join(tiers), **{name: storage[name] for name in moves}, "tiers": tiers}
+
+
 def _derive_nothing(_metrics: Any, _engine: EngineMetrics) -> Figures:
     return {}
 
@@ -75,7 +89,14 @@ MODULES: dict[str, Module] = {
         kind="eviction_policy",
         title="eviction policy",
         setting="prefix_cache.eviction_policy",
-        derive=_derive_nothing,
+        derive=_derive_eviction,
+    ),
+    "tiers": Module(
+        kind="kv_tier",
+        title="KV tiers",
+        setting="kv.tiers",
+        derive=_derive_tiers,
+        without="no tiers are used; --kv-tiers '{host: 4GiB}' at the engine's start keeps what is evicted",
     ),
     "scheduler": Module(
         kind="scheduler", title="scheduler", setting="scheduler.name", derive=_derive_scheduler
@@ -176,9 +197,15 @@ def show(title: str, figures: Figures | str, as_json: bool, is_watched: bool) ->
         else:
             print_json(value)
         return
-    text = figures if isinstance(figures, str) else figures_table(figures)
+    text = figures if isinstance(figures, str) else _text(figures)
     clear = _CLEAR if is_watched and sys.stdout.isatty() else ""
     typer.echo(f"{clear}{title}\n\n{text}" + ("\n" if is_watched else ""))
+
+
+def _text(figures: Figures) -> str:
+    rest = {name: value for name, value in figures.items() if name not in _TABLES}
+    tables = [table(figures[name]) for name, table in _TABLES.items() if figures.get(name)]
+    return "\n\n".join([figures_table(rest), *tables])
 
 
 def _app(name: str) -> typer.Typer:
@@ -187,5 +214,6 @@ def _app(name: str) -> typer.Typer:
 
 
 cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache has more for the first
+tiers = _app("tiers")
 scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
 comm = make_app("topology", read_machine)

@@ -51,6 +51,7 @@ def generate(
     arrivals: Annotated[
         Path | None, typer.Option(metavar="TRACE", help="Take the arrivals from a recorded trace.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
     **options: Any,
 ) -> None:
     """Simulate clients that converse, and write what they ask as a trace with token ids.
@@ -65,6 +66,8 @@ def generate(
         name: Lengths.parse(value) if name in _LENGTHS else value for name, value in options.items()
     }
     settings = ConversationSettings(**given)
+    if path.is_file() and not force:
+        raise ConfigError(f"{path} exists; name another file, or overwrite it with --force")
     recorded = None if arrivals is None else [one.arrival_s for one in read_trace(arrivals)]
     requests = simulate_clients(settings, recorded)
     about = {field.name: getattr(settings, field.name) for field in fields(settings)}

@@ -105,6 +105,14 @@ class KVConfig(Checked):
     allocator: Name = Field(
         default="free_list", description="allocator of KV blocks by name: free_list, buddy"
     )
+    tiers: dict[str, Any] = Field(
+        default_factory=dict,
+        description="tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}",
+    )
+    fetch: Literal["cheaper", "always", "never"] = Field(
+        default="cheaper",
+        description="whether KV comes back from a tier: cheaper (than computing it), always or never",
+    )
 
 
 class PrefixCacheConfig(Checked):

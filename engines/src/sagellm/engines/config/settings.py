@@ -23,6 +23,8 @@ FLAT_NAMES: dict[str, str] = {
     "gpu_memory_utilization": "kv.memory_fraction",
     "kv_pool": "kv.pool",
     "kv_allocator": "kv.allocator",
+    "kv_tiers": "kv.tiers",
+    "kv_fetch": "kv.fetch",
     "enable_prefix_caching": "prefix_cache.enabled",
     "prefix_cache": "prefix_cache.name",
     "prefix_cache_max_blocks": "prefix_cache.max_blocks",

@@ -27,10 +27,18 @@ class CacheAdmin:
         self._clock = clock
 
     def why(self, request: str | None = None) -> dict[str, Any]:
-        """Say why a request, by default the latest, did not reuse more than it did."""
+        """Say why a request, by default the latest, did not reuse more than it did.
+
+        Beside the causes of a cache there are those of prompts that it is not asked for: `scored`, which
+        logits of all positions are wanted of, and `one_token`.
+        """
         logged = self._kv.log.find(request)
         found = asdict(logged.explanation)
         evicted_ns = found.pop("evicted_ns")
+        if not logged.explanation.num_tokens and found["cause"] != "disabled":
+            found["cause"] = "scored" if logged.is_scored else "one_token"
+        if found["policy"] is not None:
+            found["policy"] = self._policy_name(found["policy"])
         return {
             "request_id": logged.request_id,
             "tenant": logged.namespace.account,
@@ -49,6 +57,26 @@ class CacheAdmin:
         tokens, namespace = self._find(**prefix)
         return {"num_unpinned": self._kv.cache.unpin(tokens, namespace), **self._pins()}
 
+    def unpin_all(self) -> dict[str, Any]:
+        """End every pin."""
+        pins = self._kv.cache.pins()
+        num_ended = sum(self._kv.cache.unpin(pin.token_ids, pin.namespace) for pin in pins)
+        return {"num_unpinned": num_ended, **self._pins()}
+
+    def pins(self) -> dict[str, Any]:
+        """Say what is pinned, for whom and for how long yet."""
+        pins = [
+            {
+                "tenant": pin.namespace.account,
+                "num_tokens": len(pin.token_ids),
+                "ttl_s": pin.ttl_s,
+                "left_s": pin.left_s,
+            }
+            for pin in self._kv.cache.pins()
+        ]
+        max_pinned_blocks = self._kv.cache.metrics().max_pinned_blocks
+        return {"pins": pins, **self._pins(), "max_pinned_blocks": max_pinned_blocks}
+
     def clear(self) -> dict[str, Any]:
         """Drop all that no request uses and nothing pins."""
         num_blocks = self._kv.clear_cache()
@@ -59,6 +87,12 @@ class CacheAdmin:
         if num_blocks < 1:
             raise InvalidInputError(f"{num_blocks} blocks cannot be evicted; give at least 1")
         return {"num_dropped_blocks": self._kv.evict(num_blocks), **self._left()}
+
+    def _policy_name(self, class_name: str) -> str:
+        name = self._kv.policy_names.get(class_name)
+        if name is None and self._kv.cache.metrics().policy_failure:
+            return "last use"  # has taken the place of the one that failed
+        return name or class_name
 
     def _left(self) -> dict[str, Any]:
         cache = self._kv.cache.metrics()

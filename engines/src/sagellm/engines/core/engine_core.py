@@ -25,6 +25,7 @@ from sagellm.core import (
 )
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.model_runner import ModelRunner
+from sagellm.engines.core.observers import Observers
 from sagellm.engines.core.scheduler import Scheduler
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
 from sagellm.engines.core.step_runner import StepResults, StepRunner
@@ -36,6 +37,9 @@ logger = get_logger(__name__)
 
 _MAX_IDLE_STEPS = 1000
 """Steps in a row without work, while sequences wait, after which the scheduler counts as broken."""
+
+_FETCH_WAIT_NS = 100_000
+"""Between two looks at the tiers while there is nothing else to do."""
 
 _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
@@ -79,12 +83,10 @@ class EngineCore:
         self._first_token_ns: dict[SequenceId, int] = {}
         self._num_steps = self._num_idle_steps = 0
         self._num_preemptions_seen = 0
-        hook = parts.registry.hook
-        self._observes_requests = bool(hook.sagellm_request_finished.get_hookimpls())
-        self._observes_steps = bool(hook.sagellm_step_finished.get_hookimpls())
-        self._observes_kv = bool(hook.sagellm_kv_events.get_hookimpls())
-        if self._observes_kv:
-            self.kv.observe()
+        self._request_observers = Observers(parts.registry, "sagellm_request_finished")
+        self._step_observers = Observers(parts.registry, "sagellm_step_finished")
+        if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
+            self.kv.observe(lambda events: kv_observers.tell(events=events))
 
     def step(self) -> list[TokenOutput]:
         """Compute one step and return what it did to each sequence that it sampled or ended."""
@@ -92,12 +94,16 @@ class EngineCore:
         scheduled: list[ScheduledSequence] = []
         outputs: list[TokenOutput] = []
         try:
+            self.kv.poll()
             scheduled = self.scheduler.schedule()
+            if not scheduled and self.kv.num_fetches:
+                self._clock.sleep_ns(_FETCH_WAIT_NS)
+                return outputs
             if not scheduled and (head := self.scheduler.shut_out()) is not None:
                 outputs.append(self._fail(head.sequence_id, self._no_room(head)))
             self._require_progress(scheduled)
             self.runner.copy_blocks(self.kv.take_copies())
-            results = self._steps.run(scheduled)
+            results = self._run(scheduled)
             for entry in scheduled:
                 output = self._advance(entry, results)
                 if output is not None:
@@ -114,7 +120,7 @@ class EngineCore:
         asked = PredictionRequest(
             sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
         )
-        with _logged("the lifetime predictor"):
+        with _guessing():
             prediction = self.parts.predictor.predict(asked)
             sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
@@ -125,6 +131,7 @@ class EngineCore:
         for sequence_id in sequence_ids:
             if sequence_id in self.scheduler:
                 self._finish(sequence_id, finish_reason)
+        self.kv.tell_events()
 
     def warm_up(self, sequence: Sequence) -> None:
         """Compute a prompt and one token after it, past the scheduler, the cache and all that counts.
@@ -157,6 +164,17 @@ class EngineCore:
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""
         self.parts.metrics_of[kind] = read
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> StepResults:
+        """Compute a step, and note how long its prefill took where that decides what is fetched."""
+        if self.kv.offload is None:
+            return self._steps.run(scheduled)
+        started_ns = self._clock.now_ns()
+        results = self._steps.run(scheduled)
+        context = sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in scheduled)
+        num_tokens = sum(entry.num_tokens for entry in scheduled)
+        self.kv.offload.prefill.measure(num_tokens, context, self._clock.now_ns() - started_ns)
+        return results
 
     def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
         needed, available = self.kv.num_blocks_for(sequence.num_tokens), self.kv.available_blocks
@@ -226,14 +244,14 @@ class EngineCore:
         self._metrics.num_finished += 1
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
-            with _logged("the lifetime predictor"):
+            with _guessing():
                 self.parts.predictor.update(
                     sequence_id=sequence_id,
                     actual_length=num_output_tokens,
                     actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
                 )
         first_token_ns = self._first_token_ns.pop(sequence_id, None)
-        if self._observes_requests:
+        if self._request_observers:
             record = RequestRecord(
                 request_id=sequence.request.request_id,
                 namespace=sequence.request.namespace,
@@ -246,18 +264,14 @@ class EngineCore:
                 first_token_ns=first_token_ns,
                 finished_ns=finished_ns,
             )
-            with _logged("an observer of finished requests"):
-                self.parts.registry.hook.sagellm_request_finished(record=record)
+            self._request_observers.tell(record=record)
 
     def _observe(self, started_ns: int, scheduled: list[ScheduledSequence]) -> None:
         self._num_steps += 1
-        events = self.kv.take_events()
-        if self._observes_kv and events:
-            with _logged("an observer of KV events"):
-                self.parts.registry.hook.sagellm_kv_events(events=events)
+        self.kv.tell_events()
         num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
-        if self._observes_steps:
+        if self._step_observers:
             record = StepRecord(
                 step=self._num_steps,
                 started_ns=started_ns,
@@ -268,14 +282,13 @@ class EngineCore:
                 num_preempted=num_preempted,
                 num_free_blocks=self.kv.available_blocks,
             )
-            with _logged("an observer of steps"):
-                self.parts.registry.hook.sagellm_step_finished(record=record)
+            self._step_observers.tell(record=record)
 
 
 @contextmanager
-def _logged(who: str) -> Iterator[None]:
-    """Log what somebody raises whose part in a step is to watch or to guess."""
+def _guessing() -> Iterator[None]:
+    """Log what the lifetime predictor raises: it only guesses."""
     try:
         yield
     except Exception:
-        logger.exception("%s failed; the engine goes on", who)
+        logger.exception("the lifetime predictor failed; the engine goes on")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 from sagellm.core import (
     BlockAllocationRequest,
@@ -15,12 +16,23 @@ from sagellm.core import (
     KVPoolProtocol,
     MissExplanation,
     Namespace,
+    OutOfBlocksError,
     PrefixCacheProtocol,
-    Request,
+    PrefixMatch,
+    SequenceId,
     TokenIds,
 )
+from sagellm.engines.core.kv_offload import Fetch, KVOffload
 from sagellm.engines.core.request_log import LoggedRequest, RequestLog
 from sagellm.engines.core.sequence import Sequence
+
+
+class _Fetching(NamedTuple):
+    """A fetch, the tokens that are cached when it is over, and the lock on those that were before."""
+
+    fetch: Fetch
+    token_ids: TokenIds
+    match: PrefixMatch
 
 
 class KVCacheManager:
@@ -31,13 +43,26 @@ class KVCacheManager:
     exactly one reference, so evicting it always frees it.
     """
 
-    def __init__(self, pool: KVPoolProtocol, cache: PrefixCacheProtocol, clock: Clock) -> None:
+    def __init__(
+        self,
+        pool: KVPoolProtocol,
+        cache: PrefixCacheProtocol,
+        clock: Clock,
+        *,
+        policy_names: Mapping[str, str] | None = None,
+        offload: KVOffload | None = None,
+    ) -> None:
         self.cache = cache
+        self.offload = offload
+        self._fetches: dict[SequenceId, _Fetching] = {}
+        self._abandoned: list[_Fetching] = []  # of sequences that ended
+        self.policy_names = dict(policy_names or {})  # what the configuration calls a class
         self.log = RequestLog()
         self._pool = pool
         self._clock = clock
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
+        self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
         self._owed: list[BlockId] = []  # dropped by the cache, not free yet
         self._copies: list[tuple[BlockId, BlockId]] = []
         self._namespace: Namespace | None = None  # for whose blocks others may be evicted at this moment
@@ -65,6 +90,38 @@ class KVCacheManager:
         sequence.schedule.prefix_cache_hit = match.match_length
         sequence.schedule.kv_blocks_needed = new_blocks + self.cache.num_idle_blocks(match)
 
+    @property
+    def num_fetches(self) -> int:
+        """Fetches that are on their way; their blocks are nobody's until they are over."""
+        return len(self._fetches) + len(self._abandoned)
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        """Say whether KV of a sequence is on its way from a tier; begin it, once before each admission.
+
+        What has arrived is in the prefix cache when this says no.
+        """
+        if self.offload is None:
+            return False
+        fetching = self._fetches.get(sequence.sequence_id)
+        if fetching is None:
+            fetching = self._begin_fetch(self.offload, sequence)
+            if fetching is None:
+                return False
+            self._fetches[sequence.sequence_id] = fetching
+        if not fetching.fetch.is_over:
+            return True
+        del self._fetches[sequence.sequence_id]
+        self._end_fetch(fetching)
+        return False
+
+    def poll(self) -> None:
+        """Let what is on its way between device and tiers move on, before a step."""
+        if self.offload is not None:
+            self.offload.poll()
+            for fetching in [one for one in self._abandoned if one.fetch.is_over]:
+                self._abandoned.remove(fetching)
+                self._end_fetch(fetching)
+
     def admit(self, sequence: Sequence) -> None:
         """Lock the cached prefix of a sequence and give it blocks for all its tokens.
 
@@ -89,7 +146,7 @@ class KVCacheManager:
         sequence.block_ids = [*match.block_ids, *new_blocks]
         if explanation is not None:
             sequence.num_cached_tokens = match.match_length
-            self._note(sequence.request, explanation)
+            self._note(sequence, explanation)
         schedule = sequence.schedule
         schedule.num_computed_tokens = match.match_length
         schedule.num_blocks = len(sequence.block_ids)
@@ -126,6 +183,9 @@ class KVCacheManager:
         Nothing is cached of one that is not sound, whose KV may be what failed. The blocks go back,
         and the sequence is left without any, even where a module raises.
         """
+        fetching = self._fetches.pop(sequence.sequence_id, None)
+        if fetching is not None:
+            self._abandoned.append(fetching)
         if sequence.match is None:
             return
         with ExitStack() as giving_back:
@@ -140,32 +200,70 @@ class KVCacheManager:
         copies, self._copies = self._copies, []
         return copies
 
-    def observe(self) -> None:
-        """Collect what enters and leaves the prefix cache from now on."""
+    def observe(self, tell: Callable[[Seq[KVCacheEvent]], None]) -> None:
+        """Collect what enters and leaves the prefix cache from now on, for `tell_events`."""
+        self._tell = tell
         self.cache.subscribe(self._events.append)
 
-    def take_events(self) -> Seq[KVCacheEvent]:
-        """Return what entered and left the prefix cache since the last call, if it is observed."""
-        if not self._events:
-            return ()
-        events = list(self._events)
-        self._events.clear()
-        return events
+    def tell_events(self) -> None:
+        """Tell the observer what entered and left the prefix cache since the last call, if anything did."""
+        if self._events and self._tell is not None:
+            events = tuple(self._events)
+            self._events.clear()
+            self._tell(events)
 
     def clear_cache(self) -> int:
         """Drop all that is cached and neither in use nor pinned; return how many blocks."""
-        return self._give_back(self.cache.clear())
+        num_freed = self._give_back(self.cache.clear())
+        self.tell_events()
+        return num_freed
 
     def evict(self, num_blocks: int) -> int:
         """Drop cached blocks in the order of the policy; return how many."""
-        return self._give_back(self.cache.evict(num_blocks))
+        num_freed = self._give_back(self.cache.evict(num_blocks))
+        self.tell_events()
+        return num_freed
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pool or cache contradict themselves."""
         self._pool.check_integrity()
         self.cache.check_integrity()
 
-    def _note(self, request: Request, explanation: MissExplanation) -> None:
+    def _begin_fetch(self, offload: KVOffload, sequence: Sequence) -> _Fetching | None:
+        """Lock what is cached and have what follows it brought to blocks of its own, if it is worth it."""
+        tokens, namespace = self._reusable(sequence, sequence.token_ids()), sequence.request.namespace
+        match = self.cache.match_prefix(tokens, namespace)
+        num_cached = len(match.block_ids) * self._block_size
+        headers = offload.find(tokens, namespace, num_cached)
+        if not headers:
+            return None
+        if match.partial is not None:
+            match = self.cache.match_prefix(tokens[:num_cached], namespace)
+        match = self.cache.lock(match)
+        try:
+            block_ids = self._allocate(sequence, len(headers))
+        except OutOfBlocksError:
+            self.cache.unlock(match)
+            return None
+        if self._copies:  # one of the blocks may be the source of a copy that waits for the step
+            offload.copy_now(self.take_copies())
+        end = num_cached + len(headers) * self._block_size
+        return _Fetching(offload.begin(headers, block_ids), tokens[:end], match)
+
+    def _end_fetch(self, fetching: _Fetching) -> None:
+        """Put what arrived into the prefix cache, and free the rest."""
+        fetch, match = fetching.fetch, fetching.match
+        blocks = match.block_ids + fetch.block_ids[: fetch.num_done]
+        tokens = fetching.token_ids[: len(blocks) * self._block_size]
+        with ExitStack() as giving_back:
+            giving_back.callback(self._pool.free, fetch.block_ids)
+            giving_back.callback(self.cache.unlock, match)
+            if fetch.num_done:
+                offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
+                self._offer(fetch.block_ids[: fetch.num_done], offer)
+
+    def _note(self, sequence: Sequence, explanation: MissExplanation) -> None:
+        request = sequence.request
         self.log.add(
             LoggedRequest(
                 request_id=request.request_id,
@@ -173,6 +271,7 @@ class KVCacheManager:
                 token_ids=request.token_ids,
                 admitted_ns=self._clock.now_ns(),
                 explanation=explanation,
+                is_scored=sequence.num_to_score > 0,
             )
         )
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sagellm.core import Clock, ConfigError, KVPoolProtocol, PrefixCacheProtocol
+from sagellm.core import UNNAMED, Clock, ConfigError, KVIdentity, KVPoolProtocol, PrefixCacheProtocol
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.kv_offload import KVOffload
 from sagellm.engines.modules import Modules, eviction_policy, prefix_cache
 
 
@@ -21,7 +22,15 @@ class KVModules:
     metrics_of: dict[str, Callable[[], Any]]
 
 
-def build_kv(modules: Modules, block_size: int, num_blocks: int, clock: Clock) -> KVModules:
+def build_kv(
+    modules: Modules,
+    block_size: int,
+    num_blocks: int,
+    clock: Clock,
+    *,
+    identity: KVIdentity = UNNAMED,
+    offload: KVOffload | None = None,
+) -> KVModules:
     """Make them. Raises ConfigError for a pool without blocks and options that a policy does not take."""
     kv, prefix = modules.config.kv, modules.config.prefix_cache
     allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
@@ -29,14 +38,20 @@ def build_kv(modules: Modules, block_size: int, num_blocks: int, clock: Clock) -
     if pool.get_free_blocks() < 1:
         raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
     policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
-    cache = prefix_cache(modules, min(num_blocks, prefix.max_blocks or num_blocks), policy, clock)
+    max_blocks = min(num_blocks, prefix.max_blocks or num_blocks)
+    cache = prefix_cache(modules, max_blocks, policy, clock, identity)
+    metrics_of = {
+        "kv_pool": pool.metrics,
+        "prefix_cache": cache.metrics,
+        "eviction_policy": policy.metrics,
+    }
+    if offload is not None:
+        cache.keep_evicted(offload.keep)
+        metrics_of["kv_tier"] = offload.metrics
+    policy_names = {type(policy).__name__: prefix.eviction_policy}
     return KVModules(
-        manager=KVCacheManager(pool, cache, clock),
+        manager=KVCacheManager(pool, cache, clock, policy_names=policy_names, offload=offload),
         pool=pool,
         cache=cache,
-        metrics_of={
-            "kv_pool": pool.metrics,
-            "prefix_cache": cache.metrics,
-            "eviction_policy": policy.metrics,
-        },
+        metrics_of=metrics_of,
     )

@@ -9,6 +9,7 @@ from sagellm.core import MissExplanation, Namespace, RequestId, TokenIds, Unknow
 
 _MAX_REQUESTS = 1024
 _MAX_TOKENS = 1 << 20
+_MIN_CHARACTERS, _MAX_LISTED = 4, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class LoggedRequest:
     token_ids: TokenIds
     admitted_ns: int
     explanation: MissExplanation
+    is_scored: bool = False  # its prompt's log-probabilities are wanted, so nothing was looked up
 
 
 class RequestLog:
@@ -41,7 +43,7 @@ class RequestLog:
             self._num_tokens -= len(requests.popleft().token_ids)
 
     def find(self, name: str | None) -> LoggedRequest:
-        """Return a request by its id, as the API told it or as the engine has it; None is the latest.
+        """Return a request by its id, or a beginning of it that no other has; None is the latest.
 
         Raises UnknownRequestError.
         """
@@ -49,10 +51,17 @@ class RequestLog:
             raise UnknownRequestError("no request has been admitted yet")
         if name is None:
             return self._requests[-1]
-        plain = name.rpartition("cmpl-")[2]
-        for request in reversed(self._requests):
-            if request.request_id in (name, plain, f"{plain}-0"):
-                return request
+        latest = {str(request.request_id): request for request in self._requests}
+        found = [name] if name in latest else []
+        if not found and len(name) >= _MIN_CHARACTERS:
+            found = [each for each in latest if each.startswith(name)]
+        if len(found) == 1:
+            return latest[found[0]]
+        if found:
+            listed = ", ".join(map(repr, found[:_MAX_LISTED])) + (", …" if len(found) > _MAX_LISTED else "")
+            raise UnknownRequestError(f"{name!r} begins {len(found)} ids: {listed}; give more of it")
         raise UnknownRequestError(
-            f"no request {name!r} among the last {len(self)}; the latest is {self._requests[-1].request_id!r}"
+            f"no request {name!r} among the last {len(self)}; the latest is "
+            f"{self._requests[-1].request_id!r}: give one of them, or at least {_MIN_CHARACTERS} "
+            "characters that it begins with"
         )

@@ -78,7 +78,12 @@ class Scheduler:
         )
         for request in plan.preempted_requests:
             self._preempt(self._sequences[_sequence_id(request)])
-        return limit_scored(self._grow_running(plan) + self._admit(plan), MAX_SCORED_POSITIONS)
+        scheduled = self._grow_running(plan) + self._admit(plan)
+        if plan.scheduled_requests and not scheduled and not self._kv.num_fetches:
+            # The eviction policy keeps what must go before anything can run; clearing asks no policy.
+            self._kv.clear_cache()
+            scheduled = self._grow_running(plan) + self._admit(plan)
+        return limit_scored(scheduled, MAX_SCORED_POSITIONS)
 
     def shut_out(self) -> Sequence | None:
         """Return the first that waits if nothing runs and not even then there is room for it."""
@@ -123,6 +128,8 @@ class Scheduler:
         for entry in plan.scheduled_requests[num_running:]:
             sequence = self._sequences[_sequence_id(entry.request)]
             try:
+                if self._kv.is_fetching(sequence):
+                    continue
                 self._kv.admit(sequence)
             except OutOfBlocksError:
                 break

@@ -40,6 +40,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
         self._device = device
         self._dtype = dtype
         self._kv: torch.Tensor | None = None
+        self._bytes: torch.Tensor | None = None  # the same memory: (blocks, bytes of a block)
         self._metrics = ForwardMetrics()
 
     def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
@@ -47,7 +48,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
 
         Raises OutOfMemoryError, before touching memory, if it cannot fit.
         """
-        self._kv = None  # a second call replaces the first buffer instead of adding to it
+        self._kv = self._bytes = None  # a second call replaces the first buffer instead of adding to it
         needed = num_blocks * layout.block_bytes
         available = available_memory_bytes(self._device)
         if available is not None and needed > available:
@@ -75,6 +76,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
             1,
         )
         self._kv = flat.as_strided(shape, strides)
+        self._bytes = flat.view(torch.uint8).view(num_blocks, layout.block_bytes)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
@@ -83,6 +85,22 @@ class TorchForwardBackend(ForwardBackendProtocol):
             raise EngineError("copy_blocks was called before initialize_kv_caches; there is no KV to copy")
         for source, target in pairs:
             self._kv[target].copy_(self._kv[source])
+
+    @torch.inference_mode()
+    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks to host memory, in this thread's stream."""
+        if self._bytes is None:
+            raise EngineError("read_blocks was called before initialize_kv_caches; there is no KV to read")
+        for block_id, target in zip(block_ids, into, strict=True):
+            torch.frombuffer(target, dtype=torch.uint8).copy_(self._bytes[block_id])
+
+    @torch.inference_mode()
+    def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks from host memory, in this thread's stream."""
+        if self._bytes is None:
+            raise EngineError("write_blocks was called before initialize_kv_caches; there is no KV to write")
+        for block_id, source in zip(block_ids, data, strict=True):
+            self._bytes[block_id].copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:

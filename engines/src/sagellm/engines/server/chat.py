@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sagellm.engines.outputs import CompletionOutput, RequestOutput
+from sagellm.engines.server.answer_ids import CHAT
 from sagellm.engines.server.logprobs import chat_logprobs, prompt_logprobs
 from sagellm.engines.server.reply import encode_json
 from sagellm.engines.server.shape import Cursor, Shape, end_of, prompt_entries, raise_if_failed
@@ -16,7 +17,7 @@ class ChatShape(Shape):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
+    id_prefix = CHAT
 
     def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
         """Return a finished continuation."""

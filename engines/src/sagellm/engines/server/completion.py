@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sagellm.engines.outputs import CompletionOutput, RequestOutput
+from sagellm.engines.server.answer_ids import COMPLETION
 from sagellm.engines.server.logprobs import completion_logprobs, prompt_logprobs
 from sagellm.engines.server.reply import encode_json
 from sagellm.engines.server.shape import Cursor, Shape, end_of, prompt_entries, raise_if_failed
@@ -17,7 +18,7 @@ class CompletionShape(Shape):
     """Text completions, with the prompt before them where the caller wants an echo."""
 
     object_name = chunk_name = "text_completion"
-    id_prefix = "cmpl"
+    id_prefix = COMPLETION
 
     def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
         """Return a finished continuation."""

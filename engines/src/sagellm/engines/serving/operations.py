@@ -47,7 +47,9 @@ def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
         "ping": time.monotonic_ns,
         "cache_why": cache.why,
         "cache_pin": cache.pin,
+        "cache_pins": cache.pins,
         "cache_unpin": cache.unpin,
+        "cache_unpin_all": cache.unpin_all,
         "cache_clear": cache.clear,
         "cache_evict": cache.evict,
     }

@@ -6,6 +6,7 @@ from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
 from functools import partial
+from typing import Any
 
 from sagellm.core import PluginError, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
@@ -35,13 +36,14 @@ def replay(requests: Seq[TraceRequest], config: EngineConfig, advance: Advance) 
 def replay_unlimited(
     requests: Seq[TraceRequest], config: EngineConfig, advance: Advance
 ) -> list[ReplayedRequest]:
-    """Replay with room for every block of every prompt."""
+    """Replay with room for every block of every prompt, whatever the quotas of tenants are."""
     size = config.kv.block_size
     num_blocks = sum(-(-len(prompt_tokens(request)) // size) for request in requests)
     settings = {
         "kv.num_blocks": max(1, num_blocks),
         "prefix_cache.eviction_policy": "null",
         "prefix_cache.eviction_options": {},
+        "prefix_cache.options": _without_quotas(config),
     }
     return replay(requests, config.with_values(settings), advance)
 
@@ -52,12 +54,13 @@ def replay_belady(
     """Replay with Belady's policy, block by block, which is the optimum.
 
     The optimum of this engine: a prompt needs its blocks while it is computed, whether or not they
-    are worth keeping.
+    are worth keeping. Quotas of tenants do not hold.
     """
     future = Future(requests, config.kv.block_size)
     settings = {
         "prefix_cache.eviction_policy": "belady",
         "prefix_cache.eviction_options": {"next_use": future.next_use},
+        "prefix_cache.options": _without_quotas(config),
     }
     cache = CacheReplay(config.with_values(settings))
     cache.kv.pool.set_evictor(lambda num_blocks: _evict_one_by_one(cache, num_blocks))
@@ -85,6 +88,10 @@ def count_known_tokens(requests: Seq[TraceRequest]) -> list[int]:
         known.append(min(num_common, max(0, request.num_prompt_tokens - 1)))
         insort(sorted_prompts, data)
     return known
+
+
+def _without_quotas(config: EngineConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.prefix_cache.options.items() if name != "tenant_quotas"}
 
 
 def _count_common_bytes(one: bytes, other: bytes) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sagellm.core import ConfigError, InvalidInputError, TraceRequest, gap_closed, token_saving
+from sagellm.core import (
+    ConfigError,
+    InvalidInputError,
+    PluginRegistry,
+    TraceRequest,
+    gap_closed,
+    token_saving,
+)
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.simulation.bounds import (
     Advance,
@@ -17,6 +24,7 @@ from sagellm.engines.simulation.bounds import (
 from sagellm.engines.simulation.figures import CacheFigures, figures_of
 from sagellm.engines.simulation.replay import ReplayedRequest
 
+LRU, OUR_LRU = "lru", "sagellm-eviction-policy:lru"
 BELADY = "belady"
 NO_CACHE = "off"
 """Stands where a policy does and turns the prefix cache off: the control."""
@@ -99,10 +107,20 @@ def _replay(
     return replay(requests, config, advance)
 
 
+def with_bounds(policies: Seq[str]) -> list[str]:
+    """Return policies with LRU and the optimum beside them; LRU is ours, whoever else offers one."""
+    if OUR_LRU in policies:
+        return list(dict.fromkeys((*policies, BELADY)))
+    providers = PluginRegistry.load().providers("eviction_policy")
+    num_offered = sum(entry.provider.name == LRU for entry in providers)
+    return list(dict.fromkeys((*policies, LRU if num_offered < 2 else OUR_LRU, BELADY)))
+
+
 def _gap_closed(saved: dict[str, float], policy: str) -> float | None:
-    if "lru" not in saved or BELADY not in saved or policy in ("lru", BELADY, NO_CACHE):
+    lru = next((name for name in (OUR_LRU, LRU) if name in saved), None)
+    if lru is None or BELADY not in saved or policy in (lru, BELADY, NO_CACHE):
         return None
     try:
-        return gap_closed(saved[policy], saved["lru"], saved[BELADY])
+        return gap_closed(saved[policy], saved[lru], saved[BELADY])
     except InvalidInputError:  # LRU is the optimum
         return None

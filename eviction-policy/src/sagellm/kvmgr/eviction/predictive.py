@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import filterfalse, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.ids import NodeId, SequenceId
-from sagellm.core.node_ranking import NodeRanking, RankingKey
-from sagellm.core.protocols.eviction import (
-    CachedNode,
-    EvictionCandidate,
-    EvictionMetrics,
-    EvictionPolicyProtocol,
-)
+from sagellm.core.node_ranking import RankingKey
+from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate, EvictionMetrics
 from sagellm.core.protocols.lifetime import (
     LifetimePredictorProtocol,
     NullLifetimePredictor,
     PredictionRequest,
 )
-from sagellm.kvmgr.eviction.ranked import choose
+from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 _FIRST_AGE_S = 16.0
 """The predictor is asked again at this age of a turn, and then whenever the age has doubled."""
 
 _MAX_CALLS = 4
 """Calls of the predictor that one call here may make of those that are due."""
-
-_LIFETIME, _LAST_USE = attrgetter("estimated_lifetime"), attrgetter("last_access_time")
 
 _MAX_HISTORY = 32
 _MAX_GONE = 100_000
@@ -75,7 +66,11 @@ class _Due(NamedTuple):
         return self.chat.turn != self.turn
 
 
-class PredictiveEvictionPolicy(EvictionPolicyProtocol):
+def _to_come(candidate: EvictionCandidate) -> float:
+    return -(candidate.estimated_lifetime or 0.0)
+
+
+class PredictiveEvictionPolicy(RankedEvictionPolicy):
     """Evicts first what is not expected back, then what is expected last; where nobody knows, by last use.
 
     The lifetime of a cached turn is the time until its conversation goes on. A lifetime predictor learns
@@ -90,9 +85,12 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
 
     A conversation goes on where the first prompt after it is inserted, or where it was evicted and is back;
     a node that several prompts continue (a system prompt) belongs to none. `select_victims` takes what has
-    most to come by `estimated_lifetime`. Each call is O(log nodes); an insertion asks the predictor at most
+    most to come by `estimated_lifetime`, as it holds its blocks longest; where none is known, it is 0. Of
+    equals the longest unused goes first. Each call is O(log nodes); an insertion asks the predictor at most
     five times, a decision never.
     """
+
+    sequence_keys = (_to_come, attrgetter("last_access_time"))
 
     def __init__(
         self,
@@ -105,6 +103,7 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
             raise ConfigError(f"min_confidence is {min_confidence!r}; it must be between 0 and 1")
         if type(horizon_s) is not int or horizon_s < 1:
             raise ConfigError(f"horizon_s is {horizon_s!r}; it must be a whole number of seconds, at least 1")
+        super().__init__()
         self.lifetime_predictor = lifetime_predictor or NullLifetimePredictor()
         self._min_confidence, self._horizon_s = min_confidence, horizon_s
         self._chats: dict[NodeId, _Chat] = {}
@@ -113,15 +112,12 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
         self._common: set[NodeId] = set()  # several were
         self._open: deque[_Due] = deque()  # turns until their horizon, oldest first
         self._to_ask: list[_Due] = []  # a heap
-        self._ranking = NodeRanking(self._key)
-        self._metrics = EvictionMetrics()
-        self._named: NodeId | None = None  # the last victim, until it has left
         self._now_s = 0.0
         self._num_chats = self._num_asked = self._num_known = self._num_not_expected = 0
 
     def on_insert(self, node: CachedNode) -> None:
         """Find the conversation that goes on with it, or begin one."""
-        self._metrics.num_inserted += 1
+        super().on_insert(node)
         now_s = self._see(node.created_ns)
         self._ask_due()
         chat = self._former(node, now_s) or self._of_parent(node)
@@ -137,7 +133,7 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
         """Both parts belong to whom the whole did."""
-        self._metrics.num_inserted += 1
+        super().on_insert(upper)
         chat = self._chats.get(lower.node_id)
         if chat is not None:
             self._chats[upper.node_id] = chat
@@ -146,18 +142,15 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
 
     def on_hit(self, node: CachedNode) -> None:
         """Note that its conversation is back."""
-        self._metrics.num_hits += 1
         now_s = self._see(node.last_access_ns)
         chat = self._chats.get(node.node_id)
         if chat is not None and node.node_id not in self._common:
             self._return(chat, now_s)
-        if node in self._ranking:
-            self._ranking.add(node)
+        super().on_hit(node)
 
     def on_remove(self, node: CachedNode) -> None:
         """Remember its conversation for a while."""
         node_id = node.node_id
-        self._ranking.discard(node)
         chat = self._chats.pop(node_id, None)
         if chat is not None and chat.leaf is node:
             chat.leaf = None
@@ -167,9 +160,7 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
                 self._gone.popitem(last=False)
         self._continued.discard(node_id)
         self._common.discard(node_id)
-        if node_id == self._named:
-            self._metrics.num_victims += 1
-            self._named = None
+        super().on_remove(node)
 
     def add_candidate(self, node: CachedNode) -> None:
         """Rank it, and ask about it again in time."""
@@ -178,26 +169,7 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
         if chat is not None and chat.leaf is node:
             chat.used_s = max(chat.used_s, node.last_access_ns / 1e9)
             self._ask_later(chat, now_s)
-        self._ranking.add(node)
-
-    def remove_candidate(self, node: CachedNode) -> None:
-        """Take it out of the ranking."""
-        self._ranking.discard(node)
-
-    def victim(self) -> CachedNode | None:
-        """Return what goes first, or None when there is nothing."""
-        node = self._ranking.first()
-        self._named = None if node is None else node.node_id
-        return node
-
-    def select_victims(
-        self, candidates: Sequence[EvictionCandidate], required_blocks: int
-    ) -> list[SequenceId]:
-        """Choose by `estimated_lifetime`, the longest first, of equals by last use.
-
-        Who will generate longest holds its blocks longest; where no lifetime is known, it is 0.
-        """
-        return choose(_in_order(candidates), required_blocks)
+        super().add_candidate(node)
 
     def metrics(self) -> EvictionMetrics:
         """Return the counts so far; the details say what the predictor was asked and answered."""
@@ -206,9 +178,10 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
             "num_return_known": float(self._num_known),
             "num_not_expected": float(self._num_not_expected),
         }
-        return replace(self._metrics, num_candidates=len(self._ranking), details=details)
+        return replace(super().metrics(), details=details)
 
-    def _key(self, node: CachedNode) -> RankingKey:
+    def node_key(self, node: CachedNode) -> RankingKey:
+        """Rank first what is not expected back, then by return or by last use."""
         chat, used_s = self._chats.get(node.node_id), node.last_access_ns / 1e9
         if chat is None:  # it came before this policy did
             return (1, used_s)
@@ -216,10 +189,8 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
             return (0, used_s)
         if chat.return_s is None:
             return (1, used_s)
-        return (
-            1,
-            2 * chat.asked_s - chat.return_s,
-        )  # as if it had been used so long before as it is due after
+        # As if it had been used so long before as it is due after.
+        return (1, 2 * chat.asked_s - chat.return_s)
 
     def _see(self, time_ns: int) -> float:
         """Move the time on, and tell the predictor of turns whose horizon has passed."""
@@ -320,11 +291,3 @@ class PredictiveEvictionPolicy(EvictionPolicyProtocol):
         else:
             chat.return_s = now_s + found.remaining_length
             self._num_known += 1
-
-
-def _in_order(candidates: Sequence[EvictionCandidate]) -> Iterator[EvictionCandidate]:
-    """Yield sequences by what they have to come; sorts only what is reached."""
-    by_lifetime = sorted(filter(_LIFETIME, candidates), key=_LIFETIME, reverse=True)
-    for _, equals in groupby(by_lifetime, _LIFETIME):
-        yield from sorted(equals, key=_LAST_USE)
-    yield from sorted(filterfalse(_LIFETIME, candidates), key=_LAST_USE)

@@ -49,8 +49,7 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
             self._ranking.add(node)
 
     def on_remove(self, node: CachedNode) -> None:
-        """Forget the node; it is a victim if it was the last one named."""
-        self._ranking.discard(node)
+        """Count it as a victim if it was the last one named."""
         if node.node_id == self._named:
             self._metrics.num_victims += 1
             self._named = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -21,6 +22,7 @@ LEFT_BEHIND, END, LIVE = 0, 1, 2
 
 _Group: TypeAlias = tuple[int, int, int]  # rank, chance, scale
 _Side: TypeAlias = Literal[1, -1]  # oldest first, newest first
+_SIDES: tuple[_Side, ...] = (1, -1)
 
 
 class Place(NamedTuple):
@@ -42,8 +44,47 @@ class Place(NamedTuple):
         return cls(rank, chance, scale_s, time_s, group)
 
 
-_Entry: TypeAlias = tuple[tuple[int, float], NodeId, Place, int]
+_Entry: TypeAlias = tuple[tuple[int, float], NodeId, Place, Literal[1, -1, 0]]
 """Key, node, place, and which end of its group it is: 0 for a leaf that was added since."""
+
+_Aged: TypeAlias = tuple[float, NodeId, Place]
+
+
+class _Ages:
+    """The leaves of a group by time, for both ends; which of them are stale the caller knows.
+
+    Those that come in the order of time, as most do, wait in a queue that both ends share.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Aged] = deque()
+        self._heaps: dict[_Side, list[_Aged]] = {1: [], -1: []}  # all others, in both
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._heaps[1])
+
+    def add(self, node_id: NodeId, place: Place) -> None:
+        """Take a leaf in."""
+        queue = self._queue
+        if not queue or queue[-1][0] <= place.time_s:
+            queue.append((place.time_s, node_id, place))
+        else:
+            for side, heap in self._heaps.items():
+                heappush(heap, (side * place.time_s, node_id, place))
+
+    def end(self, side: _Side, live: Mapping[NodeId, Place]) -> _Aged | None:
+        """Return the oldest (1) or newest (-1) leaf; stale ones before it go."""
+        queue, heap = self._queue, self._heaps[side]
+        index, drop = (0, queue.popleft) if side == 1 else (-1, queue.pop)
+        while queue and live.get(queue[index][1]) is not queue[index][2]:
+            drop()
+        while heap and live.get(heap[0][1]) is not heap[0][2]:
+            heappop(heap)
+        if not heap:
+            return queue[index] if queue else None
+        if queue and side * queue[index][0] <= heap[0][0]:
+            return queue[index]
+        return heap[0]
 
 
 class ReturnRanking:
@@ -56,8 +97,8 @@ class ReturnRanking:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._places: dict[NodeId, Place] = {}
-        self._groups: dict[_Group, dict[int, list[tuple[float, NodeId]]]] = {}
+        self._places: dict[NodeId, Place] = {}  # any other place of a node is stale
+        self._groups: dict[_Group, _Ages] = {}
         self._heap: list[_Entry] = []
         self._built_s = -math.inf
 
@@ -70,9 +111,10 @@ class ReturnRanking:
     def add(self, node_id: NodeId, place: Place, now_s: float) -> None:
         """Put a leaf in its place; one that is there already moves."""
         self._places[node_id] = place
-        sides = self._groups.setdefault(place.group, {1: [], -1: []})
-        heappush(sides[1], (place.time_s, node_id))
-        heappush(sides[-1], (-place.time_s, node_id))
+        ages = self._groups.get(place.group)
+        if ages is None:
+            ages = self._groups[place.group] = _Ages()
+        ages.add(node_id, place)
         heappush(self._heap, (self._key(place, now_s), node_id, place, 0))
 
     def discard(self, node_id: NodeId) -> None:
@@ -96,22 +138,22 @@ class ReturnRanking:
     def _build(self, now_s: float) -> None:
         self._built_s = now_s
         self._heap = []
+        if sum(map(len, self._groups.values())) > 3 * len(self._places) + 256:
+            self._groups = {}
+            for node_id, place in sorted(self._places.items(), key=lambda item: item[1].time_s):
+                self._groups.setdefault(place.group, _Ages()).add(node_id, place)
         for group in list(self._groups):
-            for side in (1, -1):
+            for side in _SIDES:
                 self._offer(group, side, now_s)
 
-    def _offer(self, group: _Group, side: int, now_s: float) -> None:
+    def _offer(self, group: _Group, side: _Side, now_s: float) -> None:
         """Put the end of a group into the heap."""
-        ends = self._groups[group][side]
-        while ends:
-            time_s, node_id = ends[0]
-            place = self._places.get(node_id)
-            if place is not None and place.time_s == side * time_s and place.group == group:
-                heappush(self._heap, (self._key(place, now_s), node_id, place, side))
-                return
-            heappop(ends)
-        if side == 1:
-            self._groups[group][-1].clear()
+        found = self._groups[group].end(side, self._places)
+        if found is not None:
+            _, node_id, place = found
+            heappush(self._heap, (self._key(place, now_s), node_id, place, side))
+        else:
+            self._groups[group] = _Ages()
 
     def _key(self, place: Place, now_s: float) -> tuple[int, float]:
         if place.rank != LIVE:

@@ -57,7 +57,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     turn. ReturnModel learns from the turns who comes back and when, starting cold.
 
     First goes what a conversation left behind when it went on; then the last block of each turn, if it
-    turns out that such blocks are not reused (they are a prompt's unfinished ones, in replays); then the
+    turns out that such blocks are not reused (they are a prompt's partial ones, in replays); then the
     rest by the model's index. `select_victims` knows no turns and goes by the last use.
 
     Each call is O(log nodes), an insertion O(nodes on its path); a fit of a few milliseconds comes with
@@ -115,7 +115,6 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def on_remove(self, node: CachedNode) -> None:
         """Remember its turn for a while."""
         node_id = node.node_id
-        self._ranking.discard(node_id)
         self._nodes.pop(node_id, None)
         turn = self._turns.pop(node_id, None)
         is_common = node_id in self._common

@@ -88,7 +88,6 @@ class SegmentedEvictionPolicy(EvictionPolicyProtocol):
 
     def on_remove(self, node: CachedNode) -> None:
         """Forget it."""
-        self.remove_candidate(node)
         if self.nodes.pop(node.node_id, None) is not None:
             self.leave(node)
         self.kept.discard(node.node_id)

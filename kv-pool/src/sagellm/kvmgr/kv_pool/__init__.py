@@ -1,4 +1,4 @@
-"""KV block pool with reference counts and pluggable allocators."""
+"""KV block pool with reference counts and pluggable allocators, and tiers below it."""
 
 from typing import TYPE_CHECKING
 
@@ -16,24 +16,64 @@ if TYPE_CHECKING:
         KVPoolMetrics as KVPoolMetrics,
         KVPoolProtocol as KVPoolProtocol,
     )
+    from sagellm.core.protocols.kv_tier import (
+        KVTierMetrics as KVTierMetrics,
+        KVTierProtocol as KVTierProtocol,
+    )
     from sagellm.kvmgr.kv_pool.buddy import BuddyAllocator as BuddyAllocator
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
+    from sagellm.kvmgr.kv_pool.multi_granular import (
+        Extent as Extent,
+        KVPoolConfig as KVPoolConfig,
+        MultiGranularKVPool as MultiGranularKVPool,
+        MultiGranularMetrics as MultiGranularMetrics,
+    )
     from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool, PagedKVPool as PagedKVPool
+    from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier as BackendTier
+    from sagellm.kvmgr.kv_pool.tiers.backends import (
+        DDRBackend as DDRBackend,
+        HBMBackend as HBMBackend,
+        NVMeBackend as NVMeBackend,
+        TierBackend as TierBackend,
+    )
+    from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier as HotColdClassifier
+    from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator as OffsetAllocator
+    from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier as RedisTier
+    from sagellm.kvmgr.kv_pool.tiers.storage import (
+        TieredKVStorage as TieredKVStorage,
+        TieredMetrics as TieredMetrics,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllocatorMetrics",
+    "BackendTier",
     "BlockAllocationRequest",
     "BlockInfo",
     "BuddyAllocator",
+    "DDRBackend",
     "Evictor",
+    "Extent",
     "FreeListAllocator",
     "GPUKVPool",
+    "HBMBackend",
+    "HotColdClassifier",
     "KVAllocatorProtocol",
+    "KVPoolConfig",
     "KVPoolMetrics",
     "KVPoolProtocol",
+    "KVTierMetrics",
+    "KVTierProtocol",
+    "MultiGranularKVPool",
+    "MultiGranularMetrics",
+    "NVMeBackend",
+    "OffsetAllocator",
     "PagedKVPool",
+    "RedisTier",
+    "TierBackend",
+    "TieredKVStorage",
+    "TieredMetrics",
     "__version__",
 ]
 
@@ -41,15 +81,31 @@ __getattr__ = lazy(
     __name__,
     {
         "AllocatorMetrics": "sagellm.core.protocols.kv_allocator",
+        "BackendTier": ".tiers.backend_tier",
         "BlockAllocationRequest": "sagellm.core.protocols.kv_pool",
         "BlockInfo": "sagellm.core.protocols.kv_pool",
         "BuddyAllocator": ".buddy",
+        "DDRBackend": ".tiers.backends",
         "Evictor": "sagellm.core.protocols.kv_pool",
+        "Extent": ".multi_granular",
         "FreeListAllocator": ".free_list",
         "GPUKVPool": ".paged",
+        "HBMBackend": ".tiers.backends",
+        "HotColdClassifier": ".tiers.classifier",
         "KVAllocatorProtocol": "sagellm.core.protocols.kv_allocator",
+        "KVPoolConfig": ".multi_granular",
         "KVPoolMetrics": "sagellm.core.protocols.kv_pool",
         "KVPoolProtocol": "sagellm.core.protocols.kv_pool",
+        "KVTierMetrics": "sagellm.core.protocols.kv_tier",
+        "KVTierProtocol": "sagellm.core.protocols.kv_tier",
+        "MultiGranularKVPool": ".multi_granular",
+        "MultiGranularMetrics": ".multi_granular",
+        "NVMeBackend": ".tiers.backends",
+        "OffsetAllocator": ".tiers.offsets",
         "PagedKVPool": ".paged",
+        "RedisTier": ".tiers.redis",
+        "TierBackend": ".tiers.backends",
+        "TieredKVStorage": ".tiers.storage",
+        "TieredMetrics": ".tiers.storage",
     },
 )

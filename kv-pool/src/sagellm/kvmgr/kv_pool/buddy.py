@@ -6,15 +6,8 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import cast
 
-from sagellm.core import (
-    AllocatorMetrics,
-    BlockError,
-    BlockId,
-    ConfigError,
-    KVAllocatorProtocol,
-    OutOfBlocksError,
-)
-from sagellm.kvmgr.kv_pool.refusal import refusal
+from sagellm.core import AllocatorMetrics, BlockId, KVAllocatorProtocol
+from sagellm.kvmgr.kv_pool.refusal import check_total, no_number, refusal, shortage
 
 
 class BuddyAllocator(KVAllocatorProtocol):
@@ -27,8 +20,7 @@ class BuddyAllocator(KVAllocatorProtocol):
     """
 
     def __init__(self, total_blocks: int) -> None:
-        if type(total_blocks) is not int or total_blocks < 1:
-            raise ConfigError(f"kv.num_blocks is {total_blocks!r}; it must be an int >= 1")
+        check_total(total_blocks)
         self._total_blocks = total_blocks
         self._held = bytearray(total_blocks)
         self._num_free = total_blocks
@@ -39,15 +31,10 @@ class BuddyAllocator(KVAllocatorProtocol):
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take few and long runs, ascending. Raises OutOfBlocksError, or BlockError for a size below one."""
         if type(num_blocks) is not int or num_blocks < 1:
-            raise BlockError(f"{num_blocks!r} blocks asked for; ask for an int >= 1")
+            raise no_number(num_blocks)
         available = self._num_free
         if num_blocks > available:
-            raise OutOfBlocksError(
-                f"{num_blocks} blocks asked for, {available} of {self._total_blocks} are free; "
-                "free or evict blocks, or raise kv.num_blocks",
-                needed=num_blocks,
-                available=available,
-            )
+            raise shortage(num_blocks, available, self._total_blocks)
         runs = []
         missing = num_blocks
         while missing:

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from sagellm.core import (
-    AllocatorMetrics,
-    BlockError,
-    BlockId,
-    ConfigError,
-    KVAllocatorProtocol,
-    OutOfBlocksError,
-)
-from sagellm.kvmgr.kv_pool.refusal import refusal
+from sagellm.core import AllocatorMetrics, BlockError, BlockId, KVAllocatorProtocol
+from sagellm.kvmgr.kv_pool.refusal import check_total, no_number, refusal, shortage
 
 
 class FreeListAllocator(KVAllocatorProtocol):
@@ -25,8 +18,7 @@ class FreeListAllocator(KVAllocatorProtocol):
     """
 
     def __init__(self, total_blocks: int) -> None:
-        if type(total_blocks) is not int or total_blocks < 1:
-            raise ConfigError(f"kv.num_blocks is {total_blocks!r}; it must be an int >= 1")
+        check_total(total_blocks)
         self._total_blocks = total_blocks
         self._stack = [BlockId(block_id) for block_id in range(total_blocks - 1, -1, -1)]
         self._allocated: set[BlockId] = set()
@@ -34,15 +26,10 @@ class FreeListAllocator(KVAllocatorProtocol):
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take the top of the stack. Raises OutOfBlocksError, or BlockError for a size below one."""
         if type(num_blocks) is not int or num_blocks < 1:
-            raise BlockError(f"{num_blocks!r} blocks asked for; ask for an int >= 1")
+            raise no_number(num_blocks)
         available = len(self._stack)
         if num_blocks > available:
-            raise OutOfBlocksError(
-                f"{num_blocks} blocks asked for, {available} of {self._total_blocks} are free; "
-                "free or evict blocks, or raise kv.num_blocks",
-                needed=num_blocks,
-                available=available,
-            )
+            raise shortage(num_blocks, available, self._total_blocks)
         block_ids = self._stack[: -num_blocks - 1 : -1]
         del self._stack[-num_blocks:]
         self._allocated.update(block_ids)

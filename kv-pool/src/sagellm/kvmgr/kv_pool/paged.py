@@ -24,7 +24,7 @@ from sagellm.core import (
 )
 from sagellm.kvmgr.kv_pool.block_view import BlockView
 from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
-from sagellm.kvmgr.kv_pool.refusal import refusal
+from sagellm.kvmgr.kv_pool.refusal import no_number, refusal, shortage
 
 
 class _Grant(NamedTuple):
@@ -93,9 +93,7 @@ class PagedKVPool(KVPoolProtocol):
         """
         num_blocks = request.num_blocks
         if type(num_blocks) is not int or num_blocks < 1:
-            raise BlockError(
-                f"{num_blocks!r} blocks asked for by sequence {request.sequence_id!r}; ask for an int >= 1"
-            )
+            raise no_number(num_blocks, f" by sequence {request.sequence_id!r}")
         grant = _Grant(request.sequence_id, request.priority, self._clock.now_ns())
         with self._lock:
             return self._take(num_blocks, grant)
@@ -244,11 +242,8 @@ class PagedKVPool(KVPoolProtocol):
         except OutOfBlocksError as error:
             self._num_failed_allocations += 1
             available = self._allocator.num_free_blocks
-            raise OutOfBlocksError(
-                f"{num_blocks} blocks asked for by sequence {grant.sequence_id!r}, {available} of "
-                f"{self._total_blocks} are free; free or evict blocks, or raise kv.num_blocks",
-                needed=num_blocks,
-                available=available,
+            raise shortage(
+                num_blocks, available, self._total_blocks, f" by sequence {grant.sequence_id!r}"
             ) from error
         grants = self._grants
         for block_id in block_ids:

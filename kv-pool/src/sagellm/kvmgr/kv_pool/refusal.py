@@ -1,11 +1,32 @@
-"""Why a list of block ids was refused."""
+"""Why blocks were refused: a list of ids, or a number asked for."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sagellm.core import BlockError, BlockId
+from sagellm.core import BlockError, BlockId, ConfigError, OutOfBlocksError
+
+
+def check_total(total_blocks: int) -> None:
+    """Raise ConfigError for what is no number of blocks."""
+    if type(total_blocks) is not int or total_blocks < 1:
+        raise ConfigError(f"kv.num_blocks is {total_blocks!r}; it must be an int >= 1")
+
+
+def no_number(num_blocks: object, by: str = "") -> BlockError:
+    """Say that this cannot be asked for; `by` names who asked."""
+    return BlockError(f"{num_blocks!r} blocks asked for{by}; ask for an int >= 1")
+
+
+def shortage(num_blocks: int, available: int, total_blocks: int, by: str = "") -> OutOfBlocksError:
+    """Say that fewer are free than are asked for."""
+    return OutOfBlocksError(
+        f"{num_blocks} blocks asked for{by}, {available} of {total_blocks} are free; "
+        "free or evict blocks, or raise kv.num_blocks",
+        needed=num_blocks,
+        available=available,
+    )
 
 
 def refusal(

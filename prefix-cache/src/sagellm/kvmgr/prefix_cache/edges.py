@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sagellm.core.ids import BlockId, NodeId
+from sagellm.core.namespace import Namespace
 from sagellm.kvmgr.prefix_cache.ghosts import block_keys
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+
+
+class Found(NamedTuple):
+    """The cached whole blocks that packed tokens begin with."""
+
+    namespace: Namespace
+    node: PrefixNode | None  # in which they end, a root if there are none; None if it has no root either
+    block_ids: list[BlockId]
 
 
 def walk(root: PrefixNode, data: bytes, block_bytes: int) -> tuple[PrefixNode, int, list[BlockId]]:

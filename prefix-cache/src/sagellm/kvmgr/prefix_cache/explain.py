@@ -22,15 +22,14 @@ def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace) -> MissExpl
     Costs a match, and up to 512 steps in other namespaces where the next block was never this one's. It sees
     no more agreement inside a block than reuse does, but sees it where that is off.
     """
-    match = tree.match(data, namespace)
-    root = tree.roots.get(namespace)
-    position = len(match.block_ids) * tree.block_bytes
-    node = match.node if isinstance(match.node, PrefixNode) else root
+    found = tree.find(data, namespace)
+    node, position = found.node, len(found.block_ids) * tree.block_bytes
     agreed = None if node is None else find_partial(node, data, position, tree.block_bytes)
     diverges_at = position // TOKEN_BYTES + (agreed.num_tokens if agreed else 0)
+    match_length = diverges_at if tree.reuses_partial_blocks else position // TOKEN_BYTES
     cause: MissCause
     ghost, num_evicted = None, 0
-    if match.match_length * TOKEN_BYTES == len(data):
+    if match_length * TOKEN_BYTES == len(data):
         cause = "none"
     elif len(data) - position < tree.block_bytes:
         cause = "block_border" if agreed or position else "never_seen"
@@ -44,13 +43,13 @@ def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace) -> MissExpl
             next_key = block_key(key, data[position : position + tree.block_bytes])
             if cause == "never_seen" and tree.ledger.ghosts.may_have_forgotten(next_key):
                 cause = "unknown"
-            elif cause == "never_seen" and diverges_at > match.match_length:
+            elif cause == "never_seen" and diverges_at > match_length:
                 cause = "block_border"
     departure = ghost.departure if ghost else None
     return MissExplanation(
         cause=cause,
         num_tokens=len(data) // TOKEN_BYTES,
-        match_length=match.match_length,
+        match_length=match_length,
         diverges_at=diverges_at,
         reason=departure.reason if departure else None,
         policy=departure.policy if departure else None,

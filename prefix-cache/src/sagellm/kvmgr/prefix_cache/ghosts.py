@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.kv_events import RemovalReason
 
 _FILTER_BITS_A_GHOST = 64
+_MAX_STALE = 1024
 
 
 class Departure(NamedTuple):
@@ -31,6 +32,9 @@ class Ghost(NamedTuple):
     departure: Departure
 
 
+_Entry: TypeAlias = tuple[NodeId, int, int, Departure]
+
+
 class Ghosts:
     """Ghosts by the key of a block's content (`block_keys`); beyond the budget the oldest go.
 
@@ -42,7 +46,9 @@ class Ghosts:
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self._ghosts: OrderedDict[int, tuple[NodeId, int, int, Departure]] = OrderedDict()
+        self._ghosts: dict[int, _Entry] = {}
+        self._departed: deque[tuple[Sequence[int], _Entry]] = deque()  # oldest first; some came back
+        self._num_departed = 0  # keys in there
         self._num_bits = _FILTER_BITS_A_GHOST * max_blocks + 8
         self._forgotten: bytearray | None = None  # made when the first goes
 
@@ -51,12 +57,16 @@ class Ghosts:
 
     def remember(self, keys: Sequence[int], node: CachedNode, departure: Departure) -> None:
         """Note what became of the blocks with these keys."""
+        if len(keys) > self.max_blocks:
+            keys = keys[-self.max_blocks :]
         ghosts = self._ghosts
         ghost = (node.node_id, node.access_count, node.last_access_ns, departure)  # a tuple costs a tenth
         for key in keys:
             ghosts[key] = ghost
-        while len(ghosts) > self.max_blocks:
-            self._forget(ghosts.popitem(last=False)[0])
+        self._departed.append((keys, ghost))
+        self._num_departed += len(keys)
+        if len(ghosts) > self.max_blocks or self._num_departed > 2 * len(ghosts) + _MAX_STALE:
+            self._drop_oldest()
 
     def find(self, key: int) -> Ghost | None:
         """Return what became of a block."""
@@ -73,7 +83,7 @@ class Ghosts:
 
         Returns the deepest of them and how many bytes of the edge they are.
         """
-        deepest: tuple[NodeId, int, int, Departure] | None = None
+        deepest: _Entry | None = None
         for begin in range(0, len(edge), block_bytes):
             key = block_key(key, edge[begin : begin + block_bytes])
             ghost = self._ghosts.pop(key, None)
@@ -81,6 +91,23 @@ class Ghosts:
                 return Ghost(*deepest) if deepest else None, begin
             deepest = ghost
         return Ghost(*deepest) if deepest else None, len(edge)
+
+    def _drop_oldest(self) -> None:
+        """Keep to the budget, and let go of what came back."""
+        departed = self._departed
+        while departed and len(self._ghosts) > self.max_blocks:
+            keys, ghost = departed.popleft()
+            self._num_departed -= len(keys)
+            for key in self._left(keys, ghost):
+                del self._ghosts[key]
+                self._forget(key)
+        if self._num_departed > 2 * len(self._ghosts) + _MAX_STALE:
+            left = ((self._left(keys, ghost), ghost) for keys, ghost in departed)
+            self._departed = deque((keys, ghost) for keys, ghost in left if keys)
+            self._num_departed = len(self._ghosts)
+
+    def _left(self, keys: Sequence[int], ghost: _Entry) -> list[int]:
+        return [key for key in keys if self._ghosts.get(key) is ghost]
 
     def _forget(self, key: int) -> None:
         bits = self._forgotten

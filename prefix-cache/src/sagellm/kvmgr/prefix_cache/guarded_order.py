@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from sagellm.core.errors import PluginError
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.eviction import CachedNode
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
@@ -12,11 +13,10 @@ _log = get_logger(__name__)
 
 
 class GuardedOrder:
-    """Asks a policy, and `LeafLRU` in its place from the first call on that raises.
+    """Asks a policy, and `LeafLRU` in its place from the first call on that raises or names a wrong node.
 
     What it raised is logged and goes no further: in the middle of a change of the tree it would
-    leave blocks that are cached and free at once. An AssertionError goes through, as it accuses
-    the cache.
+    leave blocks that are cached and free at once. An assertion of the policy is no exception from this.
     """
 
     def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
@@ -74,6 +74,11 @@ class GuardedOrder:
         except Exception as error:
             return self._replace(error).victim()
 
+    def refuse(self, node: CachedNode) -> None:
+        """Take a victim that is no unlocked leaf for the failure it is."""
+        name = getattr(node, "node_id", node)
+        self._replace(PluginError(f"it named node {name} as a victim, which is no unlocked leaf"))
+
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Pass it on."""
         try:
@@ -85,8 +90,7 @@ class GuardedOrder:
             return self._replace(error).num_victim_blocks(node, num_wanted)
 
     def _replace(self, error: Exception) -> LeafLRU:
-        if isinstance(error, AssertionError):
-            raise error
+        assert not isinstance(self.current, LeafLRU), f"the order of leaves is wrong: {error}"
         self.failure = f"{type(self.current).__qualname__}: {type(error).__name__}: {error}"
         _log.error(
             "eviction policy %s failed; the least recently used leaf goes first from now on",

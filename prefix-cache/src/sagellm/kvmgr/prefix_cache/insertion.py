@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from sagellm.core.errors import BlockError
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import Namespace
-from sagellm.core.protocols.prefix_cache import InsertResult, PrefixMatch
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+from sagellm.core.protocols.prefix_cache import InsertResult
+from sagellm.kvmgr.prefix_cache.edges import Found
+from sagellm.kvmgr.prefix_cache.limits import check_block_ids
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
 
@@ -25,24 +27,27 @@ class Offer:
 def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> InsertResult:
     """Keep what is new of an offer, so many blocks that the tree has `max_blocks` at most.
 
-    Raises BlockError, and changes nothing, if a block is in the tree for other tokens.
+    Raises BlockError, and changes nothing, if an id is none, or a block is in the tree for other
+    tokens.
     """
     offered, size = offer.block_ids, tree.block_bytes
     num_full = min(len(offered), len(offer.data) // size)
-    match = tree.match(offer.data[: num_full * size], offer.namespace)
-    held = match.block_ids
-    grown = _grown(tree, offer, match)
+    found = tree.find(offer.data[: num_full * size], offer.namespace)
+    held = found.block_ids
+    grown = _grown(tree, offer, found)
     changed = [block_id for block_id, cached in zip(offered, held, strict=False) if block_id != cached]
+    if others := changed + offered[len(held) :]:  # what equals a cached one does not enter
+        check_block_ids(others)
     _check_other_blocks(tree, changed + offered[len(held) + grown :])
-    if isinstance(match.node, PrefixNode):
-        tree.touch(match.node, now_ns)
+    if held and found.node is not None:
+        tree.touch(found.node, now_ns)
     new = offered[len(held) : num_full][: _room(tree, offer.namespace, max_blocks + grown)]
     released: list[BlockId] = []
     if new:
         if grown:  # it enters again, full
             tree.release_partial(new[0])
         tail = offer.data[len(held) * size : (len(held) + len(new)) * size]
-        released = tree.extend(match, tail, new, priority=offer.priority, now_ns=now_ns)
+        released = tree.extend(found, tail, new, priority=offer.priority, now_ns=now_ns)
     kept: BlockId | None = None
     if num_full < len(offered) and len(held) + len(new) == num_full and tree.reuses_partial_blocks:
         kept = _insert_partial(tree, offer, num_full * size, max_blocks, released)
@@ -50,17 +55,16 @@ def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> Inser
     return InsertResult(held + new, num_new, changed, kept, tuple(released))
 
 
-def _grown(tree: RadixTree, offer: Offer, match: PrefixMatch) -> int:
-    """Return 1 if the first block behind the match is one of the tree that was not full before."""
-    num_held = len(match.block_ids)
+def _grown(tree: RadixTree, offer: Offer, found: Found) -> int:
+    """Return 1 if the first block behind those found is one of the tree that was not full before."""
+    num_held = len(found.block_ids)
     if num_held >= len(offer.block_ids):
         return 0
     partial = tree.partials.get(offer.block_ids[num_held])
     begin = num_held * tree.block_bytes
     if partial is None or partial.node.depth * TOKEN_BYTES != begin:
         return 0
-    at_end = partial.node is (match.node or tree.roots.get(offer.namespace))
-    return int(at_end and offer.data.startswith(partial.tokens, begin))
+    return int(partial.node is found.node and offer.data.startswith(partial.tokens, begin))
 
 
 def _check_other_blocks(tree: RadixTree, block_ids: list[BlockId]) -> None:
@@ -83,10 +87,9 @@ def _insert_partial(
     is_held = block_id in tree.cached
     if not is_held and len(tree.cached) >= max_blocks:
         return None
-    node = tree.match(offer.data[:begin], offer.namespace).node
-    if isinstance(node, PrefixNode) and node.depth * TOKEN_BYTES != begin:
+    node = tree.find(offer.data[:begin], offer.namespace).node
+    if node is not None and node.depth * TOKEN_BYTES != begin:
         return None  # inside an edge; what follows there begins alike, or a node would be split for it
-    assert node is None or isinstance(node, PrefixNode), "the match is this tree's"
     if is_held:
         tree.release_partial(block_id)
     replaced = tree.keep_partial(node, offer.namespace, offer.data[begin:], block_id)

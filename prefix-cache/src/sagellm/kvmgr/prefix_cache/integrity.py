@@ -72,7 +72,7 @@ def _check_node(node: PrefixNode, parent: PrefixNode, key: bytes, block_bytes: i
 
 
 def _check_partial(partial: PartialBlock, roots: Mapping[Namespace, PrefixNode], block_bytes: int) -> None:
-    name = f"unfinished block {partial.block_id}"
+    name = f"partial block {partial.block_id}"
     assert 0 < len(partial.tokens) < block_bytes, f"{name}: {len(partial.tokens)} bytes of tokens"
     assert partial in partial.node.partials, f"{name}: unknown to its node"
     root = partial.node

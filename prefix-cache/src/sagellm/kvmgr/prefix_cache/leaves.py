@@ -21,7 +21,8 @@ class Leaves:
     ) -> None:
         self.order = GuardedOrder(policy, find_leaves)
         self._own: dict[str, LeafLRU] = {}
-        self._has_quota = has_quota  # None: nobody has one
+        self._has_quota = has_quota
+        self.has_quotas = has_quota is not None
 
     @property
     def policy_name(self) -> str:
@@ -42,15 +43,10 @@ class Leaves:
         """Note that a node is no unlocked leaf any more."""
         self.order.remove_candidate(node)
         if self._has_quota is not None:
-            self._remove_own(node)
+            self.remove_own(node)
 
-    def leave(self, node: PrefixNode) -> None:
-        """Note that an unlocked leaf has left the tree."""
-        self.order.leave(node)
-        if self._has_quota is not None:
-            self._remove_own(node)
-
-    def _remove_own(self, node: PrefixNode) -> None:
+    def remove_own(self, node: PrefixNode) -> None:
+        """Take a node out of the order of its account's leaves, if there is one."""
         own = self._own.get(node.namespace.account)
         if own is not None:
             own.remove_candidate(node)

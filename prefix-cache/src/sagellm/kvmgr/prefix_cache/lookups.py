@@ -25,5 +25,6 @@ class Lookups:
         self.num_partial_hit_tokens += num_partial_hit_tokens
         account = self._ledger.account(namespace)
         account.num_lookups += 1
+        account.num_hits += num_hit_tokens > 0
         account.num_lookup_tokens += num_tokens
         account.num_hit_tokens += num_hit_tokens

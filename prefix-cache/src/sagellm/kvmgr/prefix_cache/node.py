@@ -43,7 +43,7 @@ class PrefixNode(CachedNode):
     lock_count: int = 0
     num_own_locks: int = 0
     num_pins: int = 0  # that end here or further down
-    usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of whose it is
+    usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of whose it is; a root has none
     partials: list[PartialBlock] = field(default_factory=list, repr=False)
     keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once wanted
     hashes: list[bytes] | None = field(default=None, repr=False)  # the same for KV events

@@ -14,7 +14,7 @@ _MAX_PARTIALS = 4
 
 
 class Partials:
-    """The unfinished blocks of a tree, least recently used first."""
+    """The partial blocks of a tree, least recently used first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[BlockId, PartialBlock] = OrderedDict()
@@ -27,7 +27,7 @@ class Partials:
         return list(self._blocks.values())
 
     def get(self, block_id: BlockId) -> PartialBlock | None:
-        """Return an unfinished block by its id."""
+        """Return a partial block by its id."""
         return self._blocks.get(block_id)
 
     def add(self, node: PrefixNode, tokens: bytes, block_id: BlockId) -> list[BlockId] | None:
@@ -51,7 +51,7 @@ class Partials:
         return [self._remove(each) for each in list(node.partials) if tokens.startswith(each.tokens)]
 
     def touch(self, block_id: BlockId) -> None:
-        """Note a use, if it is an unfinished block."""
+        """Note a use, if it is a partial block."""
         if block_id in self._blocks:
             self._blocks.move_to_end(block_id)
 
@@ -76,7 +76,7 @@ class Partials:
 def find_partial(node: PrefixNode, data: bytes, position: int, block_bytes: int) -> PartialMatch | None:
     """Find the block whose beginning agrees best with what follows `position`, where a walk ended.
 
-    Inside an edge that is the edge's next block; behind a node, its unfinished blocks, its few latest
+    Inside an edge that is the edge's next block; behind a node, its partial blocks, its few latest
     children, and the latest one that begins with the same token.
     """
     rest = data[position : position + block_bytes]

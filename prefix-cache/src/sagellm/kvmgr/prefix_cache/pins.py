@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sagellm.core.protocols.prefix_cache import PrefixMatch
+from sagellm.core.protocols.prefix_cache import PinnedPrefix, PinResult
+from sagellm.core.tokens import TokenIds
+from sagellm.kvmgr.prefix_cache.edges import Found
 from sagellm.kvmgr.prefix_cache.node import PrefixNode
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
@@ -35,27 +37,47 @@ class Pins:
     def __contains__(self, node: PrefixNode) -> bool:
         return node in self._pins
 
-    def set(self, match: PrefixMatch, ttl_ns: int | None, now_ns: int) -> int:
-        """Pin as many blocks of a match as the budget allows and return how many tokens that is."""
+    def pin(self, found: Found, num_tokens: int, ttl_ns: int | None, now_ns: int) -> PinResult:
+        """Pin what was found of so many tokens, as far as the budget allows, and say why it is no more."""
+        num_pinned = self._set(found, ttl_ns, now_ns)
+        return PinResult(
+            num_tokens=num_tokens,
+            num_pinned_tokens=num_pinned,
+            num_pinned_blocks=self.num_blocks,
+            max_pinned_blocks=self.max_blocks,
+            reason=self._reason(found, num_tokens, num_pinned),
+        )
+
+    def prefixes(self, now_ns: int) -> list[PinnedPrefix]:
+        """Return what is pinned, in the order in which it was."""
         self.expire(now_ns)
-        node = match.node
-        if not isinstance(node, PrefixNode):
-            return 0
+        return [
+            PinnedPrefix(
+                token_ids=TokenIds(b"".join(step.edge for step in reversed(node.path()))),
+                namespace=node.namespace,
+                ttl_s=None if pin.ttl_ns is None else pin.ttl_ns / 1e9,
+                left_s=None if pin.ttl_ns is None else (pin.expires_ns - now_ns) / 1e9,
+            )
+            for node, pin in self._pins.items()
+        ]
+
+    def _reason(self, found: Found, num_tokens: int, num_pinned: int) -> str:
         size = self._tree.block_size
-        held = sum(step.num_blocks for step in node.path() if step.num_pins)
-        depth = min(len(match.block_ids), held + self.max_blocks - self.num_blocks) * size
-        if depth <= 0:
-            return 0
-        while depth <= node.start and node.parent is not None:
-            node = node.parent
-        if node.depth != depth or node not in self._pins:
-            node = self._tree.lock(node, depth, now_ns, is_hit=False)
-            for step in node.path():
-                self.num_blocks += 0 if step.num_pins else step.num_blocks
-                step.num_pins += 1
-        pin = self._pins[node] = Pin(ttl_ns, now_ns)
-        self._next_ns = min(self._next_ns, pin.expires_ns)
-        return depth
+        num_cached = len(found.block_ids) * size
+        if num_tokens < size:
+            return f"a block has {size} tokens, and only whole blocks are pinned"
+        if num_pinned < num_cached:
+            return f"{self.num_blocks} of the {self.max_blocks} blocks that may be pinned are"
+        if num_cached == num_tokens // size * size:
+            return ""
+        whose = found.namespace
+        if whose not in self._tree.roots:
+            name = f"the public namespace {whose.salt!r}" if whose.is_public else f"tenant {whose.tenant!r}"
+            salted = " with this salt" if whose.salt and not whose.is_public else ""
+            return f"nothing at all is cached for {name}{salted}"
+        if not num_cached:
+            return "nothing of it is cached; send the prompt once, then pin it"
+        return f"only {num_cached} tokens are cached; send the prompt once, then pin it"
 
     def end(self, node: PrefixNode) -> bool:
         """End the pin at a node, if there is one."""
@@ -93,3 +115,25 @@ class Pins:
             assert node.num_pins == num_pins, f"node {node.node_id}: {node.num_pins} pins, {num_pins} found"
         num_blocks = sum(node.num_blocks for node, num_pins in counted.items() if num_pins)
         assert num_blocks == self.num_blocks, f"{num_blocks} blocks are pinned, {self.num_blocks} counted"
+
+    def _set(self, found: Found, ttl_ns: int | None, now_ns: int) -> int:
+        """Return how many tokens are pinned."""
+        self.expire(now_ns)
+        node = found.node
+        if node is None:
+            return 0
+        size = self._tree.block_size
+        held = sum(step.num_blocks for step in node.path() if step.num_pins)
+        depth = min(len(found.block_ids), held + self.max_blocks - self.num_blocks) * size
+        if depth <= 0:
+            return 0
+        while depth <= node.start and node.parent is not None:
+            node = node.parent
+        if node.depth != depth or node not in self._pins:
+            node = self._tree.lock(node, depth, now_ns, is_hit=False)
+            for step in node.path():
+                self.num_blocks += 0 if step.num_pins else step.num_blocks
+                step.num_pins += 1
+        pin = self._pins[node] = Pin(ttl_ns, now_ns)
+        self._next_ns = min(self._next_ns, pin.expires_ns)
+        return depth

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from sagellm.core.errors import BlockError, ConfigError, InvalidInputError, StaleMatchError
+from sagellm.core.errors import BlockError
 from sagellm.core.ids import BlockId
+from sagellm.core.kv_block import UNNAMED, KVIdentity
 from sagellm.core.logging import get_logger
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import EvictionPolicyProtocol
 from sagellm.core.protocols.kv_events import KVEventSink
 from sagellm.core.protocols.prefix_cache import (
+    EvictedBlocks,
     InsertResult,
     KVBlockDescriptor,
     MissExplanation,
+    PinnedPrefix,
     PinResult,
     PrefixCacheMetrics,
     PrefixCacheProtocol,
@@ -28,12 +30,12 @@ from sagellm.kvmgr.prefix_cache.explain import explain_miss
 from sagellm.kvmgr.prefix_cache.ghosts import Departure
 from sagellm.kvmgr.prefix_cache.insertion import Offer, insert
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
+from sagellm.kvmgr.prefix_cache.limits import Limits, check_num_dropped, check_number_of_blocks, check_ttl
 from sagellm.kvmgr.prefix_cache.lookups import Lookups
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+from sagellm.kvmgr.prefix_cache.matches import describe, end_of, owned_node
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES
 from sagellm.kvmgr.prefix_cache.pins import Pins
-from sagellm.kvmgr.prefix_cache.tree import RadixTree, TreeLimits
-
-_MIN_GHOSTS, _GHOSTS_A_BLOCK = 65_536, 16  # about 150 bytes each
+from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
 _log = get_logger(__name__)
 
@@ -42,9 +44,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
     """Token-exact prefix cache that evicts its own leaves, least recently used first.
 
     A lock or an insertion is a use of the whole path. `eviction_policy` replaces the order; one
-    that names no victim ends eviction, and one that raises is itself replaced by this order. A leaf
-    that no lock protects grows in place when its prefix is inserted with more blocks and the same
-    priority.
+    that names no victim ends eviction, and one that raises, or names what is no unlocked leaf, is itself
+    replaced by this order. A leaf that no lock protects grows in place when its prefix is inserted with
+    more blocks and the same priority.
 
     Reuse goes into blocks where `reuses_partial_blocks`: the last block of an insertion is kept though it
     is not full, up to four of them behind a node, and matched as far as its tokens agree, as are the next
@@ -70,31 +72,22 @@ class RadixPrefixCache(PrefixCacheProtocol):
         max_pinned_blocks: int | None = None,
         tenant_quotas: Mapping[str, int] | None = None,
         reuses_partial_blocks: bool = True,
+        identity: KVIdentity = UNNAMED,
     ) -> None:
         self.max_blocks = max_blocks
         self.block_size = block_size
         self._clock = SystemClock() if clock is None else clock
-        if max_ghost_blocks is None:
-            max_ghost_blocks = max(_MIN_GHOSTS, _GHOSTS_A_BLOCK * max_blocks)
-        if max_pinned_blocks is None:
-            max_pinned_blocks = max_blocks // 2
-        if tenant_quotas is not None and not isinstance(tenant_quotas, Mapping):
-            raise ConfigError(
-                f"prefix cache: tenant_quotas is {tenant_quotas!r}; give blocks by tenant, as in {{'*': 200}}"
-            )
-        quotas = dict(tenant_quotas or {})
-        for name, value, least in (
-            ("max_blocks", max_blocks, 1),
-            ("block_size", block_size, 1),
-            ("max_ghost_blocks", max_ghost_blocks, 0),
-            ("max_pinned_blocks", max_pinned_blocks, 0),
-            *((f"tenant_quotas[{tenant!r}]", quota, 0) for tenant, quota in quotas.items()),
-        ):
-            if type(value) is not int or value < least:
-                raise ConfigError(f"prefix cache: {name} is {value!r}; it must be an int of at least {least}")
-        limits = TreeLimits(block_size, max_ghost_blocks, reuses_partial_blocks, quotas)
+        limits = Limits.of(
+            max_blocks=max_blocks,
+            block_size=block_size,
+            max_ghost_blocks=max_ghost_blocks,
+            max_pinned_blocks=max_pinned_blocks,
+            tenant_quotas=tenant_quotas,
+            reuses_partial_blocks=reuses_partial_blocks,
+            identity=identity,
+        )
         self._tree = RadixTree(limits, LeafLRU() if eviction_policy is None else eviction_policy)
-        self._pins = Pins(self._tree, max_pinned_blocks)
+        self._pins = Pins(self._tree, limits.max_pinned_blocks)
         self._mutex = Lock()  # held while tree, pins or counts are read or changed
         self._lookups = Lookups(self._tree.ledger)
         self._num_inserted = self._num_inserted_partials = self._num_evicted = 0
@@ -112,7 +105,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         the cache since the match, or if the match is another cache's.
         """
         with self._mutex:
-            node = self._find(match)
+            node = end_of(match, self._tree)
             now_ns = self._clock.now_ns()
             is_hit = num_lookup_tokens is not None
             if node is not None:
@@ -138,10 +131,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """
         if match.match_length < self.block_size:
             return
-        node = match.node
         with self._mutex:
-            is_owned = isinstance(node, PrefixNode) and self._tree.owns(node)
-            if not isinstance(node, PrefixNode) or not is_owned or node.num_own_locks <= (node in self._pins):
+            node = owned_node(match, self._tree)
+            if node is None or node.num_own_locks <= (node in self._pins):
                 raise BlockError(
                     f"a match of {match.match_length} tokens is not locked; unlock once what lock returned"
                 )
@@ -158,17 +150,11 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """Remember which blocks hold the beginning of `token_ids`.
 
         Evicts nothing: at `max_blocks`, or at the tenant's quota, it keeps the first ones that fit. Raises
-        BlockError, and changes nothing, when there are more blocks than tokens to fill them, one is given
-        twice, or one is in the cache for other tokens.
+        BlockError, and changes nothing, when an id is no int of at least 0, there are more blocks than
+        tokens to fill them, one is given twice, or one is in the cache for other tokens.
         """
         tokens = pack(token_ids)
-        if len(block_ids) > -(-len(tokens) // self.block_size):
-            raise BlockError(
-                f"{len(block_ids)} blocks of {self.block_size} tokens for a prefix of {len(tokens)} tokens"
-            )
-        if len(set(block_ids)) < len(block_ids):
-            repeated = [block_id for block_id, times in Counter(block_ids).items() if times > 1]
-            raise BlockError(f"blocks {repeated} are given more than once for one prefix")
+        check_number_of_blocks(block_ids, len(tokens), self.block_size)
         offer = Offer(data=tokens.data, block_ids=list(block_ids), namespace=namespace, priority=priority)
         with self._mutex:
             result = insert(self._tree, offer, self.max_blocks, self._clock.now_ns())
@@ -193,23 +179,14 @@ class RadixPrefixCache(PrefixCacheProtocol):
             self._lookups.count(len(tokens), num_hit, num_hit % size, namespace)
         if not is_hit:
             return None
-        found = [(block_id, size) for block_id in match.block_ids]
-        if match.partial is not None:
-            found.append(match.partial)
-        return [
-            KVBlockDescriptor(
-                block_id=block_id, start=index * size, num_tokens=num_tokens, namespace=namespace
-            )
-            for index, (block_id, num_tokens) in enumerate(found)
-        ]
+        return describe(match, size)
 
     def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
         """Drop blocks until `num_blocks` are dropped or no victim is left, and return them.
 
-        Unfinished blocks go first. Raises PluginError when the policy names a node that is no unlocked
-        leaf of this cache.
+        Partial blocks go first.
         """
-        _check_count(num_blocks)
+        check_num_dropped(num_blocks)
         with self._mutex:
             if namespace is None or not self._tree.ledger.has_quotas:
                 return self._evict(num_blocks, namespace)
@@ -218,7 +195,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
     def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
         """Drop what keeps `num_blocks` from being inserted under a namespace, and nothing else."""
-        _check_count(num_blocks)
+        check_num_dropped(num_blocks)
         with self._mutex:
             own = self._evict_own(num_blocks, namespace)
             account = self._tree.ledger.account(namespace)
@@ -240,7 +217,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Unfinished blocks, and those of unlocked nodes. Whatever is below one is unlocked too."""
+        """Partial blocks, and those of unlocked nodes. Whatever is below one is unlocked too."""
         if self._pins:
             with self._mutex:
                 self._pins.expire(self._clock.now_ns())
@@ -252,7 +229,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         Raises StaleMatchError as `lock` does.
         """
         with self._mutex:
-            node = self._find(match)
+            node = end_of(match, self._tree)
             if node is None or node.lock_count:
                 return 0
             num_idle = sum(step.num_blocks for step in node.path() if not step.lock_count)
@@ -265,37 +242,27 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
         Pinning the same again sets its time anew. Raises InvalidInputError for a `ttl_s` not above 0.
         """
-        if ttl_s is not None and not 0 < ttl_s < 1e9:
-            raise InvalidInputError(f"ttl_s is {ttl_s!r}; give seconds above 0, or None for no end")
+        check_ttl(ttl_s)
         tokens = pack(token_ids)
-        pins = self._pins
+        ttl_ns = None if ttl_s is None else round(ttl_s * 1e9)
         with self._mutex:
-            match = self._tree.match(tokens.data, namespace)
-            num_pinned = pins.set(match, None if ttl_s is None else round(ttl_s * 1e9), self._clock.now_ns())
-            num_cached = len(match.block_ids) * self.block_size
-            reason = ""
-            if num_pinned < num_cached:
-                reason = f"{pins.num_blocks} of the {pins.max_blocks} blocks that may be pinned are"
-            elif num_cached < len(tokens) // self.block_size * self.block_size:
-                reason = f"only {num_cached} tokens are cached; send the prompt once, then pin it"
-            return PinResult(
-                num_tokens=len(tokens),
-                num_pinned_tokens=num_pinned,
-                num_pinned_blocks=pins.num_blocks,
-                max_pinned_blocks=pins.max_blocks,
-                reason=reason,
-            )
+            found = self._tree.find(tokens.data, namespace)
+            return self._pins.pin(found, len(tokens), ttl_ns, self._clock.now_ns())
 
     def unpin(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> int:
         """End the pins that end within a prefix and return how many they were."""
         data = pack(token_ids).data
         with self._mutex:
             self._pins.expire(self._clock.now_ns())
-            node = self._tree.match(data, namespace).node
-            if not isinstance(node, PrefixNode):
-                return 0
+            node = self._tree.find(data, namespace).node
+            path = [] if node is None else node.path()
             end = len(data) // TOKEN_BYTES
-            return sum(self._pins.end(step) for step in node.path() if step.depth <= end)
+            return sum(self._pins.end(step) for step in path if step.depth <= end)
+
+    def pins(self) -> list[PinnedPrefix]:
+        """Return the pins that hold now, in the order in which they were made."""
+        with self._mutex:
+            return self._pins.prefixes(self._clock.now_ns())
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
         """Say why no more of some tokens would match now. Counts nothing."""
@@ -303,10 +270,15 @@ class RadixPrefixCache(PrefixCacheProtocol):
         with self._mutex:
             return explain_miss(self._tree, data, namespace)
 
+    def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
+        """Show `keep` what is about to be evicted; if it raises, it is shown nothing more."""
+        with self._mutex:
+            self._tree.ledger.events.keep = keep
+
     def subscribe(self, sink: KVEventSink) -> None:
         """Tell `sink` of every full block that enters or leaves, beginning with those that are there."""
         with self._mutex:
-            self._tree.ledger.add_sink(sink, self._tree.nodes())
+            self._tree.ledger.events.add(sink, self._tree.nodes())
 
     def metrics(self) -> PrefixCacheMetrics:
         """Return the counts so far; what `clear` dropped counts as evicted."""
@@ -369,31 +341,3 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return []
         num_over = account.num_blocks + num_blocks - account.max_blocks
         return self._evict(min(num_over, num_blocks), namespace, own=namespace.account)
-
-    def _find(self, match: PrefixMatch) -> PrefixNode | None:
-        """Return the node in which a match ends now; None for an empty match."""
-        if match.version != self._tree.version:
-            raise StaleMatchError("blocks entered or left the cache since this match; match again")
-        num_partial = match.match_length % self.block_size
-        depth = match.match_length - num_partial
-        if num_partial and (match.partial is None or match.partial.num_tokens != num_partial):
-            raise InvalidInputError(
-                f"a match of {match.match_length} tokens; shorten one to whole blocks of {self.block_size}"
-            )
-        if not depth:
-            return None
-        node = match.node
-        if not isinstance(node, PrefixNode) or not self._tree.owns(node):
-            raise StaleMatchError("this match is another cache's; match again in this one")
-        if depth > node.depth:
-            raise InvalidInputError(
-                f"a match of {match.match_length} tokens ends at {node.depth}; make it no longer than it was"
-            )
-        while depth <= node.start and node.parent is not None:
-            node = node.parent  # the caller shortened the match, or the node was split since
-        return node
-
-
-def _check_count(num_blocks: int) -> None:
-    if type(num_blocks) is not int:
-        raise InvalidInputError(f"{num_blocks!r} blocks to be dropped; give an int")

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import count
-from typing import NamedTuple
 
-from sagellm.core.errors import PluginError
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.prefix_cache import PrefixMatch
-from sagellm.kvmgr.prefix_cache.edges import split, walk
+from sagellm.kvmgr.prefix_cache.edges import Found, split, walk
 from sagellm.kvmgr.prefix_cache.ghosts import Departure
 from sagellm.kvmgr.prefix_cache.integrity import check_tree
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
 from sagellm.kvmgr.prefix_cache.leaves import Leaves
 from sagellm.kvmgr.prefix_cache.ledger import Ledger
+from sagellm.kvmgr.prefix_cache.limits import Limits
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 from sagellm.kvmgr.prefix_cache.partials import Partials, find_partial
-
-
-class TreeLimits(NamedTuple):
-    """What a tree is made for."""
-
-    block_size: int
-    max_ghost_blocks: int = 0
-    reuses_partial_blocks: bool = True
-    quotas: Mapping[str, int] = {}
 
 
 class RadixTree:
@@ -37,11 +26,11 @@ class RadixTree:
     valid and does not count.
     """
 
-    def __init__(self, limits: TreeLimits, policy: LeafOrder) -> None:
+    def __init__(self, limits: Limits, policy: LeafOrder) -> None:
         self.block_size = limits.block_size
         self.block_bytes = limits.block_size * TOKEN_BYTES
         self.reuses_partial_blocks = limits.reuses_partial_blocks
-        self.ledger = Ledger(self.block_bytes, limits.max_ghost_blocks, limits.quotas)
+        self.ledger = Ledger(self.block_bytes, limits.max_ghost_blocks, limits.quotas, limits.identity)
         has_quota = (lambda name: self.ledger.quota_of(name) is not None) if limits.quotas else None
         self.leaves = Leaves(policy, self._unlocked_leaves, has_quota)
         self.partials = Partials()
@@ -51,6 +40,14 @@ class RadixTree:
         self.num_nodes = 0
         self.num_evictable = 0
         self._node_ids = map(NodeId, count(1))
+
+    def find(self, data: bytes, namespace: Namespace) -> Found:
+        """Find the whole blocks of packed tokens that are in the tree."""
+        root = self.roots.get(namespace)
+        if root is None:
+            return Found(namespace, None, [])
+        node, _, block_ids = walk(root, data, self.block_bytes)
+        return Found(namespace, node, block_ids)
 
     def match(self, data: bytes, namespace: Namespace) -> PrefixMatch:
         """Find the whole blocks of packed tokens that are in the tree, and one that begins like the rest."""
@@ -64,8 +61,8 @@ class RadixTree:
             partial = find_partial(node, data, num_bytes, self.block_bytes)
             if partial is not None:
                 num_tokens += partial.num_tokens
-        found = node if num_bytes else None
-        return PrefixMatch(num_tokens, block_ids, namespace, found, self.version, partial)
+        end = node if num_bytes else None
+        return PrefixMatch(num_tokens, block_ids, namespace, end, self.version, partial)
 
     def owns(self, node: PrefixNode) -> bool:
         """Say whether a node is in this tree now."""
@@ -113,17 +110,16 @@ class RadixTree:
             self.leaves.add(node)
 
     def extend(
-        self, match: PrefixMatch, tail: bytes, new: list[BlockId], *, priority: int, now_ns: int
+        self, found: Found, tail: bytes, new: list[BlockId], *, priority: int, now_ns: int
     ) -> list[BlockId]:
-        """Put blocks behind the whole blocks of a match: into the unlocked leaf there, or as a new leaf.
+        """Put blocks behind those that were found: into the unlocked leaf there, or as a new leaf.
 
-        Returns the unfinished blocks that they replace.
+        Returns the partial blocks that they replace.
         """
         self._enter(new)
-        node, depth = match.node, len(match.block_ids) * self.block_size
-        assert node is None or isinstance(node, PrefixNode), "the match is this tree's"
+        node, depth = found.node, len(found.block_ids) * self.block_size
         if node is None:
-            node = self._root(match.namespace)
+            node = self._root(found.namespace)
         elif depth < node.depth:
             node = self._split(node, (depth - node.start) // self.block_size)
         released = self._release(self.partials.supersede(node, tail[: self.block_bytes]))
@@ -139,11 +135,11 @@ class RadixTree:
             created_ns=now_ns,
             last_access_ns=now_ns,
             priority=priority,
-            namespace=match.namespace,
+            namespace=found.namespace,
             edge=tail,
             block_ids=list(new),
             parent=node,
-            usage=node.usage,
+            usage=self.ledger.account(found.namespace),
         )
         self.ledger.revive(leaf, node)
         node.adopt(leaf, tail[: self.block_bytes])
@@ -156,7 +152,7 @@ class RadixTree:
     def keep_partial(
         self, node: PrefixNode | None, namespace: Namespace, tokens: bytes, block_id: BlockId
     ) -> list[BlockId] | None:
-        """Keep an unfinished block behind the end of a node, or at the beginning of a namespace.
+        """Keep a partial block behind the end of a node, or at the beginning of a namespace.
 
         Returns those that it replaces; None if the tree has its tokens already, and nothing was kept.
         """
@@ -168,16 +164,15 @@ class RadixTree:
         return self._release(replaced)
 
     def release_partial(self, block_id: BlockId) -> None:
-        """Let an unfinished block go; its namespace stays, as something is about to enter it."""
+        """Let a partial block go; its namespace stays, as something is about to enter it."""
         partial = self.partials.get(block_id)
-        assert partial is not None, f"block {block_id} is no unfinished one"
+        assert partial is not None, f"block {block_id} is no partial one"
         self._release([self.partials.drop(partial)])
 
     def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
-        """Drop blocks, unfinished ones first and then those of unlocked leaves in order.
+        """Drop blocks, partial ones first and then those of unlocked leaves in order.
 
-        `own` names an account whose leaves alone go. Raises PluginError when the policy names what is no
-        unlocked leaf.
+        `own` names an account whose leaves alone go.
         """
         partials = self._drop_partials(num_blocks) if own is None and self.partials else []
         dropped: list[BlockId] = []
@@ -186,12 +181,9 @@ class RadixTree:
         try:
             while (wanted := num_blocks - len(dropped)) > 0 and (node := order.victim()) is not None:
                 if not isinstance(node, PrefixNode) or not node.parent or node.children or node.lock_count:
-                    if dropped or partials:  # the caller must learn of these; the next call raises
-                        break
-                    raise PluginError(
-                        f"{self.leaves.policy_name} named node {node.node_id} as a victim, "
-                        "which is no unlocked leaf"
-                    )
+                    assert own is None, f"node {node.node_id} is no leaf of {own}'s"
+                    self.leaves.order.refuse(node)
+                    continue
                 given = node.num_blocks
                 if given > 1:  # of a single block there is nothing to choose
                     given = min(max(1, order.num_victim_blocks(node, wanted)), wanted, given)
@@ -202,7 +194,7 @@ class RadixTree:
         return partials + dropped if partials else dropped
 
     def clear(self, departure: Departure) -> list[BlockId]:
-        """Drop every unlocked node and all unfinished blocks."""
+        """Drop every unlocked node and all partial blocks."""
         dropped = self._drop_partials(len(self.partials))
         gone: list[BlockId] = []
         for node in reversed(self.nodes()):
@@ -211,7 +203,7 @@ class RadixTree:
         self._leave(gone)
         dropped += gone
         if dropped and not self.cached:
-            self.ledger.emptied()
+            self.ledger.events.emptied()
         return dropped
 
     def nodes(self) -> list[PrefixNode]:
@@ -253,7 +245,6 @@ class RadixTree:
                 namespace=namespace,
                 edge=b"",
                 block_ids=[],
-                usage=self.ledger.account(namespace),
             )
         return root
 
@@ -280,7 +271,9 @@ class RadixTree:
         del parent.children[node.edge[: self.block_bytes]]
         node.parent = None
         self.num_nodes -= 1
-        self.leaves.leave(node)
+        self.leaves.order.leave(node)
+        if self.leaves.has_quotas:
+            self.leaves.remove_own(node)
         if not parent.children:
             if parent.parent is None:
                 self._drop_root(parent)

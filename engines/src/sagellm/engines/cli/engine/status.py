@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics
+from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics, PrefixCacheMetrics
 from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.serving import AdminClient, RunningEngine
@@ -33,6 +33,7 @@ class EngineStatus:
     num_waiting: int | None = None
     num_blocks: int | None = None
     num_held_blocks: int | None = None
+    eviction_failure: str = ""  # why the eviction policy was replaced by last use, if it was
     error: str | None = None
 
 
@@ -58,6 +59,12 @@ def status(
         for each in found:
             if each.error is not None:
                 typer.echo(f"{each.name}: {each.error}", err=True)
+            if each.eviction_failure:
+                typer.echo(
+                    f"{each.name}: the least recently used goes first since the eviction policy failed: "
+                    f"{each.eviction_failure}",
+                    err=True,
+                )
 
 
 def read_all(*, timeout_s: float) -> list[EngineStatus]:
@@ -87,7 +94,9 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
         state = "down" if isinstance(error, EngineDeadError) else "busy"
         return replace(found, state=state, error=str(error))
     found = replace(found, num_running=metrics.num_running, num_waiting=metrics.num_waiting)
-    pool = metrics.modules.get("kv_pool")
+    cache, pool = metrics.modules.get("prefix_cache"), metrics.modules.get("kv_pool")
+    if isinstance(cache, PrefixCacheMetrics):
+        found = replace(found, eviction_failure=cache.policy_failure)
     if not isinstance(pool, KVPoolMetrics):
         return found
     return replace(found, num_blocks=pool.total_blocks, num_held_blocks=metrics.num_held_blocks)

@@ -1,0 +1,176 @@
+"""Where the KV of blocks is kept beyond the device: host memory, a file, another machine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, NewType, TypeAlias
+
+from sagellm.core.errors import EngineError, InvalidInputError
+from sagellm.core.kv_block import BlockHeader, BlockKey
+
+Ticket = NewType("Ticket", int)
+"""Names one `submit` of one tier."""
+
+TierAction: TypeAlias = Literal["put", "get", "delete"]
+
+TierOutcome: TypeAlias = Literal["done", "missing", "full", "corrupt", "failed"]
+"""`corrupt`: what was stored is not what was put, and is gone now. `failed`: an error below, see the log."""
+
+
+class TierRequest(NamedTuple):
+    """One thing to do. `data` is what a put stores, and where a get writes what was stored."""
+
+    action: TierAction
+    header: BlockHeader
+    data: memoryview | None = None
+
+
+class TierResult(NamedTuple):
+    """What became of a `submit`: an outcome for each of its requests, in their order."""
+
+    ticket: Ticket
+    outcomes: tuple[TierOutcome, ...]
+
+
+@dataclass(kw_only=True)
+class KVTierMetrics:
+    """Counts of one tier since it was made; bytes are those of KV."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_puts: int = 0  # that stored something
+    num_gets: int = 0
+    num_hits: int = 0
+    num_corrupt: int = 0
+    num_full: int = 0  # puts that found no room
+    num_failed: int = 0
+    put_bytes: int = 0
+    get_bytes: int = 0
+    put_ns: int = 0
+    get_ns: int = 0
+
+
+class KVTierProtocol(ABC):
+    """Keeps blocks of KV by their key: bytes in, the same bytes out, or a miss.
+
+    Providers are called as `factory(max_bytes, runtime=..., **options)`. The engine calls from one thread.
+    `submit` begins some requests and `poll`, called once a step, says which of them have ended; neither waits
+    for a peer, and nothing happens to the caller's buffers after the result. Requests of one `submit` for the
+    same key are done in their order.
+
+    A get is a hit only where the stored header is equal to the asked one, tokens and namespace included,
+    and the checksum of the bytes is right; everything else is a miss, and the buffer may hold anything. A
+    put that finds no room changes nothing. No error of a device raises: it is an outcome, and is counted.
+    """
+
+    @abstractmethod
+    def submit(self, requests: Sequence[TierRequest]) -> Ticket:
+        """Begin. The buffers belong to the tier until `poll` has returned the result.
+
+        Raises InvalidInputError for a put or get without data.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[TierResult]:
+        """Return what has ended since the last call."""
+
+    @abstractmethod
+    def contains(self, key: BlockKey) -> bool:
+        """Say whether a get of this key may hit. Asks no device; a get decides."""
+
+    def stored(self) -> Sequence[tuple[BlockHeader, int]]:
+        """Return what was found when the tier was made or last connected, with its bytes; default nothing."""
+        return ()
+
+    @abstractmethod
+    def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
+        """Estimate how long getting these blocks would take now, by what was measured so far.
+
+        Keys that are not there cost nothing. About a microsecond a key.
+        """
+
+    @abstractmethod
+    def metrics(self) -> KVTierMetrics:
+        """Return the counts so far."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory, files and connections. What is not persistent is deleted."""
+
+
+def check_requests(requests: Sequence[TierRequest]) -> None:
+    """Raise InvalidInputError for a put or get without data."""
+    for request in requests:
+        if request.data is None and request.action != "delete":
+            raise InvalidInputError(f"a {request.action} of block {request.header.hash.hex()} has no data")
+
+
+def run_to_end(
+    tier: KVTierProtocol, requests: Sequence[TierRequest], max_polls: int = 1_000_000
+) -> tuple[TierOutcome, ...]:
+    """Submit and poll until the result is there, for callers that alone use the tier.
+
+    Raises EngineError after `max_polls` polls.
+    """
+    ticket = tier.submit(requests)
+    for _ in range(max_polls):
+        for result in tier.poll():
+            if result.ticket == ticket:
+                return result.outcomes
+    raise EngineError(f"a tier did not end {len(requests)} requests within {max_polls} polls")
+
+
+class NullKVTier(KVTierProtocol):
+    """Has no room: every put is full, every get a miss."""
+
+    def __init__(self, max_bytes: int = 0, **_: object) -> None:
+        del max_bytes
+        self._metrics = KVTierMetrics()
+        self._results: list[TierResult] = []
+        self._num_submits = 0
+
+    def submit(self, requests: Sequence[TierRequest]) -> Ticket:
+        """Decide at once. Raises InvalidInputError for a put or get without data."""
+        check_requests(requests)
+        ticket = Ticket(self._num_submits)
+        self._num_submits += 1
+        outcomes = tuple(self._outcome(request) for request in requests)
+        self._results.append(TierResult(ticket, outcomes))
+        return ticket
+
+    def poll(self) -> list[TierResult]:
+        """Return all that was submitted."""
+        results, self._results = self._results, []
+        return results
+
+    def contains(self, key: BlockKey) -> bool:
+        """Say no."""
+        return False
+
+    def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
+        """Find nothing."""
+        return 0
+
+    def metrics(self) -> KVTierMetrics:
+        """Return the counts of what was refused."""
+        return self._metrics
+
+    def check_integrity(self) -> None:
+        """Nothing can be wrong."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _outcome(self, request: TierRequest) -> TierOutcome:
+        if request.action == "put":
+            self._metrics.num_full += 1
+            return "full"
+        self._metrics.num_gets += request.action == "get"
+        return "missing"

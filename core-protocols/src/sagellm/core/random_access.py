@@ -1,0 +1,144 @@
+"""Files that are read and written in place, handed in like every other source of surprise."""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+
+_NOWAIT = getattr(os, "RWF_NOWAIT", None)
+
+
+class RandomAccessFile(ABC):
+    """One open file. Every method may raise OSError."""
+
+    @abstractmethod
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers one after the other from `offset`; return how many bytes, fewer at the end."""
+
+    @abstractmethod
+    def write(self, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
+        """Write all of the buffers one after the other from `offset`."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the length of the file in bytes."""
+
+    @abstractmethod
+    def is_resident(self, offset: int, size: int) -> bool:
+        """Say whether a range can be read from memory, without the device. A guess from its ends."""
+
+    @abstractmethod
+    def drop_cache(self) -> None:
+        """Have the system forget what it keeps of the file in memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it; a second time does nothing."""
+
+
+class SystemRandomAccessFile(RandomAccessFile):
+    """A file of the machine, mode 0600, for this process alone."""
+
+    def __init__(self, path: str, *, is_new: bool) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
+        self._descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Read until all buffers are full or the file ends."""
+        num_read, left = 0, [buffer for buffer in buffers if len(buffer)]
+        while left and (count := os.preadv(self._descriptor, left, offset + num_read)):
+            num_read += count
+            left = _rest(left, count)
+        return num_read
+
+    def write(self, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
+        """Write until all is written."""
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        while left:
+            count = os.pwritev(self._descriptor, left, offset)
+            if count == 0:
+                raise OSError(errno.EIO, "nothing was written")
+            offset += count
+            left = _rest(left, count)
+
+    def size(self) -> int:
+        """Ask the system."""
+        return os.fstat(self._descriptor).st_size
+
+    def is_resident(self, offset: int, size: int) -> bool:
+        """Try to read the first and the last byte without waiting; False where the system cannot say."""
+        if _NOWAIT is None or size < 1:
+            return False
+        byte = bytearray(1)
+        try:
+            return all(
+                os.preadv(self._descriptor, [byte], position, _NOWAIT) == 1
+                for position in (offset, offset + size // 2, offset + size - 1)
+            )
+        except OSError:  # it would wait, or the file system has no such flag
+            return False
+
+    def drop_cache(self) -> None:
+        """Write back, then advise the system that nothing is needed."""
+        os.fdatasync(self._descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+class MemoryRandomAccessFile(RandomAccessFile):
+    """A file that is a bytearray, for simulations and tests."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Copy."""
+        num_read = 0
+        for buffer in buffers:
+            part = self._data[offset + num_read : offset + num_read + len(buffer)]
+            buffer[: len(part)] = part
+            num_read += len(part)
+        return num_read
+
+    def write(self, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
+        """Copy; a hole is zeros."""
+        data = b"".join(buffers)
+        if len(self._data) < offset:
+            self._data.extend(bytes(offset - len(self._data)))
+        self._data[offset : offset + len(data)] = data
+
+    def size(self) -> int:
+        """Return its length."""
+        return len(self._data)
+
+    def is_resident(self, offset: int, size: int) -> bool:
+        """Say yes."""
+        return True
+
+    def drop_cache(self) -> None:
+        """There is nothing behind it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _rest(buffers: Sequence[memoryview], num_done: int) -> list[memoryview]:
+    """Return what is left of buffers after so many bytes."""
+    rest = []
+    for buffer in buffers:
+        if num_done >= len(buffer):
+            num_done -= len(buffer)
+        else:
+            rest.append(buffer[num_done:])
+            num_done = 0
+    return rest

@@ -1,0 +1,162 @@
+"""What every tier of KV must do. Subclass `KVTierContract` and override `make`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sagellm.core.errors import InvalidInputError
+from sagellm.core.kv_block import BlockHeader
+from sagellm.core.namespace import Namespace
+from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest, run_to_end
+from sagellm.core.runtime import Randomness
+from sagellm.core.testing.kv_tier_model import KVTierMachine
+from sagellm.core.tokens import pack
+
+BLOCK_BYTES = 192
+
+
+def make_header(number: int, namespace: Namespace | None = None) -> BlockHeader:
+    """Return the header of a block whose tokens are its number."""
+    return BlockHeader(
+        parent_hash=bytes(16),
+        token_ids=pack([number] * 4),
+        namespace=namespace or Namespace(),
+        model_fingerprint="model",
+        layout="layout",
+        dtype="bfloat16",
+    )
+
+
+def make_data(number: int, num_bytes: int = BLOCK_BYTES) -> memoryview:
+    """Return bytes that no other block has."""
+    return memoryview(bytearray(number.to_bytes(4, "little") * (num_bytes // 4)))
+
+
+def put(tier: KVTierProtocol, header: BlockHeader, data: memoryview) -> TierOutcome:
+    """Store one block."""
+    return run_to_end(tier, [TierRequest("put", header, data)])[0]
+
+
+def get(tier: KVTierProtocol, header: BlockHeader, num_bytes: int = BLOCK_BYTES) -> tuple[TierOutcome, bytes]:
+    """Ask for one block."""
+    data = memoryview(bytearray(num_bytes))
+    return run_to_end(tier, [TierRequest("get", header, data)])[0], bytes(data)
+
+
+class KVTierContract:
+    """The contract of KVTierProtocol as tests.
+
+    `make` may return a tier with less room than asked for, even none; what cannot be tested then is skipped.
+    """
+
+    num_long_operations = 100_000  # of the long random test
+
+    def make(self, max_bytes: int) -> KVTierProtocol:
+        """Return a fresh tier."""
+        raise NotImplementedError
+
+    def make_with(self, num_blocks: int) -> KVTierProtocol:
+        """Return a fresh tier; skip where so many blocks do not fit."""
+        tier = self.make(max(16, num_blocks) * 8192)
+        stored = [
+            put(tier, make_header(1000 + number), make_data(number)) for number in range(1, num_blocks + 1)
+        ]
+        if stored.count("done") < num_blocks:
+            pytest.skip(f"needs room for {num_blocks} blocks")
+        for number in range(1, num_blocks + 1):
+            run_to_end(tier, [TierRequest("delete", make_header(1000 + number))])
+        return tier
+
+    def test_a_new_tier_is_empty(self) -> None:
+        """Nothing is found, nothing is counted."""
+        tier = self.make(1 << 16)
+        assert tier.poll() == []
+        assert not tier.contains(make_header(1).key)
+        assert tier.get_cost_ns([make_header(1).key]) == 0
+        metrics = tier.metrics()
+        assert (metrics.num_blocks, metrics.num_bytes, metrics.num_hits) == (0, 0, 0)
+        tier.check_integrity()
+        assert get(tier, make_header(1))[0] == "missing"
+        tier.close()
+
+    def test_what_was_put_comes_back(self) -> None:
+        """Byte for byte, more than once, and until it is deleted."""
+        tier = self.make_with(3)
+        for number in (1, 2, 3):
+            assert put(tier, make_header(number), make_data(number)) == "done"
+        for number in (3, 1, 2, 1):
+            assert tier.contains(make_header(number).key)
+            assert get(tier, make_header(number)) == ("done", bytes(make_data(number)))
+        assert tier.metrics().num_blocks == 3
+        assert run_to_end(tier, [TierRequest("delete", make_header(2))]) == ("done",)
+        assert run_to_end(tier, [TierRequest("delete", make_header(2))]) == ("missing",)
+        assert get(tier, make_header(2))[0] == "missing"
+        assert get(tier, make_header(3)) == ("done", bytes(make_data(3)))
+        tier.check_integrity()
+        tier.close()
+
+    def test_requests_of_one_submit_are_done_in_their_order(self) -> None:
+        """An outcome for each, also for the same block."""
+        tier = self.make_with(2)
+        header, data = make_header(1), memoryview(bytearray(BLOCK_BYTES))
+        outcomes = run_to_end(
+            tier,
+            [
+                TierRequest("get", header, memoryview(bytearray(BLOCK_BYTES))),
+                TierRequest("put", header, make_data(1)),
+                TierRequest("get", header, data),
+                TierRequest("delete", header),
+                TierRequest("get", header, memoryview(bytearray(BLOCK_BYTES))),
+            ],
+        )
+        assert outcomes == ("missing", "done", "done", "done", "missing")
+        assert data == make_data(1)
+        assert run_to_end(tier, []) == ()
+        tier.close()
+
+    def test_a_block_of_anything_else_is_a_miss(self) -> None:
+        """Another tenant, salt, model, layout, dtype, parent or group, and another size of data."""
+        tier = self.make_with(2)
+        header = make_header(1)
+        assert put(tier, header, make_data(1)) == "done"
+        others = (
+            make_header(1, Namespace("other")),
+            make_header(1, Namespace(salt="salt")),
+            make_header(1, Namespace(adapter="adapter")),
+            replace(header, model_fingerprint="other"),
+            replace(header, layout="other"),
+            replace(header, dtype="float32"),
+            replace(header, parent_hash=bytes(15) + b"x"),
+            replace(header, group=1),
+        )
+        for other in others:
+            assert get(tier, other)[0] == "missing"
+        assert get(tier, header, BLOCK_BYTES + 64)[0] == "missing"
+        assert get(tier, header)[0] == "done"
+        tier.close()
+
+    def test_a_put_or_get_without_data_is_refused(self) -> None:
+        """Before anything is done."""
+        tier = self.make(1 << 16)
+        for action in ("put", "get"):
+            with pytest.raises(InvalidInputError):
+                tier.submit([TierRequest(action, make_header(1))])
+        tier.check_integrity()
+        tier.close()
+
+    def test_random_operations_agree_with_a_model(self) -> None:
+        """Never other bytes than those put last, and the bookkeeping whole after each."""
+        tier = self.make(40 * 4096)
+        KVTierMachine(tier, Randomness(0).stream("operations")).run(2_000, check_every=1)
+        tier.close()
+
+    @pytest.mark.full
+    def test_many_random_operations_agree_with_a_model(self) -> None:
+        """The same for long."""
+        self.make_with(1).close()
+        tier = self.make(40 * 4096)
+        machine = KVTierMachine(tier, Randomness(1).stream("operations"))
+        machine.run(self.num_long_operations, check_every=100)
+        tier.close()

@@ -1,0 +1,193 @@
+"""Keeps what the prefix cache evicts in tiers below the device, and brings it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sagellm.core import (
+    BlockId,
+    EvictedBlocks,
+    ForwardBackendProtocol,
+    KVIdentity,
+    KVTierMetrics,
+    KVTierProtocol,
+    Namespace,
+    Ticket,
+    TierRequest,
+    TokenIds,
+    get_logger,
+    headers_of,
+)
+from sagellm.core.kv_block import BlockHeader
+from sagellm.engines.core.prefill_rate import PrefillRate
+
+FetchRule = Literal["cheaper", "always", "never"]
+"""Whether a block is fetched: where that is cheaper than computing it, or without asking."""
+
+_MAX_BUFFERS = 64
+_CHUNK = 16
+"""Blocks that one fetch has in flight at once."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks of one prompt on their way from the tiers to the device."""
+
+    headers: list[BlockHeader]
+    block_ids: list[BlockId]
+    num_done: int = 0  # from the first on, without a gap
+    is_over: bool = False
+    buffers: list[memoryview] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class OffloadMetrics:
+    """What went down and came back; the tiers' own counts."""
+
+    num_kept_blocks: int = 0
+    num_fetches: int = 0
+    num_fetched_blocks: int = 0
+    num_computed_instead: int = 0  # blocks that were stored, and computing them was cheaper
+    num_lost_blocks: int = 0  # that a tier was said to have, and a fetch did not get
+    prefill_tokens_a_second: float = 0.0
+    tiers: KVTierMetrics = field(default_factory=KVTierMetrics)
+
+
+class KVOffload:
+    """Between one engine's KV memory and its tiers.
+
+    What is evicted is copied to host memory at once, as its block is about to be overwritten, and given to
+    the tiers. A fetch goes the other way by way of buffers, so that a late answer never lands in a block
+    that is somebody else's by then. `poll` moves both on, once a step.
+    """
+
+    def __init__(
+        self,
+        tiers: KVTierProtocol,
+        memory: ForwardBackendProtocol,
+        identity: KVIdentity,
+        *,
+        block_size: int,
+        block_bytes: int,
+        rule: FetchRule = "cheaper",
+    ) -> None:
+        self.tiers = tiers
+        self.identity = identity
+        self.prefill = PrefillRate()
+        self.rule: FetchRule = rule
+        self._memory = memory
+        self._block_size, self._block_bytes = block_size, block_bytes
+        self._buffers: list[memoryview] = []
+        self._puts: dict[Ticket, list[memoryview]] = {}
+        self._gets: dict[Ticket, Fetch] = {}
+        self._asked: tuple[TokenIds, Namespace, list[BlockHeader]] | None = None
+        self._metrics = OffloadMetrics()
+
+    def keep(self, evicted: EvictedBlocks) -> None:
+        """Give blocks to the tiers that they do not have; called while their KV is whole."""
+        wanted = [
+            (block_id, header)
+            for block_id, header in zip(evicted.block_ids, evicted.headers, strict=True)
+            if not self.tiers.contains(header.key)
+        ]
+        if not wanted:
+            return
+        buffers = [self._take_buffer() for _ in wanted]
+        self._memory.read_blocks([block_id for block_id, _ in wanted], buffers)
+        requests = [
+            TierRequest("put", header, data) for (_, header), data in zip(wanted, buffers, strict=True)
+        ]
+        self._puts[self.tiers.submit(requests)] = buffers
+        self._metrics.num_kept_blocks += len(wanted)
+        self.poll()
+
+    def find(self, token_ids: TokenIds, namespace: Namespace, num_cached: int) -> list[BlockHeader]:
+        """Return the blocks behind `num_cached` tokens that are to be fetched: a run of what is stored."""
+        if self.rule == "never":
+            return []
+        first = num_cached // self._block_size
+        stored: list[BlockHeader] = []
+        for header in self._headers_of(token_ids, namespace)[first:]:
+            if not self.tiers.contains(header.key):
+                break
+            stored.append(header)
+        if stored and self.rule == "cheaper":
+            fetch_ns = self.tiers.get_cost_ns([header.key for header in stored])
+            compute_ns = self.prefill.cost_ns(num_cached, len(stored) * self._block_size)
+            if fetch_ns >= compute_ns:
+                self._metrics.num_computed_instead += len(stored)
+                return []
+        return stored
+
+    def begin(self, headers: list[BlockHeader], block_ids: list[BlockId]) -> Fetch:
+        """Start bringing blocks into the memory of these ids, which are nobody else's until it is over."""
+        fetch = Fetch(headers, block_ids)
+        self._metrics.num_fetches += 1
+        self._go_on(fetch)
+        self.poll()
+        return fetch
+
+    def copy_now(self, pairs: Seq[tuple[BlockId, BlockId]]) -> None:
+        """Copy between blocks before a fetch writes to any."""
+        self._memory.copy_blocks(pairs)
+
+    def poll(self) -> None:
+        """Take note of what the tiers have done."""
+        while results := self.tiers.poll():
+            for result in results:
+                if (buffers := self._puts.pop(result.ticket, None)) is not None:
+                    self._buffers += buffers
+                elif (fetch := self._gets.pop(result.ticket, None)) is not None:
+                    self._arrived(fetch, list(result.outcomes))
+
+    def metrics(self) -> OffloadMetrics:
+        """Return the counts so far."""
+        metrics = self._metrics
+        second_ns = max(1, self.prefill.cost_ns(0, 1000))
+        metrics.prefill_tokens_a_second = 1000 * 1e9 / second_ns
+        metrics.tiers = self.tiers.metrics()
+        return metrics
+
+    def close(self) -> None:
+        """Close the tiers."""
+        self.tiers.close()
+
+    def _headers_of(self, token_ids: TokenIds, namespace: Namespace) -> list[BlockHeader]:
+        """Name the blocks of a prompt; one that waits for its admission is asked for at every step."""
+        if self._asked is None or self._asked[:2] != (token_ids, namespace):
+            headers = headers_of(token_ids, self._block_size, namespace, self.identity)
+            self._asked = token_ids, namespace, headers
+        return self._asked[2]
+
+    def _go_on(self, fetch: Fetch) -> None:
+        headers = fetch.headers[fetch.num_done : fetch.num_done + _CHUNK]
+        if not headers:
+            fetch.is_over = True
+            return
+        fetch.buffers = [self._take_buffer() for _ in headers]
+        requests = [
+            TierRequest("get", header, data) for header, data in zip(headers, fetch.buffers, strict=True)
+        ]
+        self._gets[self.tiers.submit(requests)] = fetch
+
+    def _arrived(self, fetch: Fetch, outcomes: Seq[str]) -> None:
+        num_good = next((n for n, outcome in enumerate(outcomes) if outcome != "done"), len(outcomes))
+        targets = fetch.block_ids[fetch.num_done : fetch.num_done + num_good]
+        self._memory.write_blocks(targets, fetch.buffers[:num_good])
+        fetch.num_done += num_good
+        self._metrics.num_fetched_blocks += num_good
+        self._buffers += fetch.buffers
+        fetch.buffers = []
+        del self._buffers[_MAX_BUFFERS:]
+        if num_good < len(outcomes):
+            self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
+            fetch.is_over = True
+        else:
+            self._go_on(fetch)
+
+    def _take_buffer(self) -> memoryview:
+        return self._buffers.pop() if self._buffers else memoryview(bytearray(self._block_bytes))

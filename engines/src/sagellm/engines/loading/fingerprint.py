@@ -1,0 +1,29 @@
+"""What two models have in common whose KV is interchangeable."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sagellm.engines.config.sections import ModelConfig
+
+_CHUNK_BYTES = 1 << 22
+
+
+def fingerprint_of(path: Path, settings: ModelConfig) -> str:
+    """Return a hash of a checkpoint's config and weights, and of how they are loaded; 32 hex digits.
+
+    Reads every byte of the weights, about a second a gigabyte: a block of another model must never be found.
+    """
+    digest = blake2b(digest_size=16)
+    for part in (settings.dtype, settings.quantization or ""):
+        digest.update(f"{len(part)}:{part}".encode())
+    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()

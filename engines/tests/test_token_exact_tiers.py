@@ -1,0 +1,169 @@
+"""Greedy tokens are the same wherever the KV of evicted prompts was kept meanwhile."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from sagellm.core import ConfigError, Namespace
+from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.engines import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+_random = random.Random(3)
+PROMPTS = [[_random.randrange(5, 200) for _ in range(60)] for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine):
+    engine = make_engine(block_size=8, max_num_seqs=1, enable_prefix_caching=False)
+    return [engine.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+def run(engine, times=2, **options):
+    found = [engine.generate(prompt, GREEDY, **options)[0] for _ in range(times) for prompt in PROMPTS]
+    return [output.outputs[0].token_ids for output in found], [output.num_cached_tokens for output in found]
+
+
+def make(make_engine, tiers, **options):
+    defaults = {"block_size": 8, "num_blocks": 20, "kv_tiers": tiers, "kv_fetch": "always"}
+    return make_engine(**(defaults | options))
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    pytest.importorskip("redis")
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None:
+        pytest.skip("no redis-server is installed")
+    socket = tmp_path_factory.mktemp("redis") / "redis.sock"
+    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(socket.parent)]
+    process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
+    while not socket.exists():
+        time.sleep(0.02)
+    yield f"unix://{socket}"
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("where", ["host", "file", "host over file", "redis", "host over redis"])
+def test_tokens_are_the_same_when_kv_comes_back_from_a_tier(
+    make_engine, expected, all_blocks_are_back, tmp_path, request, where
+):
+    file = {"max_bytes": "64MiB", "folder": str(tmp_path)}
+    redis = {"max_bytes": "64MiB"}
+    if "redis" in where:
+        redis["url"] = request.getfixturevalue("redis_url")
+        redis["prefix"] = where.replace(" ", "-")
+    options = {"host": "64MiB", "file": file, "redis": redis}
+    tiers = {name: options[name] for name in where.split(" over ")}
+    if len(tiers) > 1:
+        tiers["host"] = 40_000
+    engine = make(make_engine, tiers)
+    tokens, num_cached = run(engine)
+    assert tokens == expected * 2
+    metrics = engine.metrics().modules["kv_tier"]
+    assert metrics.num_kept_blocks > 20
+    assert num_cached[6:] == [56] * 6
+    assert metrics.num_fetched_blocks >= 30
+    assert metrics.num_lost_blocks == 0
+    if len(tiers) > 1:
+        assert metrics.tiers.num_demoted > 0
+    assert all_blocks_are_back(engine)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_late_answers_cost_no_cached_block(make_engine, expected, all_blocks_are_back, max_num_seqs):
+    engine = make(make_engine, {"host": "64MiB"}, max_num_seqs=max_num_seqs, num_blocks=24)
+    offload = engine.client.core.kv.offload
+    offload.tiers = LateKVTier(offload.tiers, random.Random(1))
+    tokens, num_cached = run(engine)
+    assert tokens == expected * 2
+    assert num_cached[6:] == [56] * 6
+    for _ in range(3):
+        found = engine.generate(PROMPTS, GREEDY)
+        assert [output.outputs[0].token_ids for output in found] == expected
+    assert all_blocks_are_back(engine)
+
+
+def test_failing_tiers_cost_time_and_no_token(make_engine, expected, all_blocks_are_back):
+    engine = make(make_engine, {"host": "64MiB"})
+    offload = engine.client.core.kv.offload
+    offload.tiers = LateKVTier(offload.tiers, random.Random(2), failure_rate=0.1)
+    for _ in range(3):
+        tokens, _ = run(engine)
+        assert tokens == expected * 2
+    assert offload.metrics().num_lost_blocks > 0
+    assert all_blocks_are_back(engine)
+
+
+def test_several_requests_at_once_are_fetched_for(make_engine, expected):
+    engine = make(make_engine, {"host": "64MiB"}, num_blocks=40, max_num_seqs=4)
+    for _ in range(3):
+        found = engine.generate(PROMPTS, GREEDY)
+        assert [output.outputs[0].token_ids for output in found] == expected
+    assert engine.metrics().modules["kv_tier"].num_fetched_blocks > 0
+
+
+def test_no_tenant_gets_what_another_one_left_in_a_tier(make_engine, expected):
+    engine = make(make_engine, {"host": "64MiB"})
+    first, second = Namespace("a"), Namespace("b")
+    tokens, _ = run(engine, 1, namespace=first)
+    before = engine.metrics().modules["kv_tier"].num_fetched_blocks
+    others, _ = run(engine, 1, namespace=second)
+    assert engine.metrics().modules["kv_tier"].num_fetched_blocks == before
+    again, num_cached = run(engine, 1, namespace=first)
+    assert tokens == others == again == expected
+    assert num_cached == [56] * 6
+
+
+def test_damaged_files_cost_time_and_no_token(make_engine, expected, tmp_path):
+    engine = make(make_engine, {"file": {"max_bytes": "64MiB", "folder": str(tmp_path), "name": "kept"}})
+    run(engine, 1)
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    for place in range(0, len(data), 997):
+        data[place] ^= 0x10
+    path.write_bytes(data)
+    tokens, _ = run(engine, 1)
+    assert tokens == expected
+    metrics = engine.metrics().modules["kv_tier"]
+    assert metrics.tiers.num_corrupt > 0
+    assert metrics.num_lost_blocks > 0
+
+
+def test_what_is_cheaper_to_compute_is_not_fetched(make_engine, expected):
+    engine = make(make_engine, {"host": "64MiB"}, kv_fetch="cheaper")
+    offload = engine.client.core.kv.offload
+    offload.tiers.get_cost_ns = lambda keys: 10**12
+    tokens, num_cached = run(engine)
+    assert tokens == expected * 2
+    assert max(num_cached[6:]) < 8
+    metrics = engine.metrics().modules["kv_tier"]
+    assert (metrics.num_fetched_blocks, metrics.num_computed_instead > 20) == (0, True)
+
+
+def test_a_named_file_serves_the_next_engine_and_no_other_model(make_engine, expected, tmp_path):
+    tiers = {"file": {"max_bytes": "64MiB", "folder": str(tmp_path), "name": "kept"}}
+    run(make(make_engine, tiers), 1)
+    engine = make(make_engine, tiers)
+    tokens, _ = run(engine, 1)
+    assert tokens == expected
+    assert engine.metrics().modules["kv_tier"].num_fetched_blocks > 20
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ({"host": "much"}, "kv.tiers.host is 'much'; give bytes, as in 4GiB"),
+        ({"host": {"max_bytes": "1MiB", "folder": "x"}}, "kv.tiers.host is"),
+        ({"file": {"max_bytes": "1MiB", "name": "../x"}}, "the KV file is called '../x'"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused(make_engine, tiers, message):
+    with pytest.raises(ConfigError, match=message):
+        make(make_engine, tiers)

@@ -1,0 +1,244 @@
+"""One pool that hands out KV in pieces of three sizes: tokens, pages, sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal, NamedTuple, TypeAlias
+
+from sagellm.core.errors import BlockError, ConfigError, OutOfBlocksError
+
+Granularity: TypeAlias = Literal["sequence", "page", "token"]
+
+_LEVELS: tuple[Granularity, ...] = ("sequence", "page", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPoolConfig:
+    """Sizes of a pool in tokens; each one divides the next larger.
+
+    Raises ConfigError if they do not.
+    """
+
+    total_tokens: int
+    sequence_tokens: int = 1024
+    page_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        sizes = (self.total_tokens, self.sequence_tokens, self.page_tokens)
+        if any(type(size) is not int or size < 1 for size in sizes):
+            raise ConfigError(f"sizes of a pool are whole numbers of tokens, at least 1, not {sizes}")
+        for name, large, small in (
+            ("total_tokens", self.total_tokens, self.sequence_tokens),
+            ("sequence_tokens", self.sequence_tokens, self.page_tokens),
+        ):
+            if large % small:
+                raise ConfigError(f"{name} is {large}; it must be a multiple of {small}")
+
+    def size_of(self, granularity: Granularity) -> int:
+        """Return how many tokens a piece of this size holds."""
+        sizes = {"sequence": self.sequence_tokens, "page": self.page_tokens, "token": 1}
+        return sizes[granularity]
+
+
+class Extent(NamedTuple):
+    """A run of tokens in the pool, handed out as one piece."""
+
+    granularity: Granularity
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiGranularMetrics:
+    """The state of a pool, in tokens; `num_extents` by size."""
+
+    total_tokens: int
+    free_tokens: int
+    num_extents: dict[Granularity, int]
+    whole_tokens: int  # free, in whole sequence pieces
+    num_fallbacks: int  # sequence pieces that had to be made of pages, and pages of tokens
+
+    @property
+    def external_fragmentation(self) -> float:
+        """1 - tokens in whole free sequence pieces ÷ free tokens; 0 when nothing is free."""
+        return 1 - self.whole_tokens / self.free_tokens if self.free_tokens else 0.0
+
+
+class _Shelf:
+    """Free pieces of one size, by the larger piece that they are parts of.
+
+    Pieces are taken from a parent that is in use already, and a parent all of whose parts came back is
+    whole again: so larger pieces stay whole.
+    """
+
+    def __init__(self, size: int, parent_size: int) -> None:
+        self.size, self.parent_size = size, parent_size
+        self.num_parts = parent_size // size
+        self.num_free = 0
+        self._free: dict[int, list[int]] = {}  # by the start of the parent
+        self._is_free: set[int] = set()
+
+    def take(self) -> int | None:
+        """Return the start of a piece of a parent that is broken already."""
+        if not self._free:
+            return None
+        parent = next(iter(self._free))
+        parts = self._free[parent]
+        start = parts.pop()
+        self._is_free.discard(start)
+        self.num_free -= 1
+        if not parts:
+            del self._free[parent]
+        return start
+
+    def add(self, start: int) -> int | None:
+        """Take a piece back; return the start of its parent if that is whole again, and forget its parts."""
+        parent = start - start % self.parent_size
+        parts = self._free.setdefault(parent, [])
+        parts.append(start)
+        self._is_free.add(start)
+        self.num_free += 1
+        if len(parts) < self.num_parts:
+            return None
+        del self._free[parent]
+        self._is_free.difference_update(parts)
+        self.num_free -= self.num_parts
+        return parent
+
+    def break_up(self, parent: int) -> None:
+        """Make parts of a whole parent, the first to be taken first."""
+        starts = range(parent, parent + self.parent_size, self.size)
+        self._free[parent] = list(reversed(starts))
+        self._is_free.update(starts)
+        self.num_free += self.num_parts
+
+    def starts(self) -> set[int]:
+        """Return the free pieces."""
+        return set(self._is_free)
+
+
+class MultiGranularKVPool:
+    """Gives a sequence whole sequence pieces, then pages, then single tokens, so that nothing is left over.
+
+    `allocate(num_tokens)` covers the tokens exactly. A size that has run out is made of the next larger
+    one, broken up; a piece whose larger size has run out is replaced by smaller ones. So an allocation fails
+    only when fewer tokens are free than asked for. O(pieces) a call. Safe under concurrent calls.
+    """
+
+    def __init__(self, config: KVPoolConfig) -> None:
+        self.config = config
+        self._lock = Lock()
+        sizes = [config.total_tokens, *(config.size_of(level) for level in _LEVELS)]
+        self._shelves = {
+            level: _Shelf(size, larger)
+            for level, larger, size in zip(_LEVELS, sizes[:-1], sizes[1:], strict=True)
+        }
+        self._shelves["sequence"].break_up(0)
+        self._held: set[Extent] = set()
+        self._free_tokens = config.total_tokens
+        self._num_fallbacks = 0
+
+    def allocate(self, num_tokens: int) -> list[Extent]:
+        """Return pieces for exactly so many tokens, all of them or none.
+
+        Raises BlockError for a number below one, OutOfBlocksError when fewer tokens are free.
+        """
+        if type(num_tokens) is not int or num_tokens < 1:
+            raise BlockError(f"{num_tokens!r} tokens asked for; ask for an int of at least 1")
+        with self._lock:
+            if num_tokens > self._free_tokens:
+                raise OutOfBlocksError(
+                    f"{num_tokens} tokens asked for, {self._free_tokens} of {self.config.total_tokens} are "
+                    "free; free some, or make the pool larger",
+                    needed=num_tokens,
+                    available=self._free_tokens,
+                )
+            extents: list[Extent] = []
+            left = num_tokens
+            for level, granularity in enumerate(_LEVELS):
+                size = self.config.size_of(granularity)
+                while left >= size and (start := self._take(level)) is not None:
+                    extents.append(Extent(granularity, start))
+                    left -= size
+                self._num_fallbacks += left >= size
+            assert not left, "tokens were counted as free that are not"
+            self._held.update(extents)
+            self._free_tokens -= num_tokens
+            return extents
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Give pieces back, all of them or none. Raises BlockError for one not held, or given twice."""
+        given = list(extents)
+        with self._lock:
+            wrong = [extent for extent in given if not _is_in(extent, self._held)]
+            if wrong:
+                raise BlockError(f"{wrong[0]!r} is not allocated; free what `allocate` returned, once")
+            if len(set(given)) < len(given):
+                raise BlockError("an extent is given twice; free what `allocate` returned, once")
+            self._held.difference_update(given)
+            for extent in given:
+                self._free_tokens += self.config.size_of(extent.granularity)
+                self._give_back(_LEVELS.index(extent.granularity), extent.start)
+
+    def get_free_tokens(self) -> int:
+        """Return how many tokens are free."""
+        with self._lock:
+            return self._free_tokens
+
+    def metrics(self) -> MultiGranularMetrics:
+        """Return the present state."""
+        with self._lock:
+            counts = dict.fromkeys(_LEVELS, 0)
+            for extent in self._held:
+                counts[extent.granularity] += 1
+            return MultiGranularMetrics(
+                total_tokens=self.config.total_tokens,
+                free_tokens=self._free_tokens,
+                num_extents=counts,
+                whole_tokens=self._shelves["sequence"].num_free * self.config.sequence_tokens,
+                num_fallbacks=self._num_fallbacks,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a token is held twice, lost, or free in two sizes. O(pieces)."""
+        with self._lock:
+            pieces = [(extent.start, self.config.size_of(extent.granularity)) for extent in self._held]
+            num_held = sum(size for _, size in pieces)
+            for granularity, shelf in self._shelves.items():
+                starts = shelf.starts()
+                assert len(starts) == shelf.num_free, f"free {granularity} pieces are counted wrong"
+                pieces += [(start, shelf.size) for start in starts]
+            position = 0
+            for start, size in sorted(pieces):
+                assert start == position, f"tokens {position} to {start} are lost or given twice"
+                position = start + size
+            assert position == self.config.total_tokens, "the pieces do not cover the pool"
+            assert num_held + self._free_tokens == self.config.total_tokens, "free tokens are counted wrong"
+
+    def _take(self, level: int) -> int | None:
+        """Return a piece of a size, of a larger one that is broken up if need be."""
+        shelf = self._shelves[_LEVELS[level]]
+        start = shelf.take()
+        if start is None and level:
+            larger = self._take(level - 1)
+            if larger is not None:
+                shelf.break_up(larger)
+                start = shelf.take()
+        return start
+
+    def _give_back(self, level: int, start: int) -> None:
+        shelf = self._shelves[_LEVELS[level]]
+        whole = shelf.add(start)
+        if whole is not None:
+            if level:
+                self._give_back(level - 1, whole)
+            else:
+                shelf.break_up(whole)
+
+
+def _is_in(extent: object, held: set[Extent]) -> bool:
+    try:
+        return extent in held and isinstance(extent, Extent)
+    except TypeError:
+        return False

@@ -1,0 +1,1 @@
+"""KV beyond the device, tier by tier."""

@@ -1,0 +1,223 @@
+"""A tier over one backend: an index by key, and records that say what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from sagellm.core.errors import OutOfMemoryError
+from sagellm.core.kv_block import BlockHeader, BlockKey
+from sagellm.core.logging import get_logger
+from sagellm.core.protocols.kv_tier import (
+    KVTierMetrics,
+    KVTierProtocol,
+    Ticket,
+    TierOutcome,
+    TierRequest,
+    TierResult,
+    check_requests,
+)
+from sagellm.core.runtime import Clock, SystemClock
+from sagellm.kvmgr.kv_pool.tiers.backends import TierBackend
+from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
+from sagellm.kvmgr.kv_pool.tiers.record import (
+    PREFIX_BYTES,
+    checksum_of,
+    decode_head,
+    encode_head,
+    read_prefix,
+)
+
+_FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9
+"""What is believed of memory, and of what lies behind it, before anything was measured."""
+
+_log = get_logger(__name__)
+
+
+class Record(NamedTuple):
+    """Where a block lies, and everything that must be found there."""
+
+    offset: int
+    head: bytes
+    num_data_bytes: int
+    checksum: bytes
+
+
+class BackendTier(KVTierProtocol):
+    """Blocks on one backend, each with its header and an xxh3 checksum.
+
+    Everything is done in `submit`: a copy of a block takes less than handing it to somebody else. A record
+    that is not what was put is dropped, so that the next get is a plain miss. What a persistent file holds
+    is found again by its heads; the data is checked when it is asked for.
+    """
+
+    def __init__(self, backend: TierBackend, *, clock: Clock | None = None) -> None:
+        self.backend = backend
+        self._clock = SystemClock() if clock is None else clock
+        self._records: dict[BlockKey, Record] = {}
+        self._results: list[TierResult] = []
+        self._num_submits = 0
+        self._metrics = KVTierMetrics(max_bytes=backend.total_bytes)
+        self._fast, self._slow = TransferRate(_FAST_BYTES_PER_S), TransferRate(_SLOW_BYTES_PER_S)
+
+    def submit(self, requests: Sequence[TierRequest]) -> Ticket:
+        """Do it."""
+        check_requests(requests)
+        ticket = Ticket(self._num_submits)
+        self._num_submits += 1
+        self._results.append(TierResult(ticket, tuple(map(self._do, requests))))
+        return ticket
+
+    def poll(self) -> list[TierResult]:
+        """Return what was done."""
+        results, self._results = self._results, []
+        return results
+
+    def contains(self, key: BlockKey) -> bool:
+        """Look into the index."""
+        return key in self._records
+
+    def stored(self) -> Sequence[tuple[BlockHeader, int]]:
+        """Read the heads of what `recover` found, or was put since."""
+        heads = ((decode_head(record.head, record.offset), record) for record in self._records.values())
+        return [(head.header, record.num_data_bytes) for head, record in heads if head is not None]
+
+    def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
+        """Apply the measured rate of memory or of the device, as the backend says where each lies."""
+        cost_ns = 0
+        for key in keys:
+            record = self._records.get(key)
+            if record is not None:
+                is_fast = self.backend.is_fast(record.offset, len(record.head) + record.num_data_bytes)
+                cost_ns += (self._fast if is_fast else self._slow).cost_ns(record.num_data_bytes)
+        return cost_ns
+
+    def metrics(self) -> KVTierMetrics:
+        """Return the counts so far."""
+        return replace(self._metrics, num_blocks=len(self._records))
+
+    def rates(self) -> dict[str, float]:
+        """Return bytes a second as they are believed: from memory, and from the device behind it."""
+        return {"fast": self._fast.bytes_per_s, "slow": self._slow.bytes_per_s}
+
+    def check_integrity(self) -> None:
+        """Compare the index with the ranges. O(blocks)."""
+        ranges = self.backend.ranges
+        ranges.check_integrity()
+        assert sorted(record.offset for record in self._records.values()) == ranges.offsets(), (
+            "a range has no record, or a record no range"
+        )
+        for record in self._records.values():
+            needed = len(record.head) + record.num_data_bytes
+            assert ranges.size_of(record.offset) >= needed, f"the record at {record.offset} does not fit"
+        num_bytes = sum(record.num_data_bytes for record in self._records.values())
+        assert num_bytes == self._metrics.num_bytes, f"{num_bytes} bytes, {self._metrics.num_bytes} counted"
+
+    def close(self) -> None:
+        """Close the backend; nothing is found any more."""
+        self._records.clear()
+        self._metrics.num_bytes = 0
+        self.backend.close()
+
+    def recover(self) -> int:
+        """Find the records of a file that another process left; return how many. For an empty tier."""
+        assert not self._records, "records are found once, at the beginning"
+        ranges = self.backend.ranges
+        found: list[tuple[int, int]] = []
+        offset = 0
+        while offset + PREFIX_BYTES <= ranges.total_bytes:
+            key, record = self._recover_at(offset) or (None, None)
+            if key is None or record is None or key in self._records:
+                offset += ranges.alignment
+                continue
+            size = len(record.head) + record.num_data_bytes
+            self._records[key] = record
+            self._metrics.num_bytes += record.num_data_bytes
+            found.append((offset, size))
+            offset += -(-size // ranges.alignment) * ranges.alignment
+        ranges.restore(found)
+        return len(found)
+
+    def _recover_at(self, offset: int) -> tuple[BlockKey, Record] | None:
+        prefix = bytearray(PREFIX_BYTES)
+        if not self.backend.read(offset, [memoryview(prefix)]):
+            return None
+        num_head_bytes = read_prefix(bytes(prefix))
+        if num_head_bytes is None or offset + num_head_bytes > self.backend.total_bytes:
+            return None
+        head = bytearray(num_head_bytes)
+        if not self.backend.read(offset, [memoryview(head)]):
+            return None
+        read = decode_head(bytes(head), offset)
+        if read is None or offset + len(head) + read.num_data_bytes > self.backend.total_bytes:
+            return None
+        return read.header.key, Record(offset, bytes(head), read.num_data_bytes, read.checksum)
+
+    def _do(self, request: TierRequest) -> TierOutcome:
+        try:
+            if request.action == "delete":
+                return self._delete(request.header.key)
+            assert request.data is not None, "submit has looked"
+            do = self._put if request.action == "put" else self._get
+            return do(request.header, request.data.cast("B"))
+        except OSError as error:
+            _log.warning("a KV tier failed to %s a block: %s", request.action, error.strerror or error)
+            self._metrics.num_failed += 1
+            self._drop(request.header.key)
+            return "failed"
+
+    def _put(self, header: BlockHeader, data: memoryview) -> TierOutcome:
+        key = header.key
+        if key in self._records:
+            return "done"
+        started_ns = self._clock.now_ns()
+        checksum = checksum_of(data)
+        num_bytes = len(encode_head(header, len(data), checksum, 0)) + len(data)
+        try:
+            offset = self.backend.allocate(num_bytes)
+        except OutOfMemoryError:
+            self._metrics.num_full += 1
+            return "full"
+        head = encode_head(header, len(data), checksum, offset)
+        self._records[key] = Record(offset, head, len(data), checksum)
+        self._metrics.num_bytes += len(data)
+        self.backend.write(offset, [head, data])
+        self._metrics.num_puts += 1
+        self._metrics.put_bytes += len(data)
+        self._metrics.put_ns += self._clock.now_ns() - started_ns
+        return "done"
+
+    def _get(self, header: BlockHeader, data: memoryview) -> TierOutcome:
+        self._metrics.num_gets += 1
+        key = header.key
+        record = self._records.get(key)
+        if record is None or record.num_data_bytes != len(data):
+            return "missing"
+        is_fast = self.backend.is_fast(record.offset, len(record.head) + len(data))
+        started_ns = self._clock.now_ns()
+        head = bytearray(len(record.head))
+        is_whole = self.backend.read(record.offset, [memoryview(head), data])
+        read_ns = self._clock.now_ns() - started_ns
+        wanted = encode_head(header, len(data), record.checksum, record.offset)
+        if not is_whole or head != record.head or wanted != head or checksum_of(data) != record.checksum:
+            _log.warning("a KV tier holds a block that is not what was stored; it is dropped")
+            self._metrics.num_corrupt += 1
+            self._drop(key)
+            return "corrupt"
+        (self._fast if is_fast else self._slow).measure(len(data), read_ns)
+        self._metrics.num_hits += 1
+        self._metrics.get_bytes += len(data)
+        self._metrics.get_ns += self._clock.now_ns() - started_ns
+        return "done"
+
+    def _delete(self, key: BlockKey) -> TierOutcome:
+        return "done" if self._drop(key) else "missing"
+
+    def _drop(self, key: BlockKey) -> bool:
+        record = self._records.pop(key, None)
+        if record is None:
+            return False
+        self._metrics.num_bytes -= record.num_data_bytes
+        self.backend.deallocate(record.offset)
+        return True

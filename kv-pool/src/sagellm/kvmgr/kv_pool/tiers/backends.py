@@ -1,0 +1,175 @@
+"""Bytes at offsets: on the device, in host memory, in a file."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from sagellm.core.runtime import Files, SystemFiles
+from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator
+
+if TYPE_CHECKING:
+    import torch
+
+Parts: TypeAlias = Sequence[bytes | memoryview]
+"""Bytes that lie one after the other in the backend, and anywhere outside."""
+
+
+class TierBackend(ABC):
+    """A device with `total_bytes` bytes, handed out by offset.
+
+    `write` and `read` go to ranges that `allocate` returned; nobody else checks.
+    """
+
+    def __init__(self, total_bytes: int, alignment: int = 64) -> None:
+        self._ranges = OffsetAllocator(total_bytes, alignment)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the device, allocated or not."""
+        return self._ranges.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are not allocated, in one piece or not."""
+        return self._ranges.free_bytes
+
+    @property
+    def ranges(self) -> OffsetAllocator:
+        """Who has what."""
+        return self._ranges
+
+    def allocate(self, size: int) -> int:
+        """Return the offset of a free range. Raises OutOfMemoryError, or BlockError for a size below one."""
+        return self._ranges.allocate(size)
+
+    def deallocate(self, offset: int) -> None:
+        """Give a range back, joined with free neighbours. Raises BlockError if it is not allocated."""
+        self._ranges.deallocate(offset)
+
+    @abstractmethod
+    def write(self, offset: int, parts: Parts) -> None:
+        """Store parts one after the other. Raises OSError where the device fails."""
+
+    @abstractmethod
+    def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Fill parts one after the other; False if there were fewer bytes. Raises OSError."""
+
+    def is_fast(self, offset: int, size: int) -> bool:
+        """Say whether a range can be read at memory's speed."""
+        del offset, size
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the device."""
+
+
+class DDRBackend(TierBackend):
+    """Host memory, taken from the system page by page as it is first written."""
+
+    def __init__(self, total_bytes: int, alignment: int = 64) -> None:
+        super().__init__(total_bytes, alignment)
+        self._map = mmap.mmap(-1, max(1, self.total_bytes))
+        self._memory = memoryview(self._map)
+
+    def write(self, offset: int, parts: Parts) -> None:
+        """Copy."""
+        for part in parts:
+            self._memory[offset : offset + len(part)] = part
+            offset += len(part)
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Copy."""
+        for part in parts:
+            part[:] = self._memory[offset : offset + len(part)]
+            offset += len(part)
+        return True
+
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        self._memory.release()
+        self._map.close()
+
+
+class HBMBackend(TierBackend):
+    """Memory of a torch device. A CPU's is host memory: take `DDRBackend` there."""
+
+    def __init__(self, total_bytes: int, device: str | torch.device = "cpu", alignment: int = 64) -> None:
+        import torch
+
+        super().__init__(total_bytes, alignment)
+        self._memory = torch.zeros(self.total_bytes, dtype=torch.uint8, device=device)
+
+    def write(self, offset: int, parts: Parts) -> None:
+        """Copy to the device."""
+        self._copy(offset, parts, to_device=True)
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Copy from the device."""
+        self._copy(offset, parts, to_device=False)
+        return True
+
+    def close(self) -> None:
+        """Let torch have the memory."""
+        self._memory = self._memory[:0].clone()
+
+    def _copy(self, offset: int, parts: Parts, *, to_device: bool) -> None:
+        import torch
+
+        for part in parts:
+            if len(part):
+                # frombuffer wants what can be written to, also where nobody does
+                view = bytearray(part) if memoryview(part).readonly else part
+                outside = torch.frombuffer(view, dtype=torch.uint8)
+                inside = self._memory[offset : offset + len(part)]
+                target, source = (inside, outside) if to_device else (outside, inside)
+                target.copy_(source)
+            offset += len(part)
+
+
+class NVMeBackend(TierBackend):
+    """A file, mode 0600, that grows to `total_bytes` as it is written.
+
+    Its name is deleted as soon as it is open, so that it goes with its process, however that ends; unless
+    `is_persistent`, when one that exists is opened. Raises OSError if it cannot be, FileExistsError if a
+    file that is not to stay is there already.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        total_bytes: int,
+        *,
+        files: Files | None = None,
+        is_persistent: bool = False,
+        alignment: int = 4096,
+    ) -> None:
+        super().__init__(total_bytes, alignment)
+        files = SystemFiles() if files is None else files
+        try:
+            self.file = files.open(path, is_new=True)
+        except FileExistsError:
+            if not is_persistent:
+                raise
+            self.file = files.open(path, is_new=False)
+        if not is_persistent:
+            files.remove(path)
+
+    def write(self, offset: int, parts: Parts) -> None:
+        """Write to the file."""
+        self.file.write(offset, parts)
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Read from the file."""
+        return self.file.read_into(offset, parts) == sum(map(len, parts))
+
+    def is_fast(self, offset: int, size: int) -> bool:
+        """Ask whether the system has it in memory."""
+        return self.file.is_resident(offset, size)
+
+    def close(self) -> None:
+        """Close the file, which is gone then unless it is to stay."""
+        self.file.close()

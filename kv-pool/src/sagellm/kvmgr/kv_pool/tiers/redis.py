@@ -1,0 +1,297 @@
+"""KV in a Redis or Valkey server, which other engines may share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.kv_block import BlockHeader, BlockKey
+from sagellm.core.logging import get_logger
+from sagellm.core.protocols.kv_tier import (
+    KVTierMetrics,
+    KVTierProtocol,
+    Ticket,
+    TierOutcome,
+    TierRequest,
+    TierResult,
+    check_requests,
+)
+from sagellm.core.runtime import Clock, SystemClock
+from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
+from sagellm.kvmgr.kv_pool.tiers.record import checksum_of, decode_head, encode_head, read_prefix
+
+if TYPE_CHECKING:
+    from redis import Connection
+
+_BYTES_PER_S = 0.5e9
+_RECONNECT_AFTER_NS = 1_000_000_000
+_MAX_HEAD_BYTES = 1 << 16
+
+_log = get_logger(__name__)
+
+
+class _Asked(NamedTuple):
+    """A request, and its outcome where the server was not asked."""
+
+    request: TierRequest
+    outcome: TierOutcome | None
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A submit whose commands are on their way."""
+
+    ticket: Ticket
+    asked: list[_Asked]
+    sent_ns: int
+
+
+class RedisTier(KVTierProtocol):
+    """One key a block, `prefix:` and the block's hash; the value is the record that files hold, too.
+
+    Commands are sent by `submit` and replies are read by `poll`, in their order, once they have begun to
+    arrive; `timeout_s` bounds the wait for them. While the server cannot be reached everything fails, and
+    it is tried again after a second. `max_bytes` bounds what is stored under the prefix, as far as this tier
+    knows: what others stored is found if it was there when the connection began. What the server evicts
+    by itself is a miss.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        url: str = "redis://127.0.0.1:6379/0",
+        prefix: str = "sagellm",
+        timeout_s: float = 1.0,
+        clock: Clock | None = None,
+    ) -> None:
+        try:
+            from redis import ConnectionPool, ResponseError
+        except ImportError as error:
+            raise ConfigError(
+                "the tier 'redis' needs the package redis; pip install 'sagellm-kv-pool[redis]'"
+            ) from error
+
+        self._pool = ConnectionPool.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        self._refusals = ResponseError
+        self._prefix = prefix.encode() + b":"
+        self._timeout_ns = round(timeout_s * 1e9)
+        self._clock = SystemClock() if clock is None else clock
+        self._connection: Connection | None = None
+        self._retry_ns = -_RECONNECT_AFTER_NS
+        self._sizes: dict[BlockKey, int] = {}
+        self._found: list[tuple[BlockHeader, int]] = []
+        self._sent: deque[_Sent] = deque()
+        self._results: list[TierResult] = []
+        self._num_submits = 0
+        self._metrics = KVTierMetrics(max_bytes=max_bytes)
+        self._rate = TransferRate(_BYTES_PER_S)
+        self._connect()
+
+    def submit(self, requests: Sequence[TierRequest]) -> Ticket:
+        """Send a command for each request that the server has to be asked about."""
+        check_requests(requests)
+        connection = self._connect()
+        ticket = Ticket(self._num_submits)
+        self._num_submits += 1
+        asked: list[_Asked] = []
+        commands: list[tuple[Any, ...]] = []
+        for request in requests:
+            outcome, command = self._plan(request)
+            asked.append(_Asked(request, outcome))
+            if command is not None:
+                commands.append(command)
+        self._sent.append(_Sent(ticket, asked, self._clock.now_ns()))
+        if commands:
+            self._send(connection, commands)
+        return ticket
+
+    def poll(self) -> list[TierResult]:
+        """Read the replies that have begun to arrive."""
+        while self._sent:
+            sent = self._sent[0]
+            try:
+                if any(each.outcome is None for each in sent.asked):
+                    if self._connection is None or not self._connection.can_read(timeout=0):
+                        if self._clock.now_ns() - sent.sent_ns > self._timeout_ns:
+                            raise TimeoutError("no answer")
+                        break
+                    outcomes = tuple(map(self._read, sent.asked))
+                    self._measure(sent, outcomes)
+                else:
+                    outcomes = tuple(each.outcome or "failed" for each in sent.asked)
+            except Exception as error:
+                self._fail(error)
+                break
+            self._sent.popleft()
+            self._results.append(TierResult(sent.ticket, outcomes))
+        results, self._results = self._results, []
+        return results
+
+    def contains(self, key: BlockKey) -> bool:
+        """Say what is known of the server."""
+        return key in self._sizes
+
+    def stored(self) -> Sequence[tuple[BlockHeader, int]]:
+        """Return what the server had when the last connection began."""
+        return list(self._found)
+
+    def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
+        """Apply the measured rate, round trip included."""
+        return sum(self._rate.cost_ns(self._sizes[key]) for key in keys if key in self._sizes)
+
+    def metrics(self) -> KVTierMetrics:
+        """Return the counts so far."""
+        return replace(self._metrics, num_blocks=len(self._sizes), num_bytes=sum(self._sizes.values()))
+
+    def check_integrity(self) -> None:
+        """Nothing is kept twice here."""
+
+    def close(self) -> None:
+        """Close the connection; what is stored stays."""
+        self._fail(ConnectionError("closed"))
+        self._retry_ns = 1 << 62
+        self._results.clear()
+        self._pool.disconnect()
+
+    def _plan(self, request: TierRequest) -> tuple[TierOutcome | None, tuple[Any, ...] | None]:
+        """Return the outcome if it is known already, else the command that finds it."""
+        key = request.header.key
+        name = self._prefix + key.hash.hex().encode() + b".%d" % key.group
+        if request.action == "delete":
+            return (None, ("DEL", name)) if self._sizes.pop(key, None) is not None else ("missing", None)
+        assert request.data is not None, "submit has looked"
+        if request.action == "get":
+            self._metrics.num_gets += 1
+            return (None, ("GET", name)) if key in self._sizes else ("missing", None)
+        if key in self._sizes:
+            return "done", None
+        num_bytes = request.data.nbytes
+        if sum(self._sizes.values()) + num_bytes > self._metrics.max_bytes:
+            self._metrics.num_full += 1
+            return "full", None
+        self._sizes[key] = num_bytes
+        head = encode_head(request.header, num_bytes, checksum_of(request.data), 0)
+        return None, ("SET", name, head + request.data.cast("B"))
+
+    def _read(self, asked: _Asked) -> TierOutcome:
+        """Take the next reply, if the server was asked, and say what it means."""
+        if asked.outcome is not None:
+            return asked.outcome
+        assert self._connection is not None, "poll has looked"
+        request = asked.request
+        try:
+            reply = self._connection.read_response(disable_decoding=True)
+        except self._refusals as error:  # the server's own words, as that it is out of memory
+            _log.warning("a KV tier was refused by its server: %s", error)
+            self._metrics.num_failed += 1
+            self._sizes.pop(request.header.key, None)
+            return "failed"
+        match request.action:
+            case "delete":
+                return "done" if reply else "missing"
+            case "put":
+                self._metrics.num_puts += 1
+                return "done"
+            case "get":
+                return self._take(request, reply)
+
+    def _take(self, request: TierRequest, reply: bytes | None) -> TierOutcome:
+        """Compare a stored record with what was asked for, and copy its data."""
+        assert request.data is not None, "submit has looked"
+        if reply is None:
+            self._sizes.pop(request.header.key, None)
+            return "missing"
+        record = memoryview(reply)
+        num_head_bytes = read_prefix(reply) or 0
+        head = decode_head(bytes(record[:num_head_bytes]), 0)
+        data = record[num_head_bytes:]
+        if head is None or head.header != request.header or head.checksum != checksum_of(data):
+            _log.warning("a KV tier's server holds a block that is not what was stored")
+            self._metrics.num_corrupt += 1
+            self._sizes.pop(request.header.key, None)
+            return "corrupt"
+        if len(data) != request.data.nbytes:
+            return "missing"
+        request.data.cast("B")[:] = data
+        self._metrics.num_hits += 1
+        return "done"
+
+    def _measure(self, sent: _Sent, outcomes: Sequence[TierOutcome]) -> None:
+        duration_ns = self._clock.now_ns() - sent.sent_ns
+        num_bytes = {"put": 0, "get": 0, "delete": 0}
+        for (request, _), outcome in zip(sent.asked, outcomes, strict=True):
+            if outcome == "done" and request.data is not None:
+                num_bytes[request.action] += request.data.nbytes
+        self._metrics.put_bytes += num_bytes["put"]
+        self._metrics.get_bytes += num_bytes["get"]
+        if num_bytes["get"]:
+            self._rate.measure(num_bytes["get"], duration_ns)
+            self._metrics.get_ns += duration_ns
+        elif num_bytes["put"]:
+            self._metrics.put_ns += duration_ns
+
+    def _send(self, connection: Connection | None, commands: Sequence[tuple[Any, ...]]) -> None:
+        try:
+            if connection is None:
+                raise ConnectionError("not connected")
+            connection.send_packed_command(connection.pack_commands(commands))
+        except Exception as error:
+            self._fail(error)
+
+    def _connect(self) -> Connection | None:
+        """Return the connection; try to make one if there is none, at most once a second."""
+        now_ns = self._clock.now_ns()
+        if self._connection is None and now_ns - self._retry_ns >= _RECONNECT_AFTER_NS:
+            self._retry_ns = now_ns
+            try:
+                connection = self._pool.make_connection()
+                connection.connect()
+                self._find_stored(connection)
+                self._connection = connection
+            except Exception as error:
+                _log.warning("a KV tier's server cannot be reached: %s", type(error).__name__)
+        return self._connection
+
+    def _find_stored(self, connection: Connection) -> None:
+        """Learn which blocks are there, by the heads of all keys with the prefix."""
+        self._sizes.clear()
+        self._found.clear()
+        cursor = b"0"
+        while True:
+            connection.send_command("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", 1000)
+            cursor, names = connection.read_response(disable_decoding=True)
+            commands = [("GETRANGE", name, 0, _MAX_HEAD_BYTES) for name in names]
+            sizes = [("STRLEN", name) for name in names]
+            if names:
+                connection.send_packed_command(connection.pack_commands(commands + sizes))
+                heads = [connection.read_response(disable_decoding=True) for _ in names]
+                lengths = [connection.read_response(disable_decoding=True) for _ in names]
+                for start, length in zip(heads, lengths, strict=True):
+                    num_head_bytes = read_prefix(start) or 0
+                    head = decode_head(start[:num_head_bytes], 0)
+                    if head is not None and num_head_bytes + head.num_data_bytes == length:
+                        self._sizes[head.header.key] = head.num_data_bytes
+                        self._found.append((head.header, head.num_data_bytes))
+            if cursor == b"0":
+                return
+
+    def _fail(self, error: Exception) -> None:
+        """End everything that is under way, and the connection."""
+        if self._connection is not None:
+            _log.warning("a KV tier lost its server: %s", type(error).__name__)
+            self._connection.disconnect()
+            self._connection = None
+            self._retry_ns = self._clock.now_ns()
+        for sent in self._sent:
+            outcomes: list[TierOutcome] = []
+            for request, outcome in sent.asked:
+                outcomes.append(outcome or "failed")
+                self._metrics.num_failed += outcome is None
+                if outcome is None:
+                    self._sizes.pop(request.header.key, None)
+            self._results.append(TierResult(sent.ticket, tuple(outcomes)))
+        self._sent.clear()

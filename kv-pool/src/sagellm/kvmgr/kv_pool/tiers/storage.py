@@ -1,0 +1,337 @@
+"""Several tiers as one: what does not fit above goes below, what is used often comes up again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.kv_block import BlockHeader, BlockKey
+from sagellm.core.protocols.kv_tier import (
+    KVTierMetrics,
+    KVTierProtocol,
+    Ticket,
+    TierOutcome,
+    TierRequest,
+    TierResult,
+    check_requests,
+)
+from sagellm.core.runtime import Clock, SystemClock
+from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier, Temperature
+from sagellm.kvmgr.kv_pool.tiers.usage import TierUsage, Usage
+
+_MAX_DEMOTIONS = 64
+"""Blocks that one put may move down; sizes differ, so one may not be enough."""
+
+_Steps: TypeAlias = Generator[tuple[int, TierRequest], TierOutcome, TierOutcome]
+"""An operation as a conversation with tiers: yields a tier's number and a request, gets the outcome."""
+
+
+@dataclass(slots=True, eq=False)
+class _Submit:
+    ticket: Ticket
+    outcomes: list[TierOutcome | None]
+    num_open: int
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """One request of one submit, waiting for a tier or for another operation on the same block."""
+
+    submit: _Submit
+    place: int
+    key: BlockKey
+    steps: _Steps
+
+
+def _nothing() -> _Steps:
+    return "done"
+    yield
+
+
+_HELD = _Operation(_Submit(Ticket(-1), [], 0), 0, BlockKey(0, b""), _nothing())
+"""Stands before the operations on a block that is being moved."""
+
+
+@dataclass(kw_only=True)
+class TieredMetrics(KVTierMetrics):
+    """Counts of the whole, and of what went between the tiers."""
+
+    num_demoted: int = 0
+    num_promoted: int = 0
+    num_fallbacks: int = 0  # puts that a tier could not take, and a lower one was asked
+    num_dropped: int = 0  # demoted from the last tier
+    tiers: dict[str, KVTierMetrics] = field(default_factory=dict)
+
+
+class TieredKVStorage(KVTierProtocol):
+    """Tiers by name, the fastest first, each block in one of them.
+
+    A put goes to the first tier. A full tier moves its coldest blocks to the next one, and the last one
+    drops them; a tier that fails, or is full of what is busy, is passed over. A get looks where the block
+    is; one that is hot by then moves up, if there is room. The classifier is the policy of both.
+
+    Operations on one block are done one after the other, on several as the tiers answer.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[str, KVTierProtocol],
+        *,
+        classifier: HotColdClassifier | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if not tiers:
+            raise ConfigError("a tiered storage needs at least one tier")
+        self.names = tuple(tiers)
+        self.classifier = HotColdClassifier() if classifier is None else classifier
+        self._tiers = tuple(tiers.values())
+        self._usages = tuple(TierUsage(self.classifier) for _ in self._tiers)
+        self._clock = SystemClock() if clock is None else clock
+        self._busy: dict[BlockKey, deque[_Operation]] = {}  # the first is at work
+        self._waiting: tuple[dict[Ticket, _Operation], ...] = tuple({} for _ in self._tiers)
+        self._results: list[TierResult] = []
+        self._num_submits = 0
+        self._metrics = TieredMetrics()
+        for level, tier in enumerate(self._tiers):
+            self._adopt(level, tier.stored())
+
+    def submit(self, requests: Sequence[TierRequest]) -> Ticket:
+        """Begin all requests that nothing is in the way of."""
+        check_requests(requests)
+        ticket = Ticket(self._num_submits)
+        self._num_submits += 1
+        submit = _Submit(ticket, [None] * len(requests), len(requests))
+        if not requests:
+            self._results.append(TierResult(ticket, ()))
+        for place, request in enumerate(requests):
+            operation = _Operation(submit, place, request.header.key, self._steps_of(request))
+            queue = self._busy.setdefault(operation.key, deque())
+            queue.append(operation)
+            if len(queue) == 1:
+                self._advance(operation, None)
+        self._pump()
+        return ticket
+
+    def poll(self) -> list[TierResult]:
+        """Ask every tier, and let go on what waited for it."""
+        self._pump()
+        results, self._results = self._results, []
+        return results
+
+    def contains(self, key: BlockKey) -> bool:
+        """Look where it would be; a block on its way from tier to tier can be asked for, too."""
+        return key in self._busy or self.level_of(key) is not None
+
+    def level_of(self, key: BlockKey) -> int | None:
+        """Return the number of the tier that has a block."""
+        for level, (usage, tier) in enumerate(zip(self._usages, self._tiers, strict=True)):
+            if key in usage and tier.contains(key):
+                return level
+        return None
+
+    def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
+        """Add up what the tiers say."""
+        return sum(tier.get_cost_ns(keys) for tier in self._tiers)
+
+    def metrics(self) -> TieredMetrics:
+        """Return the counts so far."""
+        tiers = {name: tier.metrics() for name, tier in zip(self.names, self._tiers, strict=True)}
+        return replace(
+            self._metrics,
+            tiers=tiers,
+            num_blocks=sum(map(len, self._usages)),
+            num_bytes=sum(tier.num_bytes for tier in tiers.values()),
+            max_bytes=sum(tier.max_bytes for tier in tiers.values()),
+            num_corrupt=sum(tier.num_corrupt for tier in tiers.values()),
+            num_failed=sum(tier.num_failed for tier in tiers.values()),
+        )
+
+    def temperatures(self) -> dict[str, dict[Temperature, int]]:
+        """Count the blocks of each tier by temperature. O(blocks)."""
+        now_ns = self._clock.now_ns()
+        return {
+            name: usage.temperatures(now_ns) for name, usage in zip(self.names, self._usages, strict=True)
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block is in two tiers, or one that is idle is not where it should be."""
+        for tier in self._tiers:
+            tier.check_integrity()
+        keys = [key for usage in self._usages for key in usage]
+        assert len(keys) == len(set(keys)), "a block is in two tiers"
+        for usage, tier in zip(self._usages, self._tiers, strict=True):
+            if tier.metrics().num_failed:
+                continue  # it may have lost, or found, what nobody told it to
+            lost = [key for key in usage if key not in self._busy and not tier.contains(key)]
+            assert not lost, f"{len(lost)} blocks are noted in a tier that does not have them"
+            if not self._busy:
+                assert len(usage) == tier.metrics().num_blocks, "a tier has blocks that nobody knows"
+        if not any(self._waiting):
+            assert not self._busy, "operations wait for nothing"
+
+    def close(self) -> None:
+        """Close all tiers."""
+        for tier in self._tiers:
+            tier.close()
+
+    def _adopt(self, level: int, stored: Sequence[tuple[BlockHeader, int]]) -> None:
+        """Take note of what a tier found in its place; what a faster one has as well stays unknown."""
+        now_ns = self._clock.now_ns()
+        for header, num_bytes in stored:
+            key = header.key
+            if key not in self._busy and self._noted_at(key) is None and self._tiers[level].contains(key):
+                self._usages[level].add(Usage(header, num_bytes, now_ns, now_ns))
+
+    def _steps_of(self, request: TierRequest) -> _Steps:
+        match request.action:
+            case "put":
+                return self._put(request)
+            case "get":
+                return self._get(request)
+            case "delete":
+                return self._delete(request)
+
+    def _put(self, request: TierRequest) -> _Steps:
+        key = request.header.key
+        level = self._noted_at(key)
+        now_ns = self._clock.now_ns()
+        if level is not None:
+            if self._tiers[level].contains(key):
+                self._usages[level].use(key, now_ns)
+                return "done"
+            self._usages[level].pop(key)
+        assert request.data is not None, "submit has looked"
+        usage = Usage(request.header, request.data.nbytes, now_ns, now_ns)
+        outcome = yield from self._put_from(0, request, usage)
+        self._metrics.num_puts += outcome == "done"
+        self._metrics.num_full += outcome == "full"
+        return outcome
+
+    def _put_from(self, first: int, request: TierRequest, usage: Usage) -> _Steps:
+        """Store in the first tier from `first` on that takes it, after making room there."""
+        outcome: TierOutcome = "full"
+        for level in range(first, len(self._tiers)):
+            outcome = yield level, request
+            num_demoted = 0
+            while outcome == "full" and num_demoted < _MAX_DEMOTIONS:
+                if (yield from self._demote_one(level)) != "done":
+                    break
+                num_demoted += 1
+                outcome = yield level, request
+            if outcome == "done":
+                self._usages[level].add(usage)
+                return "done"
+            self._metrics.num_fallbacks += 1
+        return outcome
+
+    def _demote_one(self, level: int) -> _Steps:
+        """Move the coldest idle block of a tier down, or drop it from the last one."""
+        victim = self._usages[level].victim(self._clock.now_ns(), self._busy)
+        if victim is None:  # it may be full of what it found when it was connected anew
+            self._adopt(level, self._tiers[level].stored())
+            victim = self._usages[level].victim(self._clock.now_ns(), self._busy)
+        if victim is None:
+            return "missing"
+        key = victim.header.key
+        self._busy[key] = deque((_HELD,))
+        try:
+            self._usages[level].pop(key)
+            moved: TierOutcome = "full"
+            if level + 1 < len(self._tiers):
+                data = memoryview(bytearray(victim.num_bytes))
+                moved = yield level, TierRequest("get", victim.header, data)
+                if moved == "done":
+                    put = TierRequest("put", victim.header, data)
+                    moved = yield from self._put_from(level + 1, put, victim)
+            self._metrics.num_demoted += moved == "done"
+            self._metrics.num_dropped += moved != "done"
+            yield level, TierRequest("delete", victim.header)
+            return "done"
+        finally:
+            self._end(key)
+
+    def _get(self, request: TierRequest) -> _Steps:
+        key = request.header.key
+        self._metrics.num_gets += 1
+        level = self._noted_at(key)
+        if level is None:
+            return "missing"
+        started_ns = self._clock.now_ns()
+        outcome = yield level, request
+        usage = self._usages[level]
+        if outcome != "done":
+            if not self._tiers[level].contains(key):
+                usage.pop(key)
+            return outcome
+        assert request.data is not None, "submit has looked"
+        self._metrics.num_hits += 1
+        self._metrics.get_bytes += request.data.nbytes
+        self._metrics.get_ns += self._clock.now_ns() - started_ns
+        used = usage.use(key, self._clock.now_ns())
+        if level and used is not None and self._is_hot(used):
+            yield from self._promote(level, request, used)
+        return "done"
+
+    def _is_hot(self, usage: Usage) -> bool:
+        return usage.frequency(usage.last_ns) >= self.classifier.hot_frequency_threshold
+
+    def _promote(self, level: int, request: TierRequest, usage: Usage) -> _Steps:
+        """Move a block up, into room that is free there: nothing goes down for it."""
+        put = TierRequest("put", request.header, request.data)
+        outcome = yield level - 1, put
+        if outcome == "done":
+            self._usages[level].pop(request.header.key)
+            self._usages[level - 1].add(usage)
+            self._metrics.num_promoted += 1
+            yield level, TierRequest("delete", request.header)
+        return outcome
+
+    def _delete(self, request: TierRequest) -> _Steps:
+        level = self._noted_at(request.header.key)
+        if level is None:
+            return "missing"
+        self._usages[level].pop(request.header.key)
+        return (yield level, request)
+
+    def _noted_at(self, key: BlockKey) -> int | None:
+        return next((level for level, usage in enumerate(self._usages) if key in usage), None)
+
+    def _pump(self) -> None:
+        """Hand outcomes to operations until no tier has any more."""
+        progressed = True
+        while progressed:
+            progressed = False
+            for tier, waiting in zip(self._tiers, self._waiting, strict=True):
+                for result in tier.poll():
+                    operation = waiting.pop(result.ticket, None)
+                    if operation is not None:
+                        progressed = True
+                        self._advance(operation, result.outcomes[0])
+
+    def _advance(self, operation: _Operation, outcome: TierOutcome | None) -> None:
+        """Let an operation go on until it waits for a tier again, or ends."""
+        try:
+            level, request = next(operation.steps) if outcome is None else operation.steps.send(outcome)
+        except StopIteration as stopped:
+            submit = operation.submit
+            submit.outcomes[operation.place] = stopped.value
+            submit.num_open -= 1
+            if not submit.num_open:
+                done = tuple(each for each in submit.outcomes if each is not None)
+                self._results.append(TierResult(submit.ticket, done))
+            self._end(operation.key)
+            return
+        ticket = self._tiers[level].submit([request])
+        self._waiting[level][ticket] = operation
+
+    def _end(self, key: BlockKey) -> None:
+        """Let the next operation on a block begin."""
+        queue = self._busy[key]
+        queue.popleft()
+        if not queue:
+            del self._busy[key]
+        else:
+            self._advance(queue[0], None)

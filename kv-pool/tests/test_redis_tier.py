@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from sagellm.core.protocols.kv_tier import KVTierProtocol
+from sagellm.core.testing.kv_tier import KVTierContract, get, make_data, make_header, put
+
+pytest.importorskip("redis")
+
+from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
+from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend
+from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
+from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
+
+SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
+pytestmark = pytest.mark.skipif(SERVER is None, reason="no redis-server is installed")
+
+_prefixes = count()
+
+
+class Server:
+    """A real server on a unix socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "redis.sock"
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        assert SERVER is not None
+        options = [
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--save",
+            "",
+            "--dir",
+            str(self.socket.parent),
+        ]
+        self.process = subprocess.Popen([SERVER, *options], stdout=subprocess.DEVNULL)
+        for _ in range(200):
+            if self.socket.exists():
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server did not start")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.socket.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(tmp_path_factory.mktemp("redis"))
+    yield started
+    started.stop()
+
+
+def make_tier(server: Server, max_bytes: int = 1 << 20, prefix: str | None = None) -> RedisTier:
+    return RedisTier(max_bytes, url=server.url, prefix=prefix or f"test{next(_prefixes)}")
+
+
+class TestRedisTier(KVTierContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server) -> None:
+        self.server = server
+
+    def make(self, max_bytes: int) -> KVTierProtocol:
+        return make_tier(self.server, max_bytes)
+
+
+def test_another_engine_finds_what_is_stored(server):
+    first = make_tier(server, prefix="shared")
+    put(first, make_header(1), make_data(1))
+    second = make_tier(server, prefix="shared")
+    assert second.contains(make_header(1).key)
+    assert get(second, make_header(1)) == ("done", bytes(make_data(1)))
+    assert second.metrics().num_blocks == 1
+    first.close()
+    second.close()
+
+
+def test_what_somebody_changed_on_the_server_is_a_miss(server):
+    import redis
+
+    tier = make_tier(server, prefix="damage")
+    client = redis.Redis.from_url(server.url)
+    put(tier, make_header(1), make_data(1))
+    (name,) = client.keys("damage:*")
+    value = client.get(name)
+    for place in range(len(value)):
+        client.set(name, value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :])
+        assert get(tier, make_header(1))[0] == "corrupt"
+        put(tier, make_header(1), make_data(1))
+    client.delete(name)
+    assert get(tier, make_header(1))[0] == "missing"
+    assert tier.metrics().num_corrupt == len(value)
+    tier.close()
+
+
+def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path):
+    server = Server(tmp_path)
+    tier = make_tier(server)
+    assert put(tier, make_header(1), make_data(1)) == "done"
+    server.stop()
+    started = time.monotonic()
+    assert get(tier, make_header(1))[0] == "failed"
+    assert put(tier, make_header(2), make_data(2)) == "failed"
+    assert time.monotonic() - started < 2
+    server.start()
+    time.sleep(1.1)
+    assert put(tier, make_header(3), make_data(3)) == "done"
+    assert get(tier, make_header(3)) == ("done", bytes(make_data(3)))
+    tier.close()
+    server.stop()
+
+
+def test_a_server_that_hangs_is_given_up_and_found_again(tmp_path):
+    server = Server(tmp_path)
+    tier = RedisTier(1 << 20, url=server.url, prefix="hangs", timeout_s=0.2)
+    assert put(tier, make_header(1), make_data(1)) == "done"
+    server.process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    assert get(tier, make_header(1))[0] == "failed"
+    assert time.monotonic() - started < 2
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(1.1)
+    assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
+    assert put(tier, make_header(2), make_data(2)) == "done"
+    tier.close()
+    server.stop()
+
+
+def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(tmp_path):
+    server = Server(tmp_path)
+    host, below = BackendTier(DDRBackend(1000)), RedisTier(1500, url=server.url, prefix="away", timeout_s=0.2)
+    tiered = TieredKVStorage({"host": host, "redis": below})
+    for number in range(6):
+        assert put(tiered, make_header(number), make_data(number)) == "done"
+    server.process.send_signal(signal.SIGSTOP)
+    for number in range(6, 9):
+        assert put(tiered, make_header(number), make_data(number)) == "done"
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(1.1)
+    for number in range(9, 30):
+        assert put(tiered, make_header(number), make_data(number)) == "done"
+        assert get(tiered, make_header(number)) == ("done", bytes(make_data(number)))
+    assert 4 <= below.metrics().num_blocks <= 7
+    assert tiered.metrics().num_demoted > 20
+    assert sum(tiered.level_of(make_header(number).key) == 1 for number in range(30)) >= 4
+    tiered.check_integrity()
+    tiered.close()
+    server.stop()
