@@ -159,3 +159,27 @@ def test_what_makes_no_sense_is_refused(engine, sage, arguments, reason):
     result = sage("llm", "cache", *arguments)
     assert result.code != 0
     assert reason in result.err
+
+
+def test_a_save_is_loaded_by_the_next_engine(make_engine, run_engine, sage, tmp_path):
+    options = {"num_blocks": 64, "block_size": 8, "kv_save_folder": str(tmp_path / "kv")}
+    engine = make_engine(**options)
+    expected = engine.generate([*SYSTEM, 3], GREEDY)[0].outputs[0].token_ids
+    run_engine(engine, name="first", steps=False)
+    assert sage("llm", "cache", "saves").out.strip() == "nothing is saved"
+    assert "saved 4 of 4 blocks (24 KiB) of default" in sage("llm", "cache", "save", "monday").out
+    assert "monday" in sage("llm", "cache", "saves").out
+    assert [each["name"] for each in sage("llm", "cache", "saves", "--json").json] == ["monday"]
+    other = make_engine(**options)
+    run_engine(other, name="second", steps=False)
+    refused = sage("llm", "cache", "load", "tuesday", "--engine", "second")
+    assert (refused.code, "there is no save 'tuesday'" in refused.err) == (1, True)
+    for name in ("../monday", "/etc/passwd"):
+        assert "no path" in sage("llm", "cache", "load", name, "--engine", "second").err
+        assert "no path" in sage("llm", "cache", "save", name, "--engine", "second").err
+    refused = sage("llm", "cache", "load", "monday", "--tenant", "x", "--engine", "second")
+    assert "is of another tenant: 'default', and 'x' is wanted" in refused.err
+    loaded = sage("llm", "cache", "load", "monday", "--engine", "second", "--json").json
+    assert (loaded["phase"], loaded["num_blocks"], loaded["num_left_out"]) == ("done", 4, 0)
+    answer = other.generate([*SYSTEM, 3], GREEDY)[0]
+    assert (answer.outputs[0].token_ids, answer.num_cached_tokens) == (expected, 32)

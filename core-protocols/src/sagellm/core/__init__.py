@@ -108,8 +108,8 @@ _NAMES = {
     """,
     "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink RemovalReason",
     "protocols.prefix_cache": """
-        EvictedBlocks InsertResult KVBlockDescriptor MissCause MissExplanation NullPrefixCache PartialMatch
-        PinResult PinnedPrefix PrefixCacheMetrics PrefixCacheProtocol PrefixMatch TenantUsage
+        CachedRun EvictedBlocks InsertResult KVBlockDescriptor MissCause MissExplanation NullPrefixCache
+        PartialMatch PinResult PinnedPrefix PrefixCacheMetrics PrefixCacheProtocol PrefixMatch TenantUsage
     """,
     "protocols.quantizer": """
         NullQuantizer QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics

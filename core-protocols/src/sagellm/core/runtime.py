@@ -105,6 +105,14 @@ class Files(ABC):
         """Delete a file."""
 
     @abstractmethod
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, in place of what had it; after a crash the new name has all of one."""
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """Return the length of a file in bytes."""
+
+    @abstractmethod
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
         """Open a file in place; a new one must not exist yet. Mode 0600."""
 
@@ -140,6 +148,19 @@ class SystemFiles(Files):
         """Delete a file."""
         os.unlink(path)
 
+    def rename(self, old: str, new: str) -> None:
+        """Flush to the device, then rename."""
+        descriptor = os.open(old, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(old, new)
+
+    def size(self, path: str) -> int:
+        """Ask the system."""
+        return os.stat(path).st_size
+
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
         """Open a file of the machine; never follows a link."""
         return SystemRandomAccessFile(path, is_new=is_new)
@@ -171,6 +192,20 @@ class MemoryFiles(Files):
         """Forget a file."""
         if self._data.pop(path, None) is None:
             raise FileNotFoundError(path)
+
+    def rename(self, old: str, new: str) -> None:
+        """Move the bytes."""
+        try:
+            self._data[new] = self._data.pop(old)
+        except KeyError:
+            raise FileNotFoundError(old) from None
+
+    def size(self, path: str) -> int:
+        """Return how many bytes it has."""
+        try:
+            return len(self._data[path])
+        except KeyError:
+            raise FileNotFoundError(path) from None
 
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
         """Open what stays here when it is closed."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sagellm.core import (
@@ -20,8 +22,9 @@ from sagellm.core import (
 from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
+from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_modules import build_kv
-from sagellm.engines.core.kv_tiers import KVMemory, build_offload
+from sagellm.engines.core.kv_tiers import build_offload, build_saves
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
@@ -64,17 +67,19 @@ def build_core(  # noqa: PLR0913
     num_blocks: int,
     vocab_size: int,
     runtime: Runtime,
-    fingerprint: str = "",
+    fingerprint: Callable[[], str] = str,
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet.
 
-    `fingerprint` is equal for models whose KV is interchangeable.
+    `fingerprint` returns what is equal for models whose KV is interchangeable; it is called when a tier or
+    a save first needs it.
     """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
-    identity = KVIdentity(fingerprint, layout.signature, layout.group.dtype)
-    offload = build_offload(modules, KVMemory(backend, layout, identity), runtime)
+    identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
+    memory = KVMemory(backend, layout, identity)
+    offload = build_offload(modules, memory, runtime)
     kv = build_kv(modules, layout.block_size, num_blocks, runtime.clock, identity=identity, offload=offload)
     predictor = modules.make("lifetime_predictor", config.predictor.name)
     processors = logits_processors(modules, vocab_size)
@@ -95,6 +100,7 @@ def build_core(  # noqa: PLR0913
         CoreParts(
             scheduler=scheduler,
             kv=kv.manager,
+            saves=build_saves(modules, memory, kv.manager, fingerprint, runtime),
             runner=runner,
             sampler=Sampler(processors.values()),
             predictor=predictor,
@@ -147,7 +153,7 @@ def assemble(
         num_blocks=num_blocks,
         vocab_size=geometry.vocab_size,
         runtime=runtime,
-        fingerprint=fingerprint_of(loaded.path, config.model) if config.kv.tiers else "",
+        fingerprint=partial(fingerprint_of, loaded.path, config.model),
     )
     core.add_metrics("model_family", loaded.model.metrics)
     core.add_metrics("attention_backend", attention.metrics)

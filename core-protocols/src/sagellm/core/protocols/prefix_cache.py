@@ -9,6 +9,7 @@ from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.kv_events import KVEventSink
 from sagellm.core.protocols.prefix_cache_types import (
+    CachedRun as CachedRun,
     EvictedBlocks as EvictedBlocks,
     InsertResult as InsertResult,
     KVBlockDescriptor as KVBlockDescriptor,
@@ -147,6 +148,10 @@ class PrefixCacheProtocol(ABC):
 
     def pins(self) -> list[PinnedPrefix]:
         """Return the pins that hold now; `unpin` with what one of them says ends it. None by default."""
+        return []
+
+    def runs(self) -> list[CachedRun]:
+        """Return all full blocks that are cached, parents first. O(cache). Empty by default."""
         return []
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:

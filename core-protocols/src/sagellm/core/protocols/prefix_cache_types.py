@@ -31,6 +31,15 @@ class EvictedBlocks(NamedTuple):
     headers: list[BlockHeader]
 
 
+class CachedRun(NamedTuple):
+    """A run of full blocks that belong together: the tokens in them, and which run of a list they follow."""
+
+    token_ids: TokenIds
+    block_ids: list[BlockId]
+    namespace: Namespace
+    parent: int | None  # index in the list; None at the beginning of a prompt
+
+
 class PrefixMatch(NamedTuple):
     """The longest cached beginning of some token ids.
 

@@ -52,6 +52,27 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         for index, namespace in enumerate(namespaces):
             assert cache.match_prefix(range(8), namespace).block_ids == blocks(2 * index, 2)
 
+    def test_runs_are_all_that_is_cached_parents_first(self) -> None:
+        """Whoever saves a cache walks them; a cache that lists nothing is saved as nothing."""
+        cache = self.make()
+        prompts = [
+            ([*range(8), *range(20, 28)], DEFAULT),
+            (list(range(16)), DEFAULT),
+            (list(range(8)), OTHER),
+        ]
+        for number, (tokens, namespace) in enumerate(prompts):
+            cache.insert_prefix(tokens, blocks(4 * number, len(tokens) // 4), namespace)
+        runs = cache.runs()
+        if not runs:
+            pytest.skip("it lists nothing")
+        paths: list[list[int]] = []
+        for number, run in enumerate(runs):
+            assert run.parent is None or run.parent < number
+            paths.append([*(paths[run.parent] if run.parent is not None else []), *run.token_ids])
+            found = cache.match_prefix(paths[-1], run.namespace).block_ids
+            assert found[-len(run.block_ids) :] == run.block_ids
+        assert sum(len(run.block_ids) for run in runs) == cache.metrics().num_blocks == 8
+
     def test_offering_the_cached_blocks_again_changes_nothing(self) -> None:
         """A running request inserts its whole table again, and only the new end is new."""
         cache = self.make()

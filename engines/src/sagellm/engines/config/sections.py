@@ -11,8 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from sagellm.core import ConfigError
 from sagellm.engines.config.explain import explain
 from sagellm.engines.embedded import EMBEDDED
+from sagellm.engines.sizes import parse_bytes
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MAX_SEED = 2**63 - 1
@@ -29,7 +31,16 @@ def _as_names(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_size(value: object) -> object:
+    try:
+        parse_bytes(value, "it")
+    except ConfigError:
+        raise ValueError("bytes, as in 4GiB, 500MB or 1000000") from None
+    return str(value)
+
+
 Name = Annotated[str, Field(min_length=1)]
+Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
 
@@ -113,6 +124,10 @@ class KVConfig(Checked):
         default="cheaper",
         description="whether KV comes back from a tier: cheaper (than computing it), always or never",
     )
+    save_folder: PathOrName | None = Field(
+        default=None, description="folder of `cache save` and `load`; null: sagellm/kv among the user's data"
+    )
+    max_saved: Size = Field(default="64GiB", description="most bytes of all saves together, as in 64GiB")
 
 
 class PrefixCacheConfig(Checked):

@@ -25,6 +25,8 @@ FLAT_NAMES: dict[str, str] = {
     "kv_allocator": "kv.allocator",
     "kv_tiers": "kv.tiers",
     "kv_fetch": "kv.fetch",
+    "kv_save_folder": "kv.save_folder",
+    "kv_max_saved": "kv.max_saved",
     "enable_prefix_caching": "prefix_cache.enabled",
     "prefix_cache": "prefix_cache.name",
     "prefix_cache_max_blocks": "prefix_cache.max_blocks",

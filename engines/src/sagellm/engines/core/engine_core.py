@@ -24,6 +24,7 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.kv_saves import KVSaves
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.observers import Observers
 from sagellm.engines.core.scheduler import Scheduler
@@ -55,6 +56,7 @@ class CoreParts:
 
     scheduler: Scheduler
     kv: KVCacheManager
+    saves: KVSaves
     runner: ModelRunner
     sampler: Sampler
     predictor: LifetimePredictorProtocol

@@ -212,6 +212,28 @@ class KVCacheManager:
             self._events.clear()
             self._tell(events)
 
+    def take_free(self, num_blocks: int, sequence_id: SequenceId) -> list[BlockId]:
+        """Take so many blocks, or as many as are free, for KV from elsewhere. Evicts nothing."""
+        num_blocks = min(num_blocks, self._pool.get_free_blocks())
+        if not num_blocks:
+            return []
+        return self._pool.allocate(BlockAllocationRequest(num_blocks=num_blocks, sequence_id=sequence_id))
+
+    def adopt(self, tokens: TokenIds, match: PrefixMatch, block_ids: list[BlockId]) -> None:
+        """Put blocks with KV from elsewhere behind a locked match of whole blocks into the prefix cache.
+
+        The caller frees them afterwards, as a sequence does; the cache has references of its own.
+        """
+        if block_ids:
+            blocks = match.block_ids + block_ids
+            tokens = tokens[: len(blocks) * self._block_size]
+            offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
+            self._offer(block_ids, offer)
+
+    def give_back(self, block_ids: Seq[BlockId]) -> None:
+        """Free what `take_free` returned."""
+        self._pool.free(block_ids)
+
     def clear_cache(self) -> int:
         """Drop all that is cached and neither in use nor pinned; return how many blocks."""
         num_freed = self._give_back(self.cache.clear())
@@ -253,14 +275,10 @@ class KVCacheManager:
     def _end_fetch(self, fetching: _Fetching) -> None:
         """Put what arrived into the prefix cache, and free the rest."""
         fetch, match = fetching.fetch, fetching.match
-        blocks = match.block_ids + fetch.block_ids[: fetch.num_done]
-        tokens = fetching.token_ids[: len(blocks) * self._block_size]
         with ExitStack() as giving_back:
             giving_back.callback(self._pool.free, fetch.block_ids)
             giving_back.callback(self.cache.unlock, match)
-            if fetch.num_done:
-                offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
-                self._offer(fetch.block_ids[: fetch.num_done], offer)
+            self.adopt(fetching.token_ids, match, fetch.block_ids[: fetch.num_done])
 
     def _note(self, sequence: Sequence, explanation: MissExplanation) -> None:
         request = sequence.request

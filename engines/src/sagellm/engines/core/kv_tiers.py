@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from sagellm.core import ConfigError, ForwardBackendProtocol, KVIdentity, KVLayout, Runtime
+from sagellm.core import ConfigError, KVTierProtocol, Runtime
+from sagellm.engines.core.kv_cache_manager import KVCacheManager
+from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_offload import KVOffload
+from sagellm.engines.core.kv_saves import KVSaves
+from sagellm.engines.core.save_folder import SaveFolder, default_save_folder
 from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
-
-
-class KVMemory(NamedTuple):
-    """The KV of the device: who holds it, how it lies there, and whose it is."""
-
-    backend: ForwardBackendProtocol
-    layout: KVLayout
-    identity: KVIdentity
 
 
 def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOffload | None:
@@ -36,6 +33,22 @@ def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOff
         block_bytes=memory.layout.block_bytes,
         rule=kv.fetch,
     )
+
+
+def build_saves(
+    modules: Modules, memory: KVMemory, kv: KVCacheManager, fingerprint: Callable[[], str], runtime: Runtime
+) -> KVSaves:
+    """Make what saves and loads the prefix cache, in files of the tier `file`."""
+    settings = modules.config.kv
+    folder = Path(settings.save_folder) if settings.save_folder else default_save_folder()
+
+    def open_tier(max_bytes: int, name: str) -> KVTierProtocol:
+        factory = modules.factory("kv_tier", "file")
+        tier: KVTierProtocol = factory(max_bytes, runtime=runtime, folder=str(folder), name=name)
+        return tier
+
+    saves = SaveFolder(folder, runtime.files, parse_bytes(settings.max_saved, "kv.max_saved"))
+    return KVSaves(kv, memory, saves, open_tier, fingerprint)
 
 
 def _make_tier(modules: Modules, name: str, given: Any, runtime: Runtime) -> Any:

@@ -52,6 +52,10 @@ def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
         "cache_unpin_all": cache.unpin_all,
         "cache_clear": cache.clear,
         "cache_evict": cache.evict,
+        "cache_saves": core.parts.saves.saves,
+        "cache_save": core.parts.saves.save,
+        "cache_load": core.parts.saves.load,
+        "cache_go_on": core.parts.saves.go_on,
     }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sagellm.core.errors import InvalidInputError, StaleMatchError
-from sagellm.core.protocols.prefix_cache import KVBlockDescriptor, PrefixMatch
+from sagellm.core.protocols.prefix_cache import CachedRun, KVBlockDescriptor, PrefixMatch
+from sagellm.core.tokens import TokenIds
 from sagellm.kvmgr.prefix_cache.node import PrefixNode
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
 
@@ -52,4 +55,18 @@ def describe(match: PrefixMatch, block_size: int) -> list[KVBlockDescriptor]:
             block_id=block_id, start=index * block_size, num_tokens=num_tokens, namespace=match.namespace
         )
         for index, (block_id, num_tokens) in enumerate(found)
+    ]
+
+
+def describe_runs(nodes: Sequence[PrefixNode]) -> list[CachedRun]:
+    """Return what is in nodes, which come parents first."""
+    places = {node.node_id: place for place, node in enumerate(nodes)}
+    return [
+        CachedRun(
+            token_ids=TokenIds(node.edge),
+            block_ids=list(node.block_ids),
+            namespace=node.namespace,
+            parent=None if node.parent_id is None else places[node.parent_id],
+        )
+        for node in nodes
     ]

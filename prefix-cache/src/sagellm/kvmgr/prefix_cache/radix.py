@@ -14,6 +14,7 @@ from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import EvictionPolicyProtocol
 from sagellm.core.protocols.kv_events import KVEventSink
 from sagellm.core.protocols.prefix_cache import (
+    CachedRun,
     EvictedBlocks,
     InsertResult,
     KVBlockDescriptor,
@@ -32,7 +33,7 @@ from sagellm.kvmgr.prefix_cache.insertion import Offer, insert
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 from sagellm.kvmgr.prefix_cache.limits import Limits, check_num_dropped, check_number_of_blocks, check_ttl
 from sagellm.kvmgr.prefix_cache.lookups import Lookups
-from sagellm.kvmgr.prefix_cache.matches import describe, end_of, owned_node
+from sagellm.kvmgr.prefix_cache.matches import describe, describe_runs, end_of, owned_node
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES
 from sagellm.kvmgr.prefix_cache.pins import Pins
 from sagellm.kvmgr.prefix_cache.tree import RadixTree
@@ -263,6 +264,11 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """Return the pins that hold now, in the order in which they were made."""
         with self._mutex:
             return self._pins.prefixes(self._clock.now_ns())
+
+    def runs(self) -> list[CachedRun]:
+        """Return all full blocks that are cached, a run for each node, parents first."""
+        with self._mutex:
+            return describe_runs(self._tree.nodes())
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
         """Say why no more of some tokens would match now. Counts nothing."""

@@ -1,0 +1,110 @@
+"""`cache save|load|saves`: the prefix cache of an engine that runs, to a file and back."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.cli.stats import cache as app
+from sagellm.engines.progress import progress_bar
+from sagellm.engines.serving import AdminClient
+from sagellm.engines.sizes import format_bytes
+
+_POLL_S = 0.05
+
+SaveName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the save; never a path.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def save(
+    name: SaveName,
+    *,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Save what is this tenant's. [default: all]")
+    ] = None,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Save the KV of all that is cached, in the folder `kv.save_folder`, while requests run.
+
+    A save of the same name is replaced once the new one is whole.
+    """
+    _, client = connect(engine)
+    with client:
+        done = _follow(client, "cache_save", f"saving {name}", as_json, name=name, tenant=tenant)
+    _report(done, as_json, "saved", "had been evicted meanwhile")
+
+
+@app.command()
+def load(
+    name: SaveName,
+    *,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Refuse a save that has more than this tenant's.")
+    ] = None,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cache what was saved, each tenant's as its own, in blocks that are free, while requests run.
+
+    A save of another model, dtype or layout of KV is refused.
+    """
+    _, client = connect(engine)
+    with client:
+        done = _follow(client, "cache_load", f"loading {name}", as_json, name=name, tenant=tenant)
+    _report(done, as_json, "cached", "found no free block, or were damaged")
+
+
+@app.command()
+def saves(*, engine: EngineName = None, as_json: AsJson = False) -> None:
+    """List what is saved."""
+    _, client = connect(engine)
+    with client:
+        found = client.call("cache_saves")
+    if as_json:
+        print_json(found)
+        return
+    rows = [(each["name"], format_bytes(each["num_bytes"])) for each in found]
+    typer.echo(columns(("NAME", "SIZE"), rows) if rows else "nothing is saved")
+
+
+def _follow(client: AdminClient, operation: str, label: str, as_json: bool, **arguments: Any) -> Any:  # noqa: FBT001
+    """Have the engine do it part by part, with a bar of the blocks that are done."""
+    progress = client.call(operation, **arguments)
+    while progress["num_blocks"] == 0 and progress["phase"] != "done":
+        progress = _go_on(client, progress)
+    with progress_bar(label, total=progress["num_blocks"], enabled=not as_json) as advance:
+        num_shown = 0
+        while True:
+            advance(progress["num_done"] - num_shown)
+            num_shown = progress["num_done"]
+            if progress["phase"] == "done":
+                return progress
+            progress = _go_on(client, progress)
+
+
+def _go_on(client: AdminClient, before: dict[str, Any]) -> Any:
+    progress = client.call("cache_go_on")
+    if progress == before:
+        time.sleep(_POLL_S)
+    return progress
+
+
+def _report(done: dict[str, Any], as_json: bool, verb: str, reason: str) -> None:  # noqa: FBT001
+    if as_json:
+        print_json(done)
+        return
+    num_blocks = done["num_blocks"] - done["num_left_out"]
+    typer.echo(
+        f"{verb} {num_blocks:,} of {done['num_blocks']:,} blocks "
+        f"({format_bytes(num_blocks * done['block_bytes'])}) of {', '.join(done['tenants'])}"
+    )
+    if done["num_left_out"]:
+        typer.echo(f"{done['num_left_out']:,} {reason}")
+    if done["num_corrupt"]:
+        typer.echo(f"{done['num_corrupt']:,} were not what was saved; they are computed when they are needed")

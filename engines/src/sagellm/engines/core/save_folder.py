@@ -1,0 +1,105 @@
+"""The folder of saved prefix caches: names in, never paths."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sagellm.core import Files, InvalidInputError, nearest
+from sagellm.engines.sizes import format_bytes
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_SUFFIX = ".kv"
+_UNFINISHED = re.compile(_NAME.pattern + r"\.(\d+)\.kv")
+
+
+class SaveFolder:
+    """Files of tiers by name, `max_bytes` all together."""
+
+    def __init__(self, path: Path, files: Files, max_bytes: int) -> None:
+        self.path, self._files, self._max_bytes = path, files, max_bytes
+
+    def names(self) -> list[str]:
+        """Return what can be loaded."""
+        try:
+            found = self._files.list(str(self.path))
+        except FileNotFoundError:
+            return []
+        return [each[: -len(_SUFFIX)] for each in found if _NAME.fullmatch(each.removesuffix(_SUFFIX))]
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a save."""
+        return self._files.size(self._path_of(name))
+
+    def check_name(self, name: str) -> None:
+        """Raise InvalidInputError for what is no name."""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidInputError(
+                f"a save is called {name!r}; give at most 64 letters, digits, '_' and '-', no path"
+            )
+
+    def find(self, name: str) -> None:
+        """Raise InvalidInputError for a name that is none, or is not there."""
+        self.check_name(name)
+        names = self.names()
+        if name not in names:
+            known = ", ".join(names) or "nothing"
+            raise InvalidInputError(
+                f"there is no save {name!r} in {self.path}; saved: {known}.{nearest(name, names)}"
+            )
+
+    @contextmanager
+    def new(self, name: str, num_bytes: int) -> Iterator[str]:
+        """Yield the name under which a save is written before it is whole; nothing is left of it then.
+
+        Raises InvalidInputError if there is no room for so many bytes.
+        """
+        others = [each for each in self.names() if each != name]
+        used = sum(map(self.size, others))
+        if used + num_bytes > self._max_bytes:
+            limit = format_bytes(self._max_bytes)
+            raise InvalidInputError(
+                f"the save {name!r} takes up to {format_bytes(num_bytes)}, {format_bytes(used)} of at most "
+                f"{limit} in {self.path} are taken; delete some of them, or raise kv.max_saved"
+            )
+        self._remove_abandoned()
+        unfinished = f"{name}.{os.getpid()}"
+        try:
+            yield unfinished
+        finally:
+            with suppress(FileNotFoundError):
+                self._files.remove(self._path_of(unfinished))
+
+    def finish(self, unfinished: str, name: str) -> None:
+        """Give a whole save its name, in place of the one that had it."""
+        self._files.rename(self._path_of(unfinished), self._path_of(name))
+
+    def _remove_abandoned(self) -> None:
+        """Delete what processes left unfinished that are gone, or this one."""
+        with suppress(FileNotFoundError):
+            for file in self._files.list(str(self.path)):
+                found = _UNFINISHED.fullmatch(file)
+                if found and (int(found[1]) == os.getpid() or not _is_alive(int(found[1]))):
+                    self._files.remove(str(self.path / file))
+
+    def _path_of(self, name: str) -> str:
+        return str(self.path / f"{name}{_SUFFIX}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def default_save_folder() -> Path:
+    """Return the folder for saves among the user's data."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "sagellm" / "kv"

@@ -1,0 +1,279 @@
+"""What the prefix cache holds outlives its engine, and comes back to the same model alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+import time
+from contextlib import suppress
+
+import pytest
+
+from sagellm.core import EngineError, InvalidInputError, Namespace
+from sagellm.engines import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+_random = random.Random(5)
+SYSTEM = [_random.randrange(5, 200) for _ in range(40)]
+PROMPTS = [[*SYSTEM, *(_random.randrange(5, 200) for _ in range(60))] for _ in range(4)]
+
+
+@pytest.fixture
+def make(make_engine, tmp_path):
+    def make(**options):
+        return make_engine(
+            **({"block_size": 8, "num_blocks": 200, "kv_save_folder": str(tmp_path / "kv")} | options)
+        )
+
+    return make
+
+
+def answers(engine, **options):
+    found = [engine.generate(prompt, GREEDY, **options)[0] for prompt in PROMPTS]
+    return [output.outputs[0].token_ids for output in found], [output.num_cached_tokens for output in found]
+
+
+def saves_of(engine):
+    return engine.client.core.parts.saves
+
+
+def finish(saves):
+    for _ in range(20_000):
+        if (progress := saves.go_on()).phase == "done":
+            return progress
+        if progress.phase != "copying":
+            time.sleep(0.001)
+    raise AssertionError("it never ends")
+
+
+def save(engine, name="first", tenant=None):
+    saves_of(engine).save(name, tenant)
+    return finish(saves_of(engine))
+
+
+def load(engine, name="first", tenant=None):
+    saves_of(engine).load(name, tenant)
+    return finish(saves_of(engine))
+
+
+def test_the_next_engine_goes_on_with_what_was_saved(make, tmp_path, all_blocks_are_back):
+    first = make()
+    expected, _ = answers(first)
+    saved = save(first)
+    assert saved.num_left_out == 0
+    metrics = first.client.core.kv.cache.metrics()
+    assert saved.num_blocks == saved.num_done == metrics.num_blocks - metrics.num_partial_blocks
+    assert stat.S_IMODE(os.stat(tmp_path / "kv" / "first.kv").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(tmp_path / "kv").st_mode) == 0o700
+    second = make()
+    loaded = load(second)
+    assert (loaded.num_blocks, loaded.num_left_out, loaded.num_corrupt) == (saved.num_blocks, 0, 0)
+    second.client.core.kv.check_integrity()
+    tokens, num_cached = answers(second)
+    assert tokens == expected
+    assert num_cached == [99] * 4  # all but the last token
+    assert all_blocks_are_back(second)
+
+
+def test_a_load_beside_what_is_cached_already_adds_what_is_missing(make, all_blocks_are_back):
+    first = make()
+    expected, _ = answers(first)
+    save(first)
+    second = make()
+    assert second.generate(PROMPTS[2], GREEDY)[0].outputs[0].token_ids == expected[2]
+    loaded = load(second)
+    assert loaded.num_left_out == 0
+    assert load(second).num_left_out == 0
+    second.client.core.kv.check_integrity()
+    assert answers(second) == (expected, [99] * 4)
+    assert all_blocks_are_back(second)
+
+
+def test_requests_run_while_it_is_saved_and_loaded(make, all_blocks_are_back):
+    first = make(num_blocks=60)
+    expected, _ = answers(first)
+    saves = saves_of(first)
+    saves.save("first")
+    for prompt in PROMPTS * 2:
+        first.generate(prompt, GREEDY)
+        if saves.go_on().phase == "done":
+            break
+    else:
+        finish(saves)
+    second = make(num_blocks=60)
+    saves = saves_of(second)
+    saves.load("first")
+    second.add_request(PROMPTS[3], GREEDY, request_id="beside")
+    phase = ""
+    while second.has_unfinished_requests() or phase != "done":
+        if phase != "done":
+            phase = saves.go_on().phase
+        second.step()
+    second.client.core.kv.check_integrity()
+    assert answers(second)[0] == expected
+    assert all_blocks_are_back(second)
+
+
+def test_what_finds_no_free_block_is_left_out_and_nothing_is_evicted_for_it(make, all_blocks_are_back):
+    first = make()
+    expected, _ = answers(first)
+    saved = save(first)
+    second = make(num_blocks=20)
+    second.generate([7] * 50, GREEDY)
+    num_before = second.client.core.kv.cache.metrics().num_blocks
+    loaded = load(second)
+    assert 0 < loaded.num_blocks - loaded.num_left_out < saved.num_blocks
+    assert second.client.core.kv.cache.metrics().num_evicted_blocks == 0
+    assert (
+        second.client.core.kv.cache.metrics().num_blocks
+        == num_before + loaded.num_blocks - loaded.num_left_out
+    )
+    assert answers(second)[0] == expected
+    assert all_blocks_are_back(second)
+
+
+def test_every_tenant_gets_its_own_and_no_other(make):
+    first = make()
+    answers(first, namespace=Namespace("a"))
+    answers(first, namespace=Namespace("b", salt="s"))
+    assert save(first).tenants == ["a", "b"]
+    assert save(first, "only-a", tenant="a").tenants == ["a"]
+    second = make()
+    load(second)
+    assert answers(second, namespace=Namespace("c"))[1][0] == 0
+    assert answers(second, namespace=Namespace("b"))[1][0] == 0
+    assert answers(second, namespace=Namespace("b", salt="s"))[1] == [99] * 4
+    third = make()
+    load(third, "only-a")
+    assert answers(third, namespace=Namespace("b", salt="s"))[1][0] == 0
+    assert answers(third, namespace=Namespace("a"))[1] == [99] * 4
+    with pytest.raises(InvalidInputError, match="nothing is cached of tenant 'x'"):
+        save(third, "x", tenant="x")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "of another dtype: 'float32', and 'bfloat16' is wanted"),
+        ({"block_size": 16}, "of another layout: 'v1:.*:b8:.*', and 'v1:.*:b16:.*' is wanted"),
+        ({"quantization": "int8"}, "of another model: "),
+    ],
+)
+def test_a_save_of_anything_else_is_refused_with_the_reason(make, options, reason):
+    answers(first := make())
+    save(first)
+    other = make(**options)
+    with pytest.raises(InvalidInputError, match=f"the save 'first' is {reason}.*; nothing of it is loaded"):
+        load(other)
+    assert other.client.core.kv.cache.metrics().num_blocks == 0
+
+
+def test_a_save_of_other_weights_and_of_another_tenant_is_refused(make, checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    first = make()
+    answers(first, namespace=Namespace("a"))
+    save(first)
+    changed = tmp_path / "changed"
+    shutil.copytree(checkpoint, changed)
+    (file,) = changed.glob("*.safetensors")
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidInputError, match="of another model: "):
+        load(make(model=str(changed)))
+    with pytest.raises(InvalidInputError, match="of another tenant: 'a', and 'b' is wanted"):
+        load(make(), tenant="b")
+    assert load(make(), tenant="a").num_left_out == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../x", "/etc/passwd", "a/b", ".hidden", "x.kv", "a" * 65, "ü", "a\n", None, 3]
+)
+def test_what_is_no_name_is_refused(make, name):
+    saves = saves_of(make())
+    for begin in (saves.save, saves.load):
+        with pytest.raises(InvalidInputError, match="no path"):
+            begin(name)
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(make):
+    engine = make()
+    with pytest.raises(InvalidInputError, match=r"there is no save 'frist' in .*; saved: nothing"):
+        saves_of(engine).load("frist")
+    answers(engine)
+    save(engine)
+    with pytest.raises(InvalidInputError, match=r"saved: first\. Did you mean 'first'"):
+        saves_of(engine).load("frist")
+    with pytest.raises(InvalidInputError, match="no save or load is under way"):
+        saves_of(engine).go_on()
+    with pytest.raises(InvalidInputError, match="nothing is cached"):
+        save(make(), "empty")
+
+
+def test_damaged_saves_cost_blocks_and_no_token(make, tmp_path, all_blocks_are_back):
+    first = make()
+    expected, _ = answers(first)
+    save(first)
+    path = tmp_path / "kv" / "first.kv"
+    whole = path.read_bytes()
+    generator = random.Random(1)
+    for trial in range(12):
+        data = bytearray(whole)
+        if trial % 3 == 0:
+            data = data[: generator.randrange(len(data))]
+        else:
+            for _ in range(4):
+                data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        path.write_bytes(data)
+        engine = make()
+        with suppress(InvalidInputError):  # no block can be read
+            load(engine)
+        engine.client.core.kv.check_integrity()
+        assert answers(engine)[0] == expected
+        assert all_blocks_are_back(engine)
+
+
+def test_a_full_folder_refuses_a_save_and_keeps_what_it_has(make, tmp_path):
+    first = make()
+    answers(first)
+    save(first)
+    before = (tmp_path / "kv" / "first.kv").read_bytes()
+    second = make(kv_max_saved=str(len(before) + 10_000))
+    answers(second)
+    with pytest.raises(
+        InvalidInputError, match=r"takes up to .* taken; delete some of them, or raise kv.max_saved"
+    ):
+        save(second, "second")
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["first.kv"]
+    assert (tmp_path / "kv" / "first.kv").read_bytes() == before
+
+
+def test_a_save_that_is_given_up_leaves_nothing_and_the_old_one_stays(make, tmp_path):
+    first = make()
+    answers(first)
+    save(first)
+    before = (tmp_path / "kv" / "first.kv").read_bytes()
+    first.generate([9] * 80, GREEDY)
+    saves_of(first).save("first")
+    for _ in range(3):
+        saves_of(first).go_on()
+    saves_of(first).close()
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["first.kv"]
+    assert (tmp_path / "kv" / "first.kv").read_bytes() == before
+
+
+def test_a_device_that_is_full_ends_the_save_and_not_the_engine(make, tmp_path, monkeypatch):
+    first = make()
+    expected, _ = answers(first)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sagellm.core.random_access.SystemRandomAccessFile.write", full)
+    with pytest.raises(EngineError, match="the device is full, or fails; nothing of the save 'first'"):
+        save(first)
+    assert list((tmp_path / "kv").iterdir()) == []
+    assert answers(first) == (expected, [99] * 4)
