@@ -83,6 +83,8 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         "allocator": f"file {user}",
         "tiers": "default",
         "fetch": "default",
+        "save_folder": "default",
+        "max_saved": "default",
     }
     assert loaded.files == (user, local, named)
     assert loaded.origins["scheduler.name"].kind == "default"
