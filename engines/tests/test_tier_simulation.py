@@ -1,0 +1,228 @@
+"""Steps, evictions, copies and late answers of tiers in any order, from a seed, on virtual time.
+
+The model's KV of a token is a hash of all tokens up to it, and its next token follows from all KV of the
+sequence. So one wrong, stale or foreign block anywhere changes the output.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import blake2b
+
+import pytest
+import torch
+
+from sagellm.core import (
+    ForwardBackendProtocol,
+    ForwardMetrics,
+    KVGroup,
+    KVLayout,
+    PluginRegistry,
+    Request,
+    RequestId,
+    Runtime,
+    SequenceId,
+    pack,
+)
+from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.engines import EngineConfig, SamplingParams
+from sagellm.engines.assembly import Modules, build_core
+from sagellm.engines.core.sequence import Sequence
+
+VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32
+LAYOUT = KVLayout(
+    group=KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=4, dtype="float32"), block_size=BLOCK_SIZE
+)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+assert LAYOUT.block_bytes == BLOCK_SIZE * TOKEN_BYTES
+
+
+def hashed(before: int, token: int) -> int:
+    data = before.to_bytes(8, "little") + token.to_bytes(4, "little")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+@cache
+def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    tokens, chain = list(prompt), []
+    for position in range(len(prompt) + num_tokens):
+        if position == len(tokens):
+            tokens.append(sum(chain) % VOCAB)
+        chain.append(hashed(chain[-1] if chain else 0, tokens[position]))
+    return tokens[len(prompt) :]
+
+
+class HashBackend(ForwardBackendProtocol):
+    """The forward pass of that model; a step takes a millisecond and another one for each 100 tokens."""
+
+    def __init__(self, runtime):
+        self._clock = runtime.clock
+
+    def initialize_kv_caches(self, layout, num_blocks):
+        self.kv = torch.zeros(num_blocks * BLOCK_SIZE, TOKEN_BYTES // 8, dtype=torch.int64)
+        self._blocks = memoryview(self.kv.numpy()).cast("B")
+
+    def _block(self, block_id):
+        return self._blocks[block_id * LAYOUT.block_bytes : (block_id + 1) * LAYOUT.block_bytes]
+
+    def copy_blocks(self, pairs):
+        for source, target in pairs:
+            self._block(target)[:] = self._block(source)
+
+    def read_blocks(self, block_ids, into):
+        for block_id, buffer in zip(block_ids, into, strict=True):
+            buffer[:] = self._block(block_id)
+
+    def write_blocks(self, block_ids, data):
+        for block_id, buffer in zip(block_ids, data, strict=True):
+            self._block(block_id)[:] = buffer
+
+    def forward(self, batch):
+        self._clock.advance_ns(1_000_000 + 10_000 * len(batch.input_ids))
+        logits = torch.zeros(len(batch.input_ids), VOCAB)
+        at = 0
+        for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+            table = batch.block_tables[row].tolist()
+            slots = [
+                table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                for position in range(seq_len)
+            ]
+            chain = self.kv[slots[: seq_len - query_len], 0].tolist()
+            for position in range(seq_len - query_len, seq_len):
+                assert batch.slot_mapping[at] == slots[position]
+                chain.append(hashed(chain[-1] if chain else 0, int(batch.input_ids[at])))
+                self.kv[slots[position]] = chain[-1]
+                logits[at, sum(chain) % VOCAB] = 1
+                at += 1
+        return logits[batch.logits_indices]
+
+    def metrics(self):
+        return ForwardMetrics()
+
+
+class Simulation:
+    """One core under random requests, aborts and operators, its tiers late and failing."""
+
+    def __init__(self, seed: int, folder, **settings):
+        self.runtime = Runtime.virtual(seed=seed)
+        self.random = self.runtime.randomness.stream("driver")
+        tiers = {"host": 20 * 512, "file": {"max_bytes": 60 * 4096, "folder": str(folder)}}
+        values = {
+            "kv.block_size": BLOCK_SIZE,
+            "kv.num_blocks": self.random.choice((24, 40)),
+            "kv.tiers": tiers,
+            "kv.fetch": self.random.choice(("always", "always", "cheaper")),
+            "prefix_cache.eviction_policy": self.random.choice(("reuse", "lru", "s3fifo")),
+            "scheduler.max_num_batched_tokens": self.random.choice((16, 64)),
+            "scheduler.max_num_seqs": 6,
+        }
+        config = EngineConfig().with_values(values | settings)
+        self.core = build_core(
+            Modules(PluginRegistry.load(), config),
+            HashBackend(self.runtime),
+            LAYOUT,
+            num_blocks=config.kv.num_blocks,
+            vocab_size=VOCAB,
+            runtime=self.runtime,
+            fingerprint=lambda: "hash",
+        )
+        self.offload = self.core.kv.offload
+        storage, failures = self.offload.tiers, self.random.choice((0.0, 0.05))
+        storage._tiers = tuple(self._late(tier, failures) for tier in storage._tiers)
+        self.offload.tiers = self._late(storage, 0.0)
+        self.families = [self._tokens(self.random.randint(8, 48)) for _ in range(5)]
+        self.live: dict[str, tuple[Sequence, list[int]]] = {}
+        self.log = blake2b()
+        self.num_finished = 0
+
+    def _late(self, tier, failure_rate):
+        stream = self.runtime.randomness.stream(f"late{self.random.random()}")
+        return LateKVTier(tier, stream, failure_rate=failure_rate)
+
+    def _tokens(self, count):
+        return tuple(self.random.randrange(VOCAB) for _ in range(count))
+
+    def run(self, num_events: int) -> str:
+        for number in range(num_events):
+            drawn = self.random.random()
+            if drawn < 0.2 and len(self.live) < 12:
+                self._add(number)
+            elif drawn < 0.23 and self.live:
+                self._abort(self.random.choice(list(self.live)))
+            elif drawn < 0.26:
+                self.core.kv.evict(self.random.randint(1, 10))
+            elif drawn < 0.27:
+                self.core.kv.clear_cache()
+            else:
+                self._step()
+            if number % 10 == 0:
+                self.core.kv.check_integrity()
+        for _ in range(20_000):
+            if not self.live and not self.core.kv.num_fetches:
+                break
+            self._step()
+        assert not self.live, f"{len(self.live)} requests never ended"
+        self.core.kv.check_integrity()
+        assert self.core.kv.available_blocks == self.core.kv.total_blocks
+        return self.log.hexdigest()
+
+    def _add(self, number):
+        family = self.random.choice(self.families)
+        prompt = family[: self.random.randint(4, len(family))] + self._tokens(self.random.randint(1, 8))
+        name = str(number)
+        request = Request(
+            request_id=RequestId(name),
+            token_ids=pack(prompt),
+            max_tokens=self.random.randint(1, 16),
+            arrival_ns=self.runtime.clock.now_ns(),
+        )
+        sequence = Sequence.of(request, SequenceId(name), params=PARAMS, seed=0, stop_token_ids=frozenset())
+        self.core.add(sequence)
+        self.live[name] = sequence, []
+
+    def _abort(self, name):
+        self.core.abort([SequenceId(name)])
+        del self.live[name]
+
+    def _step(self):
+        for output in self.core.step():
+            sequence, tokens = self.live[output.sequence_id]
+            assert output.finish_reason != "error", output.error
+            tokens.append(output.token.token_id)
+            self.log.update(f"{output.sequence_id} {tokens[-1]};".encode())
+            if output.finish_reason is not None:
+                request = sequence.request
+                assert tokens == expected_tokens(tuple(request.token_ids), request.max_tokens)
+                del self.live[output.sequence_id]
+                self.num_finished += 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_order_of_steps_copies_and_late_answers_changes_a_token(seed, tmp_path):
+    simulation = Simulation(seed, tmp_path)
+    simulation.run(800)
+    metrics = simulation.offload.metrics()
+    assert simulation.num_finished > 50
+    assert metrics.num_kept_blocks > 50
+    if simulation.offload.rule == "always":
+        assert metrics.num_fetched_blocks > 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_no_order_of_many_changes_a_token(seed, tmp_path):
+    Simulation(seed, tmp_path).run(2_000)
+
+
+def test_a_seed_replays_what_it_did(tmp_path):
+    runs = [Simulation(3, tmp_path).run(500) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert Simulation(4, tmp_path).run(500) != runs[0]
+
+
+def test_a_wrong_block_would_be_seen(tmp_path):
+    simulation = Simulation(0, tmp_path)
+    write = simulation.core.kv.offload._memory.write_blocks
+    simulation.core.kv.offload._memory.write_blocks = lambda block_ids, data: write(block_ids, data[::-1])
+    with pytest.raises(AssertionError):
+        simulation.run(2_000)
