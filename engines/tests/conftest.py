@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,25 @@ def make_engine(checkpoint: Path) -> Callable[..., LLMEngine]:
         return LLMEngine(**(defaults | settings))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a server listens that is started for these tests."""
+    pytest.importorskip("redis")
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None:
+        pytest.skip("no redis-server is installed")
+    socket = tmp_path_factory.mktemp("redis") / "redis.sock"
+    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(socket.parent)]
+    process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 10
+    while not socket.exists():
+        assert process.poll() is None and time.monotonic() < deadline, "the server did not start"  # noqa: PT018
+        time.sleep(0.02)
+    yield f"unix://{socket}"
+    process.kill()
+    process.wait()
 
 
 def free_everywhere(engine: LLMEngine) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-import time
 
 import pytest
 
@@ -32,22 +29,6 @@ def run(engine, times=2, **options):
 def make(make_engine, tiers, **options):
     defaults = {"block_size": 8, "num_blocks": 20, "kv_tiers": tiers, "kv_fetch": "always"}
     return make_engine(**(defaults | options))
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
-    pytest.importorskip("redis")
-    server = shutil.which("redis-server") or shutil.which("valkey-server")
-    if server is None:
-        pytest.skip("no redis-server is installed")
-    socket = tmp_path_factory.mktemp("redis") / "redis.sock"
-    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(socket.parent)]
-    process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
-    while not socket.exists():
-        time.sleep(0.02)
-    yield f"unix://{socket}"
-    process.kill()
-    process.wait()
 
 
 @pytest.mark.parametrize("where", ["host", "file", "host over file", "redis", "host over redis"])
