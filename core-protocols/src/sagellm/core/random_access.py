@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,10 @@ class RandomAccessFile(ABC):
         """Return the length of the file in bytes."""
 
     @abstractmethod
+    def truncate(self, size: int) -> None:
+        """Let go of what lies behind so many bytes; a file that is shorter stays as it is."""
+
+    @abstractmethod
     def is_resident(self, offset: int, size: int) -> bool:
         """Say whether a range can be read from memory, without the device. A guess from its ends."""
 
@@ -40,11 +45,21 @@ class RandomAccessFile(ABC):
 
 
 class SystemRandomAccessFile(RandomAccessFile):
-    """A file of the machine, mode 0600, for this process alone."""
+    """A file of the machine, mode 0600, for this user alone.
+
+    Raises PermissionError for one that exists and is not the user's own regular file under this one name.
+    """
 
     def __init__(self, path: str, *, is_new: bool) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
-        self._descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        # without O_NONBLOCK, opening what is no file may wait for ever
+        careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        self._descriptor = os.open(path, flags | careful, 0o600)
+        try:
+            _make_private(self._descriptor)
+        except OSError:
+            self.close()
+            raise
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Read until all buffers are full or the file ends."""
@@ -67,6 +82,11 @@ class SystemRandomAccessFile(RandomAccessFile):
     def size(self) -> int:
         """Ask the system."""
         return os.fstat(self._descriptor).st_size
+
+    def truncate(self, size: int) -> None:
+        """Cut it."""
+        if self.size() > size:
+            os.ftruncate(self._descriptor, size)
 
     def is_resident(self, offset: int, size: int) -> bool:
         """Try to read the first and the last byte without waiting; False where the system cannot say."""
@@ -121,6 +141,10 @@ class MemoryRandomAccessFile(RandomAccessFile):
         """Return its length."""
         return len(self._data)
 
+    def truncate(self, size: int) -> None:
+        """Cut it."""
+        del self._data[size:]
+
     def is_resident(self, offset: int, size: int) -> bool:
         """Say yes."""
         return True
@@ -130,6 +154,19 @@ class MemoryRandomAccessFile(RandomAccessFile):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _make_private(descriptor: int) -> None:
+    """Take a file that others may read away from them. Raises PermissionError if it is not one's own."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise PermissionError(errno.EPERM, "it is no regular file")
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}")
+    if found.st_nlink > 1:
+        raise PermissionError(errno.EPERM, "it has a second name, a hard link")
+    if hasattr(os, "fchmod") and stat.S_IMODE(found.st_mode) & 0o177:
+        os.fchmod(descriptor, 0o600)
 
 
 def _rest(buffers: Sequence[memoryview], num_done: int) -> list[memoryview]:

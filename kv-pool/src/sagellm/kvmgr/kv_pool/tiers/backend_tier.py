@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import NamedTuple
 
 from sagellm.core.errors import OutOfMemoryError
@@ -49,12 +50,14 @@ class BackendTier(KVTierProtocol):
 
     Everything is done in `submit`: a copy of a block takes less than handing it to somebody else. A record
     that is not what was put is dropped, so that the next get is a plain miss. What a persistent file holds
-    is found again by its heads; the data is checked when it is asked for.
+    is found again by its heads; the data is checked when it is asked for. One lock guards it all;
+    `contains` and `get_cost_ns` take none.
     """
 
     def __init__(self, backend: TierBackend, *, clock: Clock | None = None) -> None:
         self.backend = backend
         self._clock = SystemClock() if clock is None else clock
+        self._lock = Lock()
         self._records: dict[BlockKey, Record] = {}
         self._results: list[TierResult] = []
         self._num_submits = 0
@@ -64,14 +67,16 @@ class BackendTier(KVTierProtocol):
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Do it."""
         check_requests(requests)
-        ticket = Ticket(self._num_submits)
-        self._num_submits += 1
-        self._results.append(TierResult(ticket, tuple(map(self._do, requests))))
+        with self._lock:
+            ticket = Ticket(self._num_submits)
+            self._num_submits += 1
+            self._results.append(TierResult(ticket, tuple(map(self._do, requests))))
         return ticket
 
     def poll(self) -> list[TierResult]:
         """Return what was done."""
-        results, self._results = self._results, []
+        with self._lock:
+            results, self._results = self._results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:
@@ -80,7 +85,9 @@ class BackendTier(KVTierProtocol):
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
         """Read the heads of what `recover` found, or was put since."""
-        heads = ((decode_head(record.head, record.offset), record) for record in self._records.values())
+        with self._lock:
+            records = list(self._records.values())
+        heads = ((decode_head(record.head, record.offset), record) for record in records)
         return [(head.header, record.num_data_bytes) for head, record in heads if head is not None]
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
@@ -95,7 +102,8 @@ class BackendTier(KVTierProtocol):
 
     def metrics(self) -> KVTierMetrics:
         """Return the counts so far."""
-        return replace(self._metrics, num_blocks=len(self._records))
+        with self._lock:
+            return replace(self._metrics, num_blocks=len(self._records))
 
     def rates(self) -> dict[str, float]:
         """Return bytes a second as they are believed: from memory, and from the device behind it."""
@@ -103,30 +111,34 @@ class BackendTier(KVTierProtocol):
 
     def check_integrity(self) -> None:
         """Compare the index with the ranges. O(blocks)."""
-        ranges = self.backend.ranges
-        ranges.check_integrity()
-        assert sorted(record.offset for record in self._records.values()) == ranges.offsets(), (
-            "a range has no record, or a record no range"
-        )
-        for record in self._records.values():
-            needed = len(record.head) + record.num_data_bytes
-            assert ranges.size_of(record.offset) >= needed, f"the record at {record.offset} does not fit"
-        num_bytes = sum(record.num_data_bytes for record in self._records.values())
-        assert num_bytes == self._metrics.num_bytes, f"{num_bytes} bytes, {self._metrics.num_bytes} counted"
+        with self._lock:
+            ranges = self.backend.ranges
+            ranges.check_integrity()
+            assert sorted(record.offset for record in self._records.values()) == ranges.offsets(), (
+                "a range has no record, or a record no range"
+            )
+            for record in self._records.values():
+                needed = len(record.head) + record.num_data_bytes
+                assert ranges.size_of(record.offset) >= needed, f"the record at {record.offset} does not fit"
+            num_bytes = sum(record.num_data_bytes for record in self._records.values())
+            assert num_bytes == self._metrics.num_bytes, (
+                f"{num_bytes} bytes, {self._metrics.num_bytes} counted"
+            )
 
     def close(self) -> None:
         """Close the backend; nothing is found any more."""
-        self._records.clear()
-        self._metrics.num_bytes = 0
-        self.backend.close()
+        with self._lock:
+            self._records.clear()
+            self._metrics.num_bytes = 0
+            self.backend.close()
 
     def recover(self) -> int:
         """Find the records of a file that another process left; return how many. For an empty tier."""
         assert not self._records, "records are found once, at the beginning"
-        ranges = self.backend.ranges
+        ranges, num_written = self.backend.ranges, self.backend.written_bytes
         found: list[tuple[int, int]] = []
         offset = 0
-        while offset + PREFIX_BYTES <= ranges.total_bytes:
+        while offset + PREFIX_BYTES <= num_written:
             key, record = self._recover_at(offset) or (None, None)
             if key is None or record is None or key in self._records:
                 offset += ranges.alignment

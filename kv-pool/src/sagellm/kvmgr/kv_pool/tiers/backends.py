@@ -37,6 +37,11 @@ class TierBackend(ABC):
         return self._ranges.free_bytes
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes behind which nothing was ever written."""
+        return self.total_bytes
+
+    @property
     def ranges(self) -> OffsetAllocator:
         """Who has what."""
         return self._ranges
@@ -134,8 +139,8 @@ class NVMeBackend(TierBackend):
     """A file, mode 0600, that grows to `total_bytes` as it is written.
 
     Its name is deleted as soon as it is open, so that it goes with its process, however that ends; unless
-    `is_persistent`, when one that exists is opened. Raises OSError if it cannot be, FileExistsError if a
-    file that is not to stay is there already.
+    `is_persistent`, when one that exists is opened, and cut if it is longer. Raises OSError if it cannot be,
+    FileExistsError if a file that is not to stay is there already.
     """
 
     def __init__(
@@ -155,8 +160,14 @@ class NVMeBackend(TierBackend):
             if not is_persistent:
                 raise
             self.file = files.open(path, is_new=False)
+            self.file.truncate(self.total_bytes)
         if not is_persistent:
             files.remove(path)
+
+    @property
+    def written_bytes(self) -> int:
+        """The length of the file."""
+        return min(self.total_bytes, self.file.size())
 
     def write(self, offset: int, parts: Parts) -> None:
         """Write to the file."""

@@ -31,6 +31,12 @@ def checksum_of(data: memoryview) -> bytes:
     return xxh3_128_digest(data)
 
 
+def num_head_bytes(header: BlockHeader) -> int:
+    """Return how long the head of a block's record is."""
+    num_bytes = PREFIX_BYTES + len(header.encode())
+    return num_bytes + -num_bytes % _ALIGNMENT
+
+
 def encode_head(header: BlockHeader, num_data_bytes: int, checksum: bytes, seed: int) -> bytes:
     """Return the head of a record: prefix, header and zeros up to a multiple of 64 bytes.
 

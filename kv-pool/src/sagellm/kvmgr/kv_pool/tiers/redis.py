@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sagellm.core.errors import ConfigError
@@ -21,14 +22,16 @@ from sagellm.core.protocols.kv_tier import (
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
-from sagellm.kvmgr.kv_pool.tiers.record import checksum_of, decode_head, encode_head, read_prefix
+from sagellm.kvmgr.kv_pool.tiers.record import checksum_of, encode_head, num_head_bytes
+from sagellm.kvmgr.kv_pool.tiers.redis_scan import find_stored, name_of
 
 if TYPE_CHECKING:
     from redis import Connection
 
 _BYTES_PER_S = 0.5e9
 _RECONNECT_AFTER_NS = 1_000_000_000
-_MAX_HEAD_BYTES = 1 << 16
+
+_NOBODYS = Ticket(-1)
 
 _log = get_logger(__name__)
 
@@ -42,7 +45,7 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A submit whose commands are on their way."""
+    """A submit whose commands are on their way, or nobody's."""
 
     ticket: Ticket
     asked: list[_Asked]
@@ -56,7 +59,8 @@ class RedisTier(KVTierProtocol):
     arrive; `timeout_s` bounds the wait for them. While the server cannot be reached everything fails, and
     it is tried again after a second. `max_bytes` bounds what is stored under the prefix, as far as this tier
     knows: what others stored is found if it was there when the connection began. What the server evicts
-    by itself is a miss.
+    by itself is a miss. No reply is longer than the record that was asked for, and a byte. One lock guards it
+    all; `contains` takes none.
     """
 
     def __init__(
@@ -78,11 +82,14 @@ class RedisTier(KVTierProtocol):
         self._pool = ConnectionPool.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._refusals = ResponseError
         self._prefix = prefix.encode() + b":"
+        self._lock = Lock()
         self._timeout_ns = round(timeout_s * 1e9)
         self._clock = SystemClock() if clock is None else clock
         self._connection: Connection | None = None
         self._retry_ns = -_RECONNECT_AFTER_NS
         self._sizes: dict[BlockKey, int] = {}
+        self._num_bytes = 0  # the sum of the sizes
+        self._corrupt: list[BlockHeader] = []  # what the server is to delete
         self._found: list[tuple[BlockHeader, int]] = []
         self._sent: deque[_Sent] = deque()
         self._results: list[TierResult] = []
@@ -94,41 +101,22 @@ class RedisTier(KVTierProtocol):
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Send a command for each request that the server has to be asked about."""
         check_requests(requests)
-        connection = self._connect()
-        ticket = Ticket(self._num_submits)
-        self._num_submits += 1
-        asked: list[_Asked] = []
-        commands: list[tuple[Any, ...]] = []
-        for request in requests:
-            outcome, command = self._plan(request)
-            asked.append(_Asked(request, outcome))
-            if command is not None:
-                commands.append(command)
-        self._sent.append(_Sent(ticket, asked, self._clock.now_ns()))
-        if commands:
-            self._send(connection, commands)
+        with self._lock:
+            ticket = Ticket(self._num_submits)
+            self._num_submits += 1
+            self._begin(ticket, requests)
         return ticket
 
     def poll(self) -> list[TierResult]:
         """Read the replies that have begun to arrive."""
-        while self._sent:
-            sent = self._sent[0]
-            try:
-                if any(each.outcome is None for each in sent.asked):
-                    if self._connection is None or not self._connection.can_read(timeout=0):
-                        if self._clock.now_ns() - sent.sent_ns > self._timeout_ns:
-                            raise TimeoutError("no answer")
-                        break
-                    outcomes = tuple(map(self._read, sent.asked))
-                    self._measure(sent, outcomes)
-                else:
-                    outcomes = tuple(each.outcome or "failed" for each in sent.asked)
-            except Exception as error:
-                self._fail(error)
-                break
-            self._sent.popleft()
-            self._results.append(TierResult(sent.ticket, outcomes))
-        results, self._results = self._results, []
+        with self._lock:
+            while self._sent and self._read_first(self._sent[0]):
+                pass
+            if self._corrupt:
+                deletes = [TierRequest("delete", header) for header in self._corrupt]
+                self._corrupt.clear()
+                self._begin(_NOBODYS, deletes)
+            results, self._results = self._results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:
@@ -137,43 +125,95 @@ class RedisTier(KVTierProtocol):
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
         """Return what the server had when the last connection began."""
-        return list(self._found)
+        with self._lock:
+            return list(self._found)
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
         """Apply the measured rate, round trip included."""
-        return sum(self._rate.cost_ns(self._sizes[key]) for key in keys if key in self._sizes)
+        return sum(self._rate.cost_ns(self._sizes.get(key, 0)) for key in keys)
 
     def metrics(self) -> KVTierMetrics:
         """Return the counts so far."""
-        return replace(self._metrics, num_blocks=len(self._sizes), num_bytes=sum(self._sizes.values()))
+        with self._lock:
+            return replace(self._metrics, num_blocks=len(self._sizes), num_bytes=self._num_bytes)
 
     def check_integrity(self) -> None:
-        """Nothing is kept twice here."""
+        """Compare the sum of the sizes with the sizes."""
+        with self._lock:
+            num_bytes = sum(self._sizes.values())
+            assert num_bytes == self._num_bytes, f"{num_bytes} bytes, {self._num_bytes} counted"
 
     def close(self) -> None:
         """Close the connection; what is stored stays."""
-        self._fail(ConnectionError("closed"))
-        self._retry_ns = 1 << 62
-        self._results.clear()
-        self._pool.disconnect()
+        with self._lock:
+            self._fail(ConnectionError("closed"))
+            self._retry_ns = 1 << 62
+            self._results.clear()
+            self._pool.disconnect()
+
+    def _begin(self, ticket: Ticket, requests: Sequence[TierRequest]) -> None:
+        connection = self._connect()
+        asked: list[_Asked] = []
+        commands: list[tuple[Any, ...]] = []
+        for request in requests:
+            outcome, command = (None, self._delete(request)) if ticket == _NOBODYS else self._plan(request)
+            asked.append(_Asked(request, outcome))
+            if command is not None:
+                commands.append(command)
+        self._sent.append(_Sent(ticket, asked, self._clock.now_ns()))
+        if commands:
+            self._send(connection, commands)
+
+    def _read_first(self, sent: _Sent) -> bool:
+        """Read what belongs to the oldest submit; say whether it has ended and the next one may have, too."""
+        try:
+            if any(each.outcome is None for each in sent.asked):
+                if self._connection is None or not self._connection.can_read(timeout=0):
+                    if self._clock.now_ns() - sent.sent_ns > self._timeout_ns:
+                        raise TimeoutError("no answer")
+                    return False
+                outcomes = tuple(map(self._read, sent.asked))
+                self._measure(sent, outcomes)
+            else:
+                outcomes = tuple(each.outcome or "failed" for each in sent.asked)
+        except Exception as error:
+            self._fail(error)
+            return False
+        self._sent.popleft()
+        if sent.ticket != _NOBODYS:
+            self._results.append(TierResult(sent.ticket, outcomes))
+        return True
+
+    def _delete(self, request: TierRequest) -> tuple[Any, ...]:
+        return "DEL", name_of(self._prefix, request.header.key)
+
+    def _note(self, key: BlockKey, num_bytes: int) -> None:
+        self._num_bytes += num_bytes - self._sizes.get(key, 0)
+        self._sizes[key] = num_bytes
+
+    def _forget(self, key: BlockKey) -> bool:
+        num_bytes = self._sizes.pop(key, None)
+        self._num_bytes -= num_bytes or 0
+        return num_bytes is not None
 
     def _plan(self, request: TierRequest) -> tuple[TierOutcome | None, tuple[Any, ...] | None]:
         """Return the outcome if it is known already, else the command that finds it."""
         key = request.header.key
-        name = self._prefix + key.hash.hex().encode() + b".%d" % key.group
         if request.action == "delete":
-            return (None, ("DEL", name)) if self._sizes.pop(key, None) is not None else ("missing", None)
+            return (None, self._delete(request)) if self._forget(key) else ("missing", None)
         assert request.data is not None, "submit has looked"
+        name, num_bytes, known = name_of(self._prefix, key), request.data.nbytes, self._sizes.get(key)
         if request.action == "get":
             self._metrics.num_gets += 1
-            return (None, ("GET", name)) if key in self._sizes else ("missing", None)
-        if key in self._sizes:
+            if known != num_bytes:
+                return "missing", None
+            return None, ("GETRANGE", name, 0, num_head_bytes(request.header) + num_bytes)
+        if known is not None:
             return "done", None
-        num_bytes = request.data.nbytes
-        if sum(self._sizes.values()) + num_bytes > self._metrics.max_bytes:
+        if self._num_bytes + num_bytes > self._metrics.max_bytes:
             self._metrics.num_full += 1
             return "full", None
-        self._sizes[key] = num_bytes
+        self._note(key, num_bytes)
         head = encode_head(request.header, num_bytes, checksum_of(request.data), 0)
         return None, ("SET", name, head + request.data.cast("B"))
 
@@ -188,7 +228,7 @@ class RedisTier(KVTierProtocol):
         except self._refusals as error:  # the server's own words, as that it is out of memory
             _log.warning("a KV tier was refused by its server: %s", error)
             self._metrics.num_failed += 1
-            self._sizes.pop(request.header.key, None)
+            self._forget(request.header.key)
             return "failed"
         match request.action:
             case "delete":
@@ -199,23 +239,21 @@ class RedisTier(KVTierProtocol):
             case "get":
                 return self._take(request, reply)
 
-    def _take(self, request: TierRequest, reply: bytes | None) -> TierOutcome:
+    def _take(self, request: TierRequest, reply: bytes) -> TierOutcome:
         """Compare a stored record with what was asked for, and copy its data."""
         assert request.data is not None, "submit has looked"
-        if reply is None:
-            self._sizes.pop(request.header.key, None)
+        header, num_bytes = request.header, request.data.nbytes
+        if not reply:
+            self._forget(header.key)
             return "missing"
-        record = memoryview(reply)
-        num_head_bytes = read_prefix(reply) or 0
-        head = decode_head(bytes(record[:num_head_bytes]), 0)
-        data = record[num_head_bytes:]
-        if head is None or head.header != request.header or head.checksum != checksum_of(data):
-            _log.warning("a KV tier's server holds a block that is not what was stored")
+        record, num_in_head = memoryview(reply), num_head_bytes(header)
+        head, data = record[:num_in_head], record[num_in_head:]
+        if len(data) != num_bytes or head != encode_head(header, num_bytes, checksum_of(data), 0):
+            _log.warning("a KV tier's server holds a block that is not what was stored; it is deleted")
             self._metrics.num_corrupt += 1
-            self._sizes.pop(request.header.key, None)
+            self._forget(header.key)
+            self._corrupt.append(header)
             return "corrupt"
-        if len(data) != request.data.nbytes:
-            return "missing"
         request.data.cast("B")[:] = data
         self._metrics.num_hits += 1
         return "done"
@@ -259,25 +297,11 @@ class RedisTier(KVTierProtocol):
     def _find_stored(self, connection: Connection) -> None:
         """Learn which blocks are there, by the heads of all keys with the prefix."""
         self._sizes.clear()
+        self._num_bytes = 0
         self._found.clear()
-        cursor = b"0"
-        while True:
-            connection.send_command("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", 1000)
-            cursor, names = connection.read_response(disable_decoding=True)
-            commands = [("GETRANGE", name, 0, _MAX_HEAD_BYTES) for name in names]
-            sizes = [("STRLEN", name) for name in names]
-            if names:
-                connection.send_packed_command(connection.pack_commands(commands + sizes))
-                heads = [connection.read_response(disable_decoding=True) for _ in names]
-                lengths = [connection.read_response(disable_decoding=True) for _ in names]
-                for start, length in zip(heads, lengths, strict=True):
-                    num_head_bytes = read_prefix(start) or 0
-                    head = decode_head(start[:num_head_bytes], 0)
-                    if head is not None and num_head_bytes + head.num_data_bytes == length:
-                        self._sizes[head.header.key] = head.num_data_bytes
-                        self._found.append((head.header, head.num_data_bytes))
-            if cursor == b"0":
-                return
+        for header, num_bytes in find_stored(connection, self._prefix):
+            self._note(header.key, num_bytes)
+            self._found.append((header, num_bytes))
 
     def _fail(self, error: Exception) -> None:
         """End everything that is under way, and the connection."""
@@ -292,6 +316,7 @@ class RedisTier(KVTierProtocol):
                 outcomes.append(outcome or "failed")
                 self._metrics.num_failed += outcome is None
                 if outcome is None:
-                    self._sizes.pop(request.header.key, None)
-            self._results.append(TierResult(sent.ticket, tuple(outcomes)))
+                    self._forget(request.header.key)
+            if sent.ticket != _NOBODYS:
+                self._results.append(TierResult(sent.ticket, tuple(outcomes)))
         self._sent.clear()

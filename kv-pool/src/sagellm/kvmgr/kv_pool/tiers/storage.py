@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TypeAlias
 
 from sagellm.core.errors import ConfigError
@@ -73,7 +74,8 @@ class TieredKVStorage(KVTierProtocol):
     drops them; a tier that fails, or is full of what is busy, is passed over. A get looks where the block
     is; one that is hot by then moves up, if there is room. The classifier is the policy of both.
 
-    Operations on one block are done one after the other, on several as the tiers answer.
+    Operations on one block are done one after the other, on several as the tiers answer. One lock guards it
+    all; `get_cost_ns` takes none.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class TieredKVStorage(KVTierProtocol):
         self._tiers = tuple(tiers.values())
         self._usages = tuple(TierUsage(self.classifier) for _ in self._tiers)
         self._clock = SystemClock() if clock is None else clock
+        self._lock = Lock()
         self._busy: dict[BlockKey, deque[_Operation]] = {}  # the first is at work
         self._waiting: tuple[dict[Ticket, _Operation], ...] = tuple({} for _ in self._tiers)
         self._results: list[TierResult] = []
@@ -101,36 +104,37 @@ class TieredKVStorage(KVTierProtocol):
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Begin all requests that nothing is in the way of."""
         check_requests(requests)
-        ticket = Ticket(self._num_submits)
-        self._num_submits += 1
-        submit = _Submit(ticket, [None] * len(requests), len(requests))
-        if not requests:
-            self._results.append(TierResult(ticket, ()))
-        for place, request in enumerate(requests):
-            operation = _Operation(submit, place, request.header.key, self._steps_of(request))
-            queue = self._busy.setdefault(operation.key, deque())
-            queue.append(operation)
-            if len(queue) == 1:
-                self._advance(operation, None)
-        self._pump()
+        with self._lock:
+            ticket = Ticket(self._num_submits)
+            self._num_submits += 1
+            submit = _Submit(ticket, [None] * len(requests), len(requests))
+            if not requests:
+                self._results.append(TierResult(ticket, ()))
+            for place, request in enumerate(requests):
+                operation = _Operation(submit, place, request.header.key, self._steps_of(request))
+                queue = self._busy.setdefault(operation.key, deque())
+                queue.append(operation)
+                if len(queue) == 1:
+                    self._advance(operation, None)
+            self._pump()
         return ticket
 
     def poll(self) -> list[TierResult]:
         """Ask every tier, and let go on what waited for it."""
-        self._pump()
-        results, self._results = self._results, []
+        with self._lock:
+            self._pump()
+            results, self._results = self._results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:
         """Look where it would be; a block on its way from tier to tier can be asked for, too."""
-        return key in self._busy or self.level_of(key) is not None
+        with self._lock:
+            return key in self._busy or self._level_of(key) is not None
 
     def level_of(self, key: BlockKey) -> int | None:
         """Return the number of the tier that has a block."""
-        for level, (usage, tier) in enumerate(zip(self._usages, self._tiers, strict=True)):
-            if key in usage and tier.contains(key):
-                return level
-        return None
+        with self._lock:
+            return self._level_of(key)
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
         """Add up what the tiers say."""
@@ -138,11 +142,12 @@ class TieredKVStorage(KVTierProtocol):
 
     def metrics(self) -> TieredMetrics:
         """Return the counts so far."""
-        tiers = {name: tier.metrics() for name, tier in zip(self.names, self._tiers, strict=True)}
+        with self._lock:
+            tiers = {name: tier.metrics() for name, tier in zip(self.names, self._tiers, strict=True)}
+            counts = replace(self._metrics, num_blocks=sum(map(len, self._usages)))
         return replace(
-            self._metrics,
+            counts,
             tiers=tiers,
-            num_blocks=sum(map(len, self._usages)),
             num_bytes=sum(tier.num_bytes for tier in tiers.values()),
             max_bytes=sum(tier.max_bytes for tier in tiers.values()),
             num_corrupt=sum(tier.num_corrupt for tier in tiers.values()),
@@ -151,13 +156,24 @@ class TieredKVStorage(KVTierProtocol):
 
     def temperatures(self) -> dict[str, dict[Temperature, int]]:
         """Count the blocks of each tier by temperature. O(blocks)."""
-        now_ns = self._clock.now_ns()
-        return {
-            name: usage.temperatures(now_ns) for name, usage in zip(self.names, self._usages, strict=True)
-        }
+        with self._lock:
+            now_ns = self._clock.now_ns()
+            return {
+                name: usage.temperatures(now_ns) for name, usage in zip(self.names, self._usages, strict=True)
+            }
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is in two tiers, or one that is idle is not where it should be."""
+        with self._lock:
+            self._check_integrity()
+
+    def close(self) -> None:
+        """Close all tiers."""
+        with self._lock:
+            for tier in self._tiers:
+                tier.close()
+
+    def _check_integrity(self) -> None:
         for tier in self._tiers:
             tier.check_integrity()
         keys = [key for usage in self._usages for key in usage]
@@ -172,10 +188,11 @@ class TieredKVStorage(KVTierProtocol):
         if not any(self._waiting):
             assert not self._busy, "operations wait for nothing"
 
-    def close(self) -> None:
-        """Close all tiers."""
-        for tier in self._tiers:
-            tier.close()
+    def _level_of(self, key: BlockKey) -> int | None:
+        for level, (usage, tier) in enumerate(zip(self._usages, self._tiers, strict=True)):
+            if key in usage and tier.contains(key):
+                return level
+        return None
 
     def _adopt(self, level: int, stored: Sequence[tuple[BlockHeader, int]]) -> None:
         """Take note of what a tier found in its place; what a faster one has as well stays unknown."""
