@@ -1,4 +1,4 @@
-"""`plugins check` names what is wrong with allocators and policies from outside, and clears what is right."""
+"""`plugins check` names what is wrong with modules from outside, and clears what is right."""
 
 from __future__ import annotations
 
@@ -50,6 +50,21 @@ FAULTS = {
     "scan": ("a decision is cheap among many leaves", "", "one victim of 10,000 leaves took ", ""),
     "gossip": ("two policies decide without each other", "", "victim 34 was node 162 instead of node ", ""),
     "hoarder": ("nodes that left are let go", "", "5000 of 5,000 nodes that left are still held", ""),
+    "open": (
+        "a block of another tenant salt or adapter is a miss",
+        "get(tier, other)[0] == 'missing'",
+        "'done' == 'missing'",
+        "",
+    ),
+    "stale": ("what comes back was put last", "", "the bytes of an earlier put came back", ""),
+    "late": ("nothing is written to a buffer after the result", "buffer == mine", "<memory at ", ""),
+    "lossy": ("no block is lost while there is room", "", "of 48 blocks that were put, ", ""),
+    "endless": (
+        "no more is stored than max bytes",
+        "",
+        "403200 bytes came back, and 131072 were allowed",
+        "",
+    ),
 }
 """Of each provider: the rule it breaks, what was expected (where the rule does not say it), found, called."""
 
@@ -66,7 +81,12 @@ class Checks:
 
     def __init__(self, folder: Path) -> None:
         self.scratch = Scratch(folder)
-        for package in (BROKEN / "allocator", BROKEN / "policy", ROOT / "examples" / "third-party-policy"):
+        for package in (
+            BROKEN / "allocator",
+            BROKEN / "policy",
+            BROKEN / "tier",
+            ROOT / "examples" / "third-party-policy",
+        ):
             self.scratch.install(package)
 
     @cache  # noqa: B019  (one object, as long as this module)
@@ -75,6 +95,14 @@ class Checks:
         arguments = ("llm", "plugins", "check", distribution, "--json")
         done = self.scratch.run("-c", CHECK, *arguments, check=False)
         return done.returncode, {each["name"]: each for each in json.loads(done.stdout)["providers"]}
+
+    def everything(self) -> dict[str, Any]:
+        """Return the providers of all distributions with faults by name."""
+        return {
+            name: provider
+            for distribution in ("acme-blocks", "acme-evict", "acme-tiers")
+            for name, provider in self.json(distribution)[1].items()
+        }
 
     def text(self, *arguments: str) -> tuple[int, str]:
         """Return exit status and output."""
@@ -87,7 +115,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Checks:
     return Checks(tmp_path_factory.mktemp("checks") / "environment")
 
 
-@pytest.mark.parametrize("distribution", ["acme-blocks", "acme-evict"])
+@pytest.mark.parametrize("distribution", ["acme-blocks", "acme-evict", "acme-tiers"])
 def test_a_distribution_that_ignores_the_contract_in_five_ways_fails(
     checks: Checks, distribution: str
 ) -> None:
@@ -101,7 +129,7 @@ def test_a_distribution_that_ignores_the_contract_in_five_ways_fails(
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_named(checks: Checks, name: str) -> None:
     rule, expected, found, calls = FAULTS[name]
-    providers = checks.json("acme-blocks")[1] | checks.json("acme-evict")[1]
+    providers = checks.everything()
     faults = {each["fault"]["rule"]: each["fault"] for each in providers[name]["results"] if each["fault"]}
     assert rule in faults
     assert faults[rule]["expected"] == expected
@@ -117,10 +145,15 @@ def test_each_fault_is_named(checks: Checks, name: str) -> None:
         ("scan", {"cost"}),
         ("hoarder", {"integrity"}),
         ("gossip", {"isolation", "threads"}),
+        ("open", {"contract"}),
+        ("stale", {"contract"}),
+        ("late", {"contract", "random operations", "threads"}),
+        ("lossy", {"contract"}),
+        ("endless", {"contract"}),
     ],
 )
 def test_what_a_fault_does_not_touch_passes(checks: Checks, name: str, broken: set[str]) -> None:
-    providers = checks.json("acme-blocks")[1] | checks.json("acme-evict")[1]
+    providers = checks.everything()
     failed = {each["aspect"] for each in providers[name]["results"] if each["outcome"] == "failed"}
     assert failed <= broken
     assert failed

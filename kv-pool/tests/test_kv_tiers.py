@@ -63,8 +63,8 @@ class TestTieredStorageOverLateTiers(KVTierContract):
     def make(self, max_bytes: int) -> KVTierProtocol:
         tiers = {
             "host": late(BackendTier(DDRBackend(max_bytes // 4)), 1),
-            "file": late(file_tier(max_bytes // 2), 2),
-            "last": late(file_tier(max_bytes), 3),
+            "file": late(file_tier(max_bytes // 4), 2),
+            "last": late(file_tier(max_bytes // 2), 3),
         }
         return TieredKVStorage(tiers, clock=VirtualClock())
 

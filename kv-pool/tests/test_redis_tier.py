@@ -5,11 +5,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
+from sagellm.core.conformance import Conformance
 from sagellm.core.protocols.kv_tier import KVTierProtocol
 from sagellm.core.testing.kv_tier import KVTierContract, get, make_data, make_header, put
 
@@ -164,3 +166,58 @@ def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(tmp_path):
     tiered.check_integrity()
     tiered.close()
     server.stop()
+
+
+def test_the_kit_checks_it_where_a_server_is_and_says_so_where_none_is(server, tmp_path):
+    def check(**options):
+        (report,) = Conformance("sagellm-kv-pool").run(kind="kv_tier", name="redis", options=options)
+        return report
+
+    report = check(url=server.url, prefix="kit")
+    assert (report.unchecked, report.faults) == ("", ())
+    assert sum(result.outcome == "passed" for result in report.results) >= 14
+    assert "its server or device is not there" in check(url=f"unix://{tmp_path}/none").unchecked
+    others = make_tier(server, prefix="others")
+    other = replace(make_header(1), model_fingerprint="somebody's")
+    put(others, other, make_data(1))
+    assert "it has 1 blocks of somebody already" in check(url=server.url, prefix="others").unchecked
+    assert get(others, other) == ("done", bytes(make_data(1)))
+    others.close()
+
+
+def test_what_is_no_record_of_ours_is_passed_over(server):
+    import redis
+
+    client = redis.Redis.from_url(server.url)
+    first = make_tier(server, prefix="a[*]")
+    put(first, make_header(1), make_data(1))
+    (name,) = client.keys("a\\[\\*]:*")
+    client.set(b"a[*]:copied", client.get(name))
+    client.rpush("a[*]:list", "x")
+    client.set("a[*]:text", "x" * 100_000)
+    client.set("a*:" + name.decode().partition(":")[2], client.get(name))
+    second = make_tier(server, prefix="a[*]")
+    assert [header for header, _ in second.stored()] == [make_header(1)]
+    assert get(second, make_header(1)) == ("done", bytes(make_data(1)))
+    assert make_tier(server, prefix="*").metrics().num_blocks == 0
+    first.close()
+    second.close()
+
+
+def test_a_reply_is_no_longer_than_what_was_asked_for(server):
+    import redis
+
+    client = redis.Redis.from_url(server.url)
+    tier = make_tier(server, prefix="long")
+    put(tier, make_header(1), make_data(1))
+    (name,) = client.keys("long:*")
+    client.append(name, b"x" * (8 << 20))
+    before = client.info("stats")["total_net_output_bytes"]
+    assert get(tier, make_header(1))[0] == "corrupt"
+    assert client.info("stats")["total_net_output_bytes"] - before < 1 << 20
+    assert put(tier, make_header(2), make_data(2)) == "done"
+    assert not client.exists(name)
+    assert put(tier, make_header(1), make_data(1)) == "done"
+    assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
+    tier.check_integrity()
+    tier.close()

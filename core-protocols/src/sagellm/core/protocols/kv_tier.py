@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal, NamedTuple, NewType, TypeAlias
 
 from sagellm.core.errors import EngineError, InvalidInputError
@@ -56,7 +57,8 @@ class KVTierMetrics:
 class KVTierProtocol(ABC):
     """Keeps blocks of KV by their key: bytes in, the same bytes out, or a miss.
 
-    Providers are called as `factory(max_bytes, runtime=..., **options)`. The engine calls from one thread.
+    Providers are called as `factory(max_bytes, runtime=..., **options)`. The engine calls from one thread;
+    calls from several are safe, and whoever polls gets the results of all.
     `submit` begins some requests and `poll`, called once a step, says which of them have ended; neither waits
     for a peer, and nothing happens to the caller's buffers after the result. Requests of one `submit` for the
     same key are done in their order.
@@ -135,19 +137,22 @@ class NullKVTier(KVTierProtocol):
         self._metrics = KVTierMetrics()
         self._results: list[TierResult] = []
         self._num_submits = 0
+        self._lock = Lock()
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Decide at once. Raises InvalidInputError for a put or get without data."""
         check_requests(requests)
-        ticket = Ticket(self._num_submits)
-        self._num_submits += 1
-        outcomes = tuple(self._outcome(request) for request in requests)
-        self._results.append(TierResult(ticket, outcomes))
+        with self._lock:
+            ticket = Ticket(self._num_submits)
+            self._num_submits += 1
+            outcomes = tuple(self._outcome(request) for request in requests)
+            self._results.append(TierResult(ticket, outcomes))
         return ticket
 
     def poll(self) -> list[TierResult]:
         """Return all that was submitted."""
-        results, self._results = self._results, []
+        with self._lock:
+            results, self._results = self._results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:

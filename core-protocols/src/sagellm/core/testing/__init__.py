@@ -109,6 +109,7 @@ pytest.register_assert_rewrite(
             "kv_allocator_load",
             "kv_pool_load",
             "kv_tier_model",
+            "kv_tier_threads",
         )
     ),
     *(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))),

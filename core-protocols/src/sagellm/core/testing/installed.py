@@ -23,6 +23,7 @@ from sagellm.core.testing.eviction import EvictionPolicyContract, RankingEvictio
 from sagellm.core.testing.kv_allocator import KVAllocatorContract
 from sagellm.core.testing.kv_pool import KVPoolContract
 from sagellm.core.testing.kv_tier import KVTierContract
+from sagellm.core.testing.kv_tier_probe import delete_blocks_of_the_kit, probe_tier
 from sagellm.core.testing.lifetime import LifetimePredictorContract
 from sagellm.core.testing.logits_processor import LogitsProcessorContract
 from sagellm.core.testing.prefix_cache import PrefixCacheContract
@@ -67,6 +68,12 @@ def _make_cache(self: Any, max_blocks: int = 100, block_size: int = 4, **options
 
 def _make_quantizer(self: Any, config: QuantizationConfig | None = None) -> Any:
     return _make(self, config or QuantizationConfig())
+
+
+def _make_tier(self: Any, max_bytes: int) -> Any:
+    tier = _make(self, max_bytes)
+    delete_blocks_of_the_kit(tier)
+    return tier
 
 
 def _names_victims(policy: Any) -> bool:
@@ -117,7 +124,7 @@ _KINDS = {
         _make_pool,
         notes_calls=True,
     ),
-    "kv_tier": _Kind(KVTierContract, "KVTierProtocol", lambda factory: factory(1 << 20), _make),
+    "kv_tier": _Kind(KVTierContract, "KVTierProtocol", probe_tier, _make_tier),
     "lifetime_predictor": _Kind(
         LifetimePredictorContract, "LifetimePredictorProtocol", _call, _make, notes_calls=True
     ),

@@ -11,10 +11,12 @@ from sagellm.core.kv_block import BlockHeader
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest, run_to_end
 from sagellm.core.runtime import Randomness
-from sagellm.core.testing.kv_tier_model import KVTierMachine
+from sagellm.core.testing.kv_tier_model import MODEL, KVTierMachine
+from sagellm.core.testing.kv_tier_threads import ThreadedKVTier
 from sagellm.core.tokens import pack
 
 BLOCK_BYTES = 192
+_LARGE_BYTES = 4032
 
 
 def make_header(number: int, namespace: Namespace | None = None) -> BlockHeader:
@@ -23,7 +25,7 @@ def make_header(number: int, namespace: Namespace | None = None) -> BlockHeader:
         parent_hash=bytes(16),
         token_ids=pack([number] * 4),
         namespace=namespace or Namespace(),
-        model_fingerprint="model",
+        model_fingerprint=MODEL,
         layout="layout",
         dtype="bfloat16",
     )
@@ -116,15 +118,22 @@ class KVTierContract:
         assert run_to_end(tier, []) == ()
         tier.close()
 
+    def test_a_block_of_another_tenant_salt_or_adapter_is_a_miss(self) -> None:
+        """The same tokens in another namespace are another block, also for contains."""
+        tier = self.make_with(2)
+        assert put(tier, make_header(1), make_data(1)) == "done"
+        for namespace in (Namespace("other"), Namespace(salt="salt"), Namespace(adapter="adapter")):
+            other = make_header(1, namespace)
+            assert not tier.contains(other.key)
+            assert get(tier, other)[0] == "missing"
+        tier.close()
+
     def test_a_block_of_anything_else_is_a_miss(self) -> None:
-        """Another tenant, salt, model, layout, dtype, parent or group, and another size of data."""
+        """Another model, layout, dtype, parent or group, and another size of data."""
         tier = self.make_with(2)
         header = make_header(1)
         assert put(tier, header, make_data(1)) == "done"
         others = (
-            make_header(1, Namespace("other")),
-            make_header(1, Namespace(salt="salt")),
-            make_header(1, Namespace(adapter="adapter")),
             replace(header, model_fingerprint="other"),
             replace(header, layout="other"),
             replace(header, dtype="float32"),
@@ -135,6 +144,76 @@ class KVTierContract:
             assert get(tier, other)[0] == "missing"
         assert get(tier, header, BLOCK_BYTES + 64)[0] == "missing"
         assert get(tier, header)[0] == "done"
+        tier.close()
+
+    def test_a_hash_alone_never_decides(self) -> None:
+        """A block with the same key and other tokens is a miss."""
+        tier = self.make_with(1)
+        header, impostor = make_header(1), make_header(2)
+        assert put(tier, header, make_data(1)) == "done"
+        vars(impostor)["hash"] = header.hash  # as if two prefixes had the same hash
+        assert impostor.key == header.key
+        assert get(tier, impostor)[0] != "done"
+        tier.check_integrity()
+        tier.close()
+
+    def test_what_comes_back_was_put_last(self) -> None:
+        """Bytes of a block that was deleted are never seen again."""
+        tier = self.make_with(2)
+        for number in (1, 2, 3):
+            assert put(tier, make_header(1), make_data(number)) == "done"
+            found, data = get(tier, make_header(1))
+            assert found == "done"
+            assert data == make_data(number), "the bytes of an earlier put came back"
+            run_to_end(tier, [TierRequest("delete", make_header(1))])
+        tier.close()
+
+    def test_a_buffer_that_was_put_may_change(self) -> None:
+        """What is stored stays as it was."""
+        tier = self.make_with(1)
+        data = make_data(1)
+        assert put(tier, make_header(1), data) == "done"
+        data[:] = make_data(2)
+        assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
+        tier.close()
+
+    def test_nothing_is_written_to_a_buffer_after_the_result(self) -> None:
+        """It is the caller's again, whatever is asked for next and however it ended."""
+        tier = self.make_with(3)
+        for number in (1, 2):
+            assert put(tier, make_header(number), make_data(number)) == "done"
+        buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(3)]
+        for number, buffer in enumerate(buffers, 1):
+            run_to_end(tier, [TierRequest("get", make_header(number), buffer)])
+            buffer[:] = mine = make_data(99)
+            get(tier, make_header(2))
+            run_to_end(tier, [TierRequest("delete", make_header(number))])
+            put(tier, make_header(number), make_data(50))
+            tier.poll()
+        for buffer in buffers:
+            assert buffer == mine
+        tier.close()
+
+    def test_no_block_is_lost_while_there_is_room(self) -> None:
+        """What a put called done is there, and the next ones do not push it out."""
+        tier = self.make_with(48)
+        for number in range(48):
+            assert put(tier, make_header(number), make_data(number)) == "done"
+        lost = [number for number in range(48) if get(tier, make_header(number))[0] != "done"]
+        assert not lost, f"of 48 blocks that were put, {len(lost)} are not there"
+        tier.close()
+
+    def test_no_more_is_stored_than_max_bytes(self) -> None:
+        """Of many puts, so many bytes come back at most; what the metrics count is no more, either."""
+        max_bytes = 32 * 4096
+        tier = self.make(max_bytes)
+        for number in range(100):
+            put(tier, make_header(number), make_data(number, _LARGE_BYTES))
+        found = [get(tier, make_header(number), _LARGE_BYTES)[0] for number in range(100)]
+        num_bytes = found.count("done") * _LARGE_BYTES
+        assert num_bytes <= max_bytes, f"{num_bytes} bytes came back, and {max_bytes} were allowed"
+        assert tier.metrics().num_bytes <= max_bytes
+        tier.check_integrity()
         tier.close()
 
     def test_a_put_or_get_without_data_is_refused(self) -> None:
@@ -150,6 +229,12 @@ class KVTierContract:
         """Never other bytes than those put last, and the bookkeeping whole after each."""
         tier = self.make(40 * 4096)
         KVTierMachine(tier, Randomness(0).stream("operations")).run(2_000, check_every=1)
+        tier.close()
+
+    def test_eight_threads_get_what_they_asked_for(self) -> None:
+        """Each has its own results, each once; never other bytes than the block's."""
+        tier = self.make(40 * 4096)
+        ThreadedKVTier(tier).run(1_600)
         tier.close()
 
     @pytest.mark.full

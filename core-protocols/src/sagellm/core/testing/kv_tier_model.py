@@ -1,16 +1,19 @@
-"""Random operations on a tier, beside a dict of what was stored."""
+"""Random operations on a tier, beside what must come back."""
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 from sagellm.core.kv_block import BlockHeader
 from sagellm.core.namespace import Namespace
-from sagellm.core.protocols.kv_tier import KVTierProtocol, Ticket, TierRequest
+from sagellm.core.protocols.kv_tier import KVTierProtocol, Ticket, TierOutcome, TierRequest, TierResult
 from sagellm.core.tokens import pack
 
 _NUM_NAMES, _MAX_IN_FLIGHT = 60, 6
 _SIZES = (64, 192, 256, 4032)
+MODEL = "model"
+"""The fingerprint of the model whose blocks the kit stores."""
 
 
 class KVTierMachine:
@@ -24,7 +27,6 @@ class KVTierMachine:
         self.num_hits = 0
         self._random = random
         self._open: dict[Ticket, list[TierRequest]] = {}
-        self._headers = [_header(number) for number in range(_NUM_NAMES)]
 
     def run(self, num_operations: int, *, check_every: int) -> None:
         """Do random things, then let everything end. Raises AssertionError at the first wrong byte."""
@@ -32,7 +34,8 @@ class KVTierMachine:
             if self._open and (len(self._open) >= _MAX_IN_FLIGHT or self._random.random() < 0.5):
                 self._poll()
             else:
-                self._submit()
+                requests = random_requests(self._random)
+                self._open[self.tier.submit(requests)] = requests
             if step % check_every == 0:
                 self.tier.check_integrity()
         for _ in range(100_000):
@@ -42,39 +45,52 @@ class KVTierMachine:
         assert not self._open, f"{len(self._open)} submits never ended"
         self.tier.check_integrity()
 
-    def _submit(self) -> None:
-        requests = [self._request() for _ in range(self._random.choice((1, 1, 1, 3)))]
-        self._open[self.tier.submit(requests)] = requests
-
-    def _request(self) -> TierRequest:
-        number = self._random.randrange(_NUM_NAMES)
-        header, kind = self._headers[number], self._random.random()
-        if kind < 0.1:
-            return TierRequest("delete", header)
-        if kind < 0.55:
-            return TierRequest("put", header, memoryview(bytearray(_content(number))))
-        return TierRequest("get", header, memoryview(bytearray(_SIZES[number % len(_SIZES)])))
-
     def _poll(self) -> None:
         for result in self.tier.poll():
-            requests = self._open.pop(result.ticket)
-            assert len(result.outcomes) == len(requests), "an outcome for each request"
-            for request, outcome in zip(requests, result.outcomes, strict=True):
-                if request.action == "get" and outcome == "done":
-                    assert request.data is not None
-                    number = self._headers.index(request.header)
-                    assert request.data == _content(number), f"block {number} came back with other bytes"
-                    self.num_hits += 1
+            self.num_hits += count_hits(self._open.pop(result.ticket), result)
 
 
-def _header(number: int) -> BlockHeader:
-    return BlockHeader(
-        parent_hash=bytes(16),
-        token_ids=pack([number // 2]),
-        namespace=Namespace(("a", "b")[number % 2]),
-        model_fingerprint="model",
-        layout="layout",
-        dtype="bfloat16",
+def random_requests(random: Random) -> list[TierRequest]:
+    """Return one to three requests for any of sixty blocks of two tenants."""
+    return [_random_request(random) for _ in range(random.choice((1, 1, 1, 3)))]
+
+
+def count_hits(requests: list[TierRequest], result: TierResult) -> int:
+    """Return how many gets were hits. Raises AssertionError if one has other bytes than its block."""
+    assert len(result.outcomes) == len(requests), "an outcome for each request"
+    return sum(map(_is_hit, requests, result.outcomes))
+
+
+def _is_hit(request: TierRequest, outcome: TierOutcome) -> bool:
+    if request.action != "get" or outcome != "done":
+        return False
+    number = _headers().index(request.header)
+    assert request.data == _content(number), f"block {number} came back with other bytes"
+    return True
+
+
+def _random_request(random: Random) -> TierRequest:
+    number = random.randrange(_NUM_NAMES)
+    header, kind = _headers()[number], random.random()
+    if kind < 0.1:
+        return TierRequest("delete", header)
+    if kind < 0.55:
+        return TierRequest("put", header, memoryview(bytearray(_content(number))))
+    return TierRequest("get", header, memoryview(bytearray(_SIZES[number % len(_SIZES)])))
+
+
+@cache
+def _headers() -> tuple[BlockHeader, ...]:
+    return tuple(
+        BlockHeader(
+            parent_hash=bytes(16),
+            token_ids=pack([number // 2]),
+            namespace=Namespace(("a", "b")[number % 2]),
+            model_fingerprint=MODEL,
+            layout="layout",
+            dtype="bfloat16",
+        )
+        for number in range(_NUM_NAMES)
     )
 
 

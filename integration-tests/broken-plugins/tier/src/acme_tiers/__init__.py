@@ -1,0 +1,1 @@
+"""Five tiers of KV, each with one fault that people really make."""
