@@ -50,6 +50,8 @@ class SystemRandomAccessFile(RandomAccessFile):
     Raises PermissionError for one that exists and is not the user's own regular file under this one name.
     """
 
+    _descriptor = -1
+
     def __init__(self, path: str, *, is_new: bool) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
         # without O_NONBLOCK, opening what is no file may wait for ever
@@ -106,6 +108,9 @@ class SystemRandomAccessFile(RandomAccessFile):
         os.fdatasync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the descriptor."""

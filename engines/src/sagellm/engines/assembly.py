@@ -24,7 +24,7 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
 from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_modules import build_kv
-from sagellm.engines.core.kv_tiers import build_offload, build_saves
+from sagellm.engines.core.kv_tiers import build_offload, build_saves, read_tiers
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
@@ -126,6 +126,7 @@ def assemble(
     device = resolve_device(config.model.device)
     config = config.with_values({"model.device": str(device)})
     modules = Modules(registry, config)
+    read_tiers(modules)  # its mistakes cost no loading
     quantizer = None
     if config.model.quantization is not None:
         quantizer = modules.make("quantizer", config.model.quantization)

@@ -45,6 +45,7 @@ class AsyncLLMEngine:
                 f"engine is {engine!r}; it must be an LLMEngine; a model is named as AsyncLLMEngine(model=…)"
             )
         self.engine = engine or LLMEngine(**settings)
+        self._owns_engine = engine is None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sagellm-step")
         self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
         self._stepping: asyncio.Task[None] | None = None
@@ -131,7 +132,7 @@ class AsyncLLMEngine:
         await asyncio.shield(self._abort(RequestId(request_id)))
 
     async def close(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort everything, end the thread, and close the engine unless it was given."""
         self._closed = True
         for request_id in list(self._streams):
             with suppress(UnknownRequestError):  # it has just ended; its last output is on its way
@@ -139,6 +140,8 @@ class AsyncLLMEngine:
         if self._stepping is not None:
             await self._stepping
         self._thread.shutdown(wait=True)
+        if self._owns_engine:
+            self.engine.close()
 
     def _forsake(self, adding: Future[RequestId]) -> None:
         """Abort a request whose caller left while it was added."""

@@ -33,6 +33,10 @@ class EngineClient(ABC):
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the core."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the core; nothing is asked of it any more."""
+
 
 class InProcessClient(EngineClient):
     """Calls a core in this process; nothing happens between steps."""
@@ -60,3 +64,7 @@ class InProcessClient(EngineClient):
     def metrics(self) -> EngineMetrics:
         """Ask the core."""
         return self.core.metrics()
+
+    def close(self) -> None:
+        """End the core."""
+        self.core.close()

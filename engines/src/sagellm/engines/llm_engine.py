@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from sagellm.core import (
     DEFAULT,
     ConfigError,
     DuplicateRequestError,
+    EngineError,
     EngineMetrics,
     EngineProtocol,
     InvalidRequestError,
@@ -38,7 +39,8 @@ class LLMEngine(EngineProtocol):
     `LLMEngine(model="path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
     `sagellm.engines.config.settings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
-    `default_params` is what a request without parameters gets: the checkpoint's own settings.
+    `default_params` is what a request without parameters gets: the checkpoint's own settings. A context
+    manager, which closes it: files and connections of KV tiers go then, at the latest with the process.
     """
 
     def __init__(
@@ -63,6 +65,19 @@ class LLMEngine(EngineProtocol):
         self._input = assembled.input_processor
         self._output = OutputProcessor(assembled.tokenizer, assembled.runtime)
         self.default_params = assembled.default_params
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests, and let go of files and connections; a second time does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.client.close()
 
     def generate(
         self,
@@ -171,6 +186,8 @@ class LLMEngine(EngineProtocol):
         return self.client.metrics()
 
     def _queue(self, processed: ProcessedRequest) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed")
         self._output.add(processed)
         self.client.add(processed.sequences)
 

@@ -38,8 +38,8 @@ def setting_flag(name: str, key: str) -> inspect.Parameter:
 
 
 def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
-    """Complete choices, and names of what is installed."""
-    if get_origin(kind) is not Literal and key not in PROVIDER_KINDS:
+    """Complete choices, and names of what is installed; of mappings nothing."""
+    if get_origin(kind) is dict or (get_origin(kind) is not Literal and key not in PROVIDER_KINDS):
         return None
 
     def complete(incomplete: str) -> list[str]:

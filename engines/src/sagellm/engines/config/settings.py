@@ -63,6 +63,7 @@ PROVIDER_KINDS: dict[str, str] = {
     "model.quantization": "quantizer",
     "kv.pool": "kv_pool",
     "kv.allocator": "kv_allocator",
+    "kv.tiers": "kv_tier",
     "prefix_cache.name": "prefix_cache",
     "prefix_cache.eviction_policy": "eviction_policy",
     "scheduler.name": "scheduler",
@@ -72,7 +73,7 @@ PROVIDER_KINDS: dict[str, str] = {
     "forward.attention": "attention_backend",
     "sampling.logits_processors": "logits_processor",
 }
-"""Dotted keys whose values are names of installed providers → the kind that they name."""
+"""Dotted keys whose values, or the keys of a mapping, name installed providers → the kind that they name."""
 
 
 class NamedProvider(NamedTuple):
@@ -87,7 +88,7 @@ def named_providers(values: Mapping[str, Any]) -> Iterator[NamedProvider]:
     """Yield every provider that settings by dotted key name."""
     for key, kind in PROVIDER_KINDS.items():
         named = values[key]
-        for name in named if isinstance(named, tuple) else (named,):
+        for name in named if isinstance(named, tuple | dict) else (named,):
             if name is not None:
                 yield NamedProvider(key, kind, name)
 

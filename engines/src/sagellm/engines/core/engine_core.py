@@ -153,6 +153,14 @@ class EngineCore:
         """Say whether a sequence waits or runs."""
         return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
+    def close(self) -> None:
+        """End all sequences, and let go of files and connections; nothing is asked of it any more."""
+        try:
+            self.abort(list(self.scheduler.sequence_ids))
+            self.parts.saves.close()
+        finally:
+            self.kv.close()
+
     def metrics(self) -> EngineMetrics:
         """Return a snapshot with the metrics of every module."""
         return replace(

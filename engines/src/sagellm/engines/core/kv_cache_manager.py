@@ -246,6 +246,11 @@ class KVCacheManager:
         self.tell_events()
         return num_freed
 
+    def close(self) -> None:
+        """Close the tiers, whose files and connections go now if they do not stay."""
+        if self.offload is not None:
+            self.offload.close()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if pool or cache contradict themselves."""
         self._pool.check_integrity()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sagellm.core import ConfigError, KVTierProtocol, Runtime
+from sagellm.core import ConfigError, KVTierProtocol, Runtime, nearest
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_offload import KVOffload
@@ -15,23 +17,50 @@ from sagellm.engines.core.save_folder import SaveFolder, default_save_folder
 from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
 
+_JOINING = "tiered"
+"""The provider that makes one tier of several."""
+
+
+class TierPlan(NamedTuple):
+    """One tier of `kv.tiers` as it is to be made."""
+
+    key: str
+    factory: Callable[..., KVTierProtocol]
+    max_bytes: int
+    options: dict[str, Any]
+
+
+def read_tiers(modules: Modules) -> dict[str, TierPlan]:
+    """Read `kv.tiers` by name, but for those of no bytes, which are off.
+
+    Raises ConfigError for sizes that are none and options that a tier does not take.
+    """
+    plans = {name: _plan(modules, name, given) for name, given in modules.config.kv.tiers.items()}
+    return {name: plan for name, plan in plans.items() if plan.max_bytes}
+
 
 def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOffload | None:
     """Make the tiers of `kv.tiers` and join them; None if there are none.
 
-    Raises ConfigError for sizes that are none and options that a tier does not take.
+    Raises ConfigError as `read_tiers` does, and for what a tier cannot be made with.
     """
-    kv = modules.config.kv
-    if not kv.tiers:
+    plans = read_tiers(modules)
+    if not plans:
         return None
-    tiers = {name: _make_tier(modules, name, given, runtime) for name, given in kv.tiers.items()}
+    with ExitStack() as closing:
+        tiers = {}
+        for name, plan in plans.items():
+            tiers[name] = _make_tier(plan, runtime)
+            closing.callback(tiers[name].close)
+        joined = modules.make("kv_tier", _JOINING, 0, runtime=runtime, tiers=tiers)
+        closing.pop_all()
     return KVOffload(
-        modules.make("kv_tier", "tiered", 0, runtime=runtime, tiers=tiers),
+        joined,
         memory.backend,
         memory.identity,
         block_size=memory.layout.block_size,
         block_bytes=memory.layout.block_bytes,
-        rule=kv.fetch,
+        rule=modules.config.kv.fetch,
     )
 
 
@@ -51,11 +80,41 @@ def build_saves(
     return KVSaves(kv, memory, saves, open_tier, fingerprint)
 
 
-def _make_tier(modules: Modules, name: str, given: Any, runtime: Runtime) -> Any:
-    key = f"kv.tiers.{name}"
-    options = dict(given) if isinstance(given, Mapping) else {"max_bytes": given}
-    max_bytes = parse_bytes(options.pop("max_bytes", None), key)
+def _plan(modules: Modules, name: str, given: object) -> TierPlan:
+    key, factory = f"kv.tiers.{name}", modules.factory("kv_tier", name)
+    if factory is modules.factory("kv_tier", _JOINING):
+        raise ConfigError(f"{key}: this one joins the others by itself; name those alone, as host and file")
+    options: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        options = dict(given)
+        if "max_bytes" not in options:
+            raise ConfigError(f"{key}.max_bytes is missing; give bytes, as in 4GiB")
+        max_bytes = parse_bytes(options.pop("max_bytes"), f"{key}.max_bytes")
+    else:
+        max_bytes = parse_bytes(given, key)
+    _check_options(factory, key, options)
+    return TierPlan(key, factory, max_bytes, options)
+
+
+def _check_options(factory: Callable[..., Any], key: str, options: Mapping[str, Any]) -> None:
+    """Compare names alone: a value may be a secret."""
+    _, *parameters = signature(factory).parameters.values()
+    takes = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "runtime"]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for name in options:
+        if not isinstance(name, str) or name == "runtime" or not (takes_any or name in takes):
+            known = ", ".join(["max_bytes", *takes])
+            raise ConfigError(f"{key} has no option {name!r}; it takes {known}.{nearest(str(name), takes)}")
     try:
-        return modules.factory("kv_tier", name)(max_bytes, runtime=runtime, **options)
+        signature(factory).bind(0, runtime=None, **options)
     except TypeError as error:
-        raise ConfigError(f"{key} is {given!r}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _make_tier(plan: TierPlan, runtime: Runtime) -> KVTierProtocol:
+    try:
+        return plan.factory(plan.max_bytes, runtime=runtime, **plan.options)
+    except ConfigError as error:
+        raise ConfigError(f"{plan.key}: {error}") from error
+    except (TypeError, ValueError, OverflowError, OSError, MemoryError) as error:
+        raise ConfigError(f"{plan.key} cannot be made: {type(error).__name__}: {error}") from error

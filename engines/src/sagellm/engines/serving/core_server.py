@@ -94,12 +94,13 @@ class CoreServer:
                 self._send_outputs(self._core.step())
 
     def close(self) -> None:
-        """Close every connection and the listener."""
+        """Close every connection, the listener and the core."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Connection):
                 self._drop(key.data)
         self._selector.close()
         self._listener.close()
+        self._core.close()
 
     def _exchange(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):

@@ -16,9 +16,13 @@ from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
 
 def host_tier(max_bytes: int, *, runtime: Runtime | None = None) -> KVTierProtocol:
-    """Make a tier in host memory, which is taken as it fills."""
+    """Make a tier in host memory, which is taken as it fills. Raises ConfigError for more than can be had."""
     runtime = runtime or Runtime.system()
-    return BackendTier(DDRBackend(max_bytes), clock=runtime.clock)
+    try:
+        backend = DDRBackend(max_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(f"{max_bytes} bytes of memory cannot be had: {error}") from error
+    return BackendTier(backend, clock=runtime.clock)
 
 
 def file_tier(
@@ -27,21 +31,25 @@ def file_tier(
     """Make a tier in a file of a folder, by default of the user's cache folder.
 
     Without a name the file is deleted at the end; with one it stays, and its blocks are found again. The
-    folder is made, mode 0700. Raises ConfigError if the file cannot be had.
+    folder is made, mode 0700; a '~' in front is the user's own. Raises ConfigError if the file cannot be had:
+    one that exists must be the user's own, no link, and is cut to `max_bytes`.
     """
     runtime = runtime or Runtime.system()
     if name is not None and not _is_plain(name):
         raise ConfigError(f"the KV file is called {name!r}; give letters, digits, '-', '_' and '.', no path")
-    where = Path(folder) if folder is not None else default_folder()
+    if folder is not None and not isinstance(folder, str):
+        raise ConfigError(f"the folder of the KV file is {folder!r}; give a path")
+    where = Path(folder).expanduser() if folder is not None else default_folder()
     number = runtime.randomness.stream(f"kv-file-{os.getpid()}").getrandbits(32)
     path = where / (f"{name}.kv" if name is not None else f"{os.getpid()}-{number:08x}.tmp.kv")
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         backend = NVMeBackend(str(path), max_bytes, files=runtime.files, is_persistent=name is not None)
-    except OSError as error:
-        raise ConfigError(f"the KV file in kv.tiers cannot be opened: {error.strerror}") from error
-    tier = BackendTier(backend, clock=runtime.clock)
-    tier.recover()
+        tier = BackendTier(backend, clock=runtime.clock)
+        tier.recover()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the KV file {path.name} in {where} cannot be opened: {reason}") from error
     return tier
 
 
@@ -53,11 +61,24 @@ def redis_tier(
     prefix: str = "sagellm",
     timeout_s: float = 1.0,
 ) -> KVTierProtocol:
-    """Make a tier in a server. Raises ConfigError if the package redis is not installed."""
+    """Make a tier in a server, which need not be there yet.
+
+    Raises ConfigError if the package redis is not installed, and for options that cannot be. The URL, which
+    may hold a password, is in no message.
+    """
     from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
 
+    if not isinstance(prefix, str) or not prefix:
+        raise ConfigError(f"prefix is {prefix!r}; give a text, the beginning of all keys")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 3600:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; give seconds above 0, at most 3600")
     runtime = runtime or Runtime.system()
-    return RedisTier(max_bytes, url=url, prefix=prefix, timeout_s=timeout_s, clock=runtime.clock)
+    try:
+        return RedisTier(max_bytes, url=url, prefix=prefix, timeout_s=timeout_s, clock=runtime.clock)
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            "url is none of Redis; give redis://HOST:PORT/DB, rediss:// or unix://PATH"
+        ) from None
 
 
 def tiered(
@@ -81,4 +102,8 @@ def default_folder() -> Path:
 
 
 def _is_plain(name: str) -> bool:
-    return bool(name) and name[0] != "." and all(each.isalnum() or each in "-_." for each in name)
+    return (
+        isinstance(name, str)
+        and name[:1] not in ("", ".")
+        and all(each.isalnum() or each in "-_." for each in name)
+    )
