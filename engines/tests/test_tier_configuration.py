@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 
 import pytest
 
 from sagellm.core import ConfigError, EngineError, UnknownNameError
 from sagellm.engines import AsyncLLMEngine, LLMEngine, SamplingParams
+from sagellm.engines.serving.core_process import listen
+from sagellm.engines.serving.core_server import CoreServer
+from sagellm.engines.serving.messages import Hello
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 NO_MODEL = "/there/is/no/such/model"
@@ -99,6 +103,9 @@ def open_files(folder):
 def fill(engine):
     engine.generate([[3] * 60, [4] * 60], GREEDY)
     engine.client.core.kv.evict(20)
+    deadline_s = time.monotonic() + 10
+    while engine.metrics().modules["kv_tier"].tiers.num_blocks <= 3 and time.monotonic() < deadline_s:
+        engine.client.core.kv.poll()
     assert engine.metrics().modules["kv_tier"].tiers.num_blocks > 3
 
 
@@ -176,4 +183,16 @@ def test_the_asynchronous_engine_closes_what_it_made(checkpoint, make_engine, tm
         assert asyncio.run(use(AsyncLLMEngine(given))) == tokens
         assert len(open_files(tmp_path)) == 1
         assert given.generate([3] * 40, GREEDY)[0].outputs[0].token_ids == tokens
+    assert open_files(tmp_path) == []
+
+
+@needs_proc
+def test_the_core_of_a_server_closes_its_tiers(make_engine, tmp_path):
+    engine = make_engine(block_size=8, kv_tiers={"file": {"max_bytes": "1MiB", "folder": str(tmp_path)}})
+    limits = engine._input.limits
+    hello = Hello({}, limits, SamplingParams(), os.getpid())
+    server = CoreServer(engine.client.core, listen(tmp_path / "core.sock"), hello, {})
+    fill(engine)
+    assert len(open_files(tmp_path)) == 1
+    server.close()
     assert open_files(tmp_path) == []
