@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sagellm.core import ConfigError, Namespace
+from sagellm.core import Namespace
 from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines import SamplingParams
 
@@ -135,16 +135,3 @@ def test_a_named_file_serves_the_next_engine_and_no_other_model(make_engine, exp
     tokens, _ = run(engine, 1)
     assert tokens == expected
     assert engine.metrics().modules["kv_tier"].num_fetched_blocks > 20
-
-
-@pytest.mark.parametrize(
-    ("tiers", "message"),
-    [
-        ({"host": "much"}, "kv.tiers.host is 'much'; give bytes, as in 4GiB"),
-        ({"host": {"max_bytes": "1MiB", "folder": "x"}}, "kv.tiers.host is"),
-        ({"file": {"max_bytes": "1MiB", "name": "../x"}}, "the KV file is called '../x'"),
-    ],
-)
-def test_a_tier_that_cannot_be_is_refused(make_engine, tiers, message):
-    with pytest.raises(ConfigError, match=message):
-        make(make_engine, tiers)
