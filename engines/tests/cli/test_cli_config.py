@@ -60,3 +60,12 @@ def test_api_keys_are_not_shown(sage, monkeypatch, form):
     assert result.code == 0
     assert "hush" not in result.out + result.err
     assert "2 API keys are set" in result.err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--json", "--origin")])
+def test_passwords_of_tiers_are_not_shown(sage, form):
+    tiers = '{redis: {max_bytes: 1GiB, url: "redis://me:Geheim1@cache:6379/0"}, host: 1GiB}'
+    result = sage("llm", "config", "show", "--kv-tiers", tiers, *form)
+    assert "Geheim1" not in result.out + result.err
+    assert "redis://***@cache:6379/0" in result.out
+    assert "the password in kv.tiers is not shown" in result.err

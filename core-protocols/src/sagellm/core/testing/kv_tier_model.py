@@ -65,7 +65,8 @@ def _is_hit(request: TierRequest, outcome: TierOutcome) -> bool:
     if request.action != "get" or outcome != "done":
         return False
     number = _headers().index(request.header)
-    assert request.data == _content(number), f"block {number} came back with other bytes"
+    assert request.data is not None, "submit has looked"
+    assert bytes(request.data) == _content(number), f"block {number} came back with other bytes"
     return True
 
 

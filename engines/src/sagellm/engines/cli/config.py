@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.config.sources import LoadedConfig, load_config
+
+_PASSWORD = re.compile(r"(?<=://)[^@/]*:[^@/]*(?=@)")
 
 app = new_app("Show the settings and where they come from.")
 
@@ -28,12 +31,16 @@ def show(
     """Show all settings.
 
     Flags go over environment variables, these over files, these over defaults. The output is a
-    configuration file that `--config` reads; API keys are left out of it.
+    configuration file that `--config` reads; API keys and passwords are left out of it.
     """
     loaded = load_config(settings, config_file=config)
     if loaded.config.server.api_keys:
         typer.echo(f"{len(loaded.config.server.api_keys)} API keys are set; they are not shown", err=True)
         loaded = replace(loaded, config=loaded.config.with_values({"server.api_keys": ()}))
+    tiers = {name: _without_password(options) for name, options in loaded.config.kv.tiers.items()}
+    if tiers != loaded.config.kv.tiers:
+        typer.echo("the password in kv.tiers is not shown", err=True)
+        loaded = replace(loaded, config=loaded.config.with_values({"kv.tiers": tiers}))
     if not as_json:
         typer.echo(_as_yaml(loaded, origin=origin))
     elif origin:
@@ -45,6 +52,16 @@ def show(
         )
     else:
         print_json(loaded.config.model_dump())
+
+
+def _without_password(options: Any) -> Any:
+    """Put three stars for what stands before the host in URLs of a tier's options."""
+    if not isinstance(options, dict):
+        return options
+    return {
+        key: _PASSWORD.sub("***", value) if isinstance(value, str) else value
+        for key, value in options.items()
+    }
 
 
 def _as_yaml(loaded: LoadedConfig, *, origin: bool) -> str:

@@ -21,6 +21,7 @@ from sagellm.core.protocols.kv_tier import (
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.kvmgr.kv_pool.tiers.backends import TierBackend
+from sagellm.kvmgr.kv_pool.tiers.faults import is_logged
 from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
 from sagellm.kvmgr.kv_pool.tiers.record import (
     PREFIX_BYTES,
@@ -174,8 +175,9 @@ class BackendTier(KVTierProtocol):
             do = self._put if request.action == "put" else self._get
             return do(request.header, request.data.cast("B"))
         except OSError as error:
-            _log.warning("a KV tier failed to %s a block: %s", request.action, error.strerror or error)
             self._metrics.num_failed += 1
+            if is_logged(self._metrics.num_failed):
+                _log.warning("a KV tier failed to %s a block: %s", request.action, error.strerror or error)
             self._drop(request.header.key)
             return "failed"
 
@@ -213,8 +215,9 @@ class BackendTier(KVTierProtocol):
         read_ns = self._clock.now_ns() - started_ns
         wanted = encode_head(header, len(data), record.checksum, record.offset)
         if not is_whole or head != record.head or wanted != head or checksum_of(data) != record.checksum:
-            _log.warning("a KV tier holds a block that is not what was stored; it is dropped")
             self._metrics.num_corrupt += 1
+            if is_logged(count := self._metrics.num_corrupt):
+                _log.warning("a KV tier has dropped %d blocks that were not what was stored", count)
             self._drop(key)
             return "corrupt"
         (self._fast if is_fast else self._slow).measure(len(data), read_ns)

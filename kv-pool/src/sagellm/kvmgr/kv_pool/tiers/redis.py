@@ -21,6 +21,7 @@ from sagellm.core.protocols.kv_tier import (
     check_requests,
 )
 from sagellm.core.runtime import Clock, SystemClock
+from sagellm.kvmgr.kv_pool.tiers.faults import is_logged
 from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
 from sagellm.kvmgr.kv_pool.tiers.record import checksum_of, encode_head, num_head_bytes
 from sagellm.kvmgr.kv_pool.tiers.redis_scan import find_stored, name_of
@@ -226,8 +227,9 @@ class RedisTier(KVTierProtocol):
         try:
             reply = self._connection.read_response(disable_decoding=True)
         except self._refusals as error:  # the server's own words, as that it is out of memory
-            _log.warning("a KV tier was refused by its server: %s", error)
             self._metrics.num_failed += 1
+            if is_logged(self._metrics.num_failed):
+                _log.warning("a KV tier was refused by its server: %s", error)
             self._forget(request.header.key)
             return "failed"
         match request.action:
@@ -249,8 +251,9 @@ class RedisTier(KVTierProtocol):
         record, num_in_head = memoryview(reply), num_head_bytes(header)
         head, data = record[:num_in_head], record[num_in_head:]
         if len(data) != num_bytes or head != encode_head(header, num_bytes, checksum_of(data), 0):
-            _log.warning("a KV tier's server holds a block that is not what was stored; it is deleted")
             self._metrics.num_corrupt += 1
+            if is_logged(count := self._metrics.num_corrupt):
+                _log.warning("a KV tier's server had %d blocks that were not what was stored", count)
             self._forget(header.key)
             self._corrupt.append(header)
             return "corrupt"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.kv_block import BlockHeader, BlockKey
-from sagellm.kvmgr.kv_pool.tiers.record import decode_head, read_prefix
+from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, decode_head, read_prefix
 
 if TYPE_CHECKING:
     from redis import Connection
 
-_MAX_HEAD_BYTES = 1 << 16
 _BATCH = 1000
 _PATTERN_BYTES = re.compile(rb"[*?\[\]^\\-]")
 """What the server takes for a part of a pattern unless it follows a backslash."""
@@ -34,13 +33,13 @@ def find_stored(connection: Connection, prefix: bytes) -> Iterator[tuple[BlockHe
         connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH)
         cursor, names = connection.read_response(disable_decoding=True)
         if names:
-            commands = [("GETRANGE", name, 0, _MAX_HEAD_BYTES - 1) for name in names]
-            commands += [("STRLEN", name) for name in names]
-            connection.send_packed_command(connection.pack_commands(commands))
-            heads = [_reply(connection) for _ in names]
-            lengths = [_reply(connection) for _ in names]
-            for name, start, length in zip(names, heads, lengths, strict=True):
-                head = decode_head(start[: read_prefix(start) or 0], 0) if start else None
+            starts = _ask(connection, [("GETRANGE", name, 0, PREFIX_BYTES - 1) for name in names])
+            sizes = {name: read_prefix(start or b"") for name, start in zip(names, starts, strict=True)}
+            names = [name for name, size in sizes.items() if size is not None]
+            heads = _ask(connection, [("GETRANGE", name, 0, (sizes[name] or 1) - 1) for name in names])
+            lengths = _ask(connection, [("STRLEN", name) for name in names])
+            for name, found, length in zip(names, heads, lengths, strict=True):
+                head = decode_head(found or b"", 0)
                 if (
                     head is not None
                     and head.num_head_bytes + head.num_data_bytes == length
@@ -51,11 +50,16 @@ def find_stored(connection: Connection, prefix: bytes) -> Iterator[tuple[BlockHe
             return
 
 
-def _reply(connection: Connection) -> Any:
-    """Read a reply; None if the server refused, as where a name has no string but a list."""
+def _ask(connection: Connection, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the replies; None where the server refused, as where a name has no string but a list."""
     from redis import ResponseError
 
-    try:
-        return connection.read_response(disable_decoding=True)
-    except ResponseError:
-        return None
+    if commands:
+        connection.send_packed_command(connection.pack_commands(commands))
+    replies: list[Any] = []
+    for _ in commands:
+        try:
+            replies.append(connection.read_response(disable_decoding=True))
+        except ResponseError:
+            replies.append(None)
+    return replies
