@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     )
     from sagellm.kvmgr.kv_pool.buddy import BuddyAllocator as BuddyAllocator
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
+    from sagellm.kvmgr.kv_pool.migration import (
+        BlockLocation as BlockLocation,
+        LinkMoves as LinkMoves,
+        MigrationPlan as MigrationPlan,
+        Move as Move,
+        plan_migration as plan_migration,
+    )
     from sagellm.kvmgr.kv_pool.multi_granular import (
         Extent as Extent,
         KVPoolConfig as KVPoolConfig,
@@ -29,6 +36,11 @@ if TYPE_CHECKING:
         MultiGranularMetrics as MultiGranularMetrics,
     )
     from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool, PagedKVPool as PagedKVPool
+    from sagellm.kvmgr.kv_pool.placement import (
+        MemoryLink as MemoryLink,
+        Place as Place,
+        Placement as Placement,
+    )
     from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier as BackendTier
     from sagellm.kvmgr.kv_pool.tiers.backends import (
         DDRBackend as DDRBackend,
@@ -51,6 +63,7 @@ __all__ = [
     "BackendTier",
     "BlockAllocationRequest",
     "BlockInfo",
+    "BlockLocation",
     "BuddyAllocator",
     "DDRBackend",
     "Evictor",
@@ -65,16 +78,23 @@ __all__ = [
     "KVPoolProtocol",
     "KVTierMetrics",
     "KVTierProtocol",
+    "LinkMoves",
+    "MemoryLink",
+    "MigrationPlan",
+    "Move",
     "MultiGranularKVPool",
     "MultiGranularMetrics",
     "NVMeBackend",
     "OffsetAllocator",
     "PagedKVPool",
+    "Place",
+    "Placement",
     "RedisTier",
     "TierBackend",
     "TieredKVStorage",
     "TieredMetrics",
     "__version__",
+    "plan_migration",
 ]
 
 __getattr__ = lazy(
@@ -84,6 +104,7 @@ __getattr__ = lazy(
         "BackendTier": ".tiers.backend_tier",
         "BlockAllocationRequest": "sagellm.core.protocols.kv_pool",
         "BlockInfo": "sagellm.core.protocols.kv_pool",
+        "BlockLocation": ".migration",
         "BuddyAllocator": ".buddy",
         "DDRBackend": ".tiers.backends",
         "Evictor": "sagellm.core.protocols.kv_pool",
@@ -98,14 +119,21 @@ __getattr__ = lazy(
         "KVPoolProtocol": "sagellm.core.protocols.kv_pool",
         "KVTierMetrics": "sagellm.core.protocols.kv_tier",
         "KVTierProtocol": "sagellm.core.protocols.kv_tier",
+        "LinkMoves": ".migration",
+        "MemoryLink": ".placement",
+        "MigrationPlan": ".migration",
+        "Move": ".migration",
         "MultiGranularKVPool": ".multi_granular",
         "MultiGranularMetrics": ".multi_granular",
         "NVMeBackend": ".tiers.backends",
         "OffsetAllocator": ".tiers.offsets",
         "PagedKVPool": ".paged",
+        "Place": ".placement",
+        "Placement": ".placement",
         "RedisTier": ".tiers.redis",
         "TierBackend": ".tiers.backends",
         "TieredKVStorage": ".tiers.storage",
         "TieredMetrics": ".tiers.storage",
+        "plan_migration": ".migration",
     },
 )
