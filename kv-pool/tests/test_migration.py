@@ -155,6 +155,21 @@ def test_a_drained_gpu_is_left_by_every_block_for_the_nearest_room():
         plan_migration(placement, blocks, {"gpu:0": 20, "numa:0": 5}, drain={"gpu:1"})
 
 
+def test_what_must_leave_goes_before_what_would_like_to_move():
+    placement = Placement(machine())
+    blocks = [*blocks_at("numa:1", "gpu:0", 2), *blocks_at("gpu:1", "gpu:0", 2)]
+    plan = plan_migration(placement, blocks, {"gpu:0": 20}, drain={"gpu:1"})
+    assert landings(plan) == {("gpu:1", "gpu:0"): 2}
+
+
+def test_a_block_goes_only_where_a_link_leads_from_its_place():
+    placement = Placement(machine(links=()))
+    blocks = blocks_at("gpu:0", "numa:0", 1)
+    assert placement.nearest("numa:0")[:3] == ("numa:0", "gpu:0", "gpu:1")
+    plan = plan_migration(placement, blocks, {"gpu:1": 10, "numa:1": 10}, drain={"gpu:0"})
+    assert landings(plan) == {("gpu:0", "numa:1"): 1}
+
+
 def test_two_numa_nodes_are_balanced_by_naming_new_consumers():
     placement = Placement(machine())
     blocks = [replace(block, consumer=f"numa:{block.block_id % 2}") for block in blocks_at("numa:0", "", 8)]

@@ -4,7 +4,7 @@ import pytest
 
 from sagellm.core import BlockError, ConfigError, OutOfBlocksError, Randomness
 from sagellm.core.testing import run_in_threads
-from sagellm.kvmgr.kv_pool.multi_granular import Extent, KVPoolConfig, MultiGranularKVPool
+from sagellm.kvmgr.kv_pool import Extent, KVPoolConfig, MultiGranularKVPool
 
 
 def make(total_tokens: int = 4096, sequence_tokens: int = 256, page_tokens: int = 16) -> MultiGranularKVPool:
@@ -118,8 +118,69 @@ def test_random_operations_lose_no_token_and_give_none_twice(num_operations):
     pool.check_integrity()
 
 
-def test_eight_threads_share_a_pool():
+@pytest.mark.parametrize("num_operations", [500, pytest.param(125_000, marks=pytest.mark.full)])
+def test_eight_threads_share_a_pool(num_operations):
     pool = make()
-    run_in_threads(lambda thread: churn(pool, thread, 500, 50), num_threads=8)
+    run_in_threads(lambda thread: churn(pool, thread, num_operations, 100), num_threads=8)
     assert pool.get_free_tokens() == 4096
     pool.check_integrity()
+
+
+def test_external_fragmentation_is_that_of_runs_whatever_pieces_they_are_of():
+    pool = make(1024)
+    (whole,), (page,), (token,) = (pool.allocate(size) for size in (256, 16, 1))
+    metrics = pool.metrics()
+    assert (whole.start, page.start, token.start) == (0, 256, 272)
+    assert metrics.largest_free_run == metrics.free_tokens == 1024 - 273
+    assert metrics.external_fragmentation == 0
+    assert metrics.broken_share == 1 - 512 / 751
+    pool.free([whole])
+    metrics = pool.metrics()
+    assert metrics.external_fragmentation == 1 - 751 / 1007
+
+
+def compact(pool: MultiGranularKVPool, tables: list[list[Extent]], memory: list[int]) -> None:
+    for source, target in pool.compact():
+        tokens = tokens_of(pool, [target])
+        assert all(memory[token] < 0 for token in tokens)  # nothing that lives is written over
+        for old, new in zip(tokens_of(pool, [source]), tokens, strict=True):
+            memory[new], memory[old] = memory[old], -1
+        (table,) = [table for table in tables if source in table]
+        table[table.index(source)] = target
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_compaction_keeps_every_token_and_leaves_one_free_run(seed, page_tokens):
+    pool = make(4096, 64, page_tokens)
+    random = Randomness(seed).stream("compaction")
+    tables: list[list[Extent]] = []
+    memory = [-1] * 4096
+    for number in range(1500):
+        if (
+            random.random() < 0.6
+            and (num_tokens := random.choice((5, 30, 100, 300))) < pool.get_free_tokens()
+        ):
+            tables.append(pool.allocate(num_tokens))
+            for token in tokens_of(pool, tables[-1]):
+                memory[token] = number
+        elif tables:
+            table = tables.pop(random.randrange(len(tables)))
+            assert len({memory[token] for token in tokens_of(pool, table)} - {-1}) == 1
+            for token in tokens_of(pool, table):
+                memory[token] = -1
+            pool.free(table)
+        if number % 50 == 0:
+            free_tokens = pool.get_free_tokens()
+            compact(pool, tables, memory)
+            pool.check_integrity()
+            metrics = pool.metrics()
+            assert metrics.free_tokens == free_tokens
+            assert free_tokens - metrics.largest_free_run < 64
+            assert pool.compact() == []
+            assert sum(value >= 0 for value in memory) == 4096 - free_tokens
+    assert len(tables) > 5
+    for table in tables:
+        pool.free(table)
+    assert pool.compact() == []
+    assert len(pool.allocate(4096)) == 64

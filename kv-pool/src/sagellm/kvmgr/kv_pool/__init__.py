@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         KVTierProtocol as KVTierProtocol,
     )
     from sagellm.kvmgr.kv_pool.buddy import BuddyAllocator as BuddyAllocator
+    from sagellm.kvmgr.kv_pool.extents import Extent as Extent, KVPoolConfig as KVPoolConfig
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
     from sagellm.kvmgr.kv_pool.migration import (
         BlockLocation as BlockLocation,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
         plan_migration as plan_migration,
     )
     from sagellm.kvmgr.kv_pool.multi_granular import (
-        Extent as Extent,
-        KVPoolConfig as KVPoolConfig,
         MultiGranularKVPool as MultiGranularKVPool,
         MultiGranularMetrics as MultiGranularMetrics,
     )
@@ -108,13 +107,13 @@ __getattr__ = lazy(
         "BuddyAllocator": ".buddy",
         "DDRBackend": ".tiers.backends",
         "Evictor": "sagellm.core.protocols.kv_pool",
-        "Extent": ".multi_granular",
+        "Extent": ".extents",
         "FreeListAllocator": ".free_list",
         "GPUKVPool": ".paged",
         "HBMBackend": ".tiers.backends",
         "HotColdClassifier": ".tiers.classifier",
         "KVAllocatorProtocol": "sagellm.core.protocols.kv_allocator",
-        "KVPoolConfig": ".multi_granular",
+        "KVPoolConfig": ".extents",
         "KVPoolMetrics": "sagellm.core.protocols.kv_pool",
         "KVPoolProtocol": "sagellm.core.protocols.kv_pool",
         "KVTierMetrics": "sagellm.core.protocols.kv_tier",

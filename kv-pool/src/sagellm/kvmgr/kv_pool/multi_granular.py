@@ -5,48 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, NamedTuple, TypeAlias
 
-from sagellm.core.errors import BlockError, ConfigError, OutOfBlocksError
-
-Granularity: TypeAlias = Literal["sequence", "page", "token"]
-
-_LEVELS: tuple[Granularity, ...] = ("sequence", "page", "token")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVPoolConfig:
-    """Sizes of a pool in tokens; each one divides the next larger.
-
-    Raises ConfigError if they do not.
-    """
-
-    total_tokens: int
-    sequence_tokens: int = 1024
-    page_tokens: int = 16
-
-    def __post_init__(self) -> None:
-        sizes = (self.total_tokens, self.sequence_tokens, self.page_tokens)
-        if any(type(size) is not int or size < 1 for size in sizes):
-            raise ConfigError(f"sizes of a pool are whole numbers of tokens, at least 1, not {sizes}")
-        for name, large, small in (
-            ("total_tokens", self.total_tokens, self.sequence_tokens),
-            ("sequence_tokens", self.sequence_tokens, self.page_tokens),
-        ):
-            if large % small:
-                raise ConfigError(f"{name} is {large}; it must be a multiple of {small}")
-
-    def size_of(self, granularity: Granularity) -> int:
-        """Return how many tokens a piece of this size holds."""
-        sizes = {"sequence": self.sequence_tokens, "page": self.page_tokens, "token": 1}
-        return sizes[granularity]
-
-
-class Extent(NamedTuple):
-    """A run of tokens in the pool, handed out as one piece."""
-
-    granularity: Granularity
-    start: int
+from sagellm.core.errors import BlockError, OutOfBlocksError
+from sagellm.core.metrics.cache import external_fragmentation
+from sagellm.kvmgr.kv_pool.extents import LEVELS, Extent, Granularity, KVPoolConfig
+from sagellm.kvmgr.kv_pool.packing import pack
+from sagellm.kvmgr.kv_pool.shelf import Shelf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,66 +20,19 @@ class MultiGranularMetrics:
     total_tokens: int
     free_tokens: int
     num_extents: dict[Granularity, int]
+    largest_free_run: int  # tokens
     whole_tokens: int  # free, in whole sequence pieces
     num_fallbacks: int  # sequence pieces that had to be made of pages, and pages of tokens
 
     @property
     def external_fragmentation(self) -> float:
+        """1 - largest free run ÷ free tokens; 0 when nothing is free."""
+        return external_fragmentation(self.largest_free_run, self.free_tokens)
+
+    @property
+    def broken_share(self) -> float:
         """1 - tokens in whole free sequence pieces ÷ free tokens; 0 when nothing is free."""
         return 1 - self.whole_tokens / self.free_tokens if self.free_tokens else 0.0
-
-
-class _Shelf:
-    """Free pieces of one size, by the larger piece that they are parts of.
-
-    Pieces are taken from a parent that is in use already, and a parent all of whose parts came back is
-    whole again: so larger pieces stay whole.
-    """
-
-    def __init__(self, size: int, parent_size: int) -> None:
-        self.size, self.parent_size = size, parent_size
-        self.num_parts = parent_size // size
-        self.num_free = 0
-        self._free: dict[int, list[int]] = {}  # by the start of the parent
-        self._is_free: set[int] = set()
-
-    def take(self) -> int | None:
-        """Return the start of a piece of a parent that is broken already."""
-        if not self._free:
-            return None
-        parent = next(iter(self._free))
-        parts = self._free[parent]
-        start = parts.pop()
-        self._is_free.discard(start)
-        self.num_free -= 1
-        if not parts:
-            del self._free[parent]
-        return start
-
-    def add(self, start: int) -> int | None:
-        """Take a piece back; return the start of its parent if that is whole again, and forget its parts."""
-        parent = start - start % self.parent_size
-        parts = self._free.setdefault(parent, [])
-        parts.append(start)
-        self._is_free.add(start)
-        self.num_free += 1
-        if len(parts) < self.num_parts:
-            return None
-        del self._free[parent]
-        self._is_free.difference_update(parts)
-        self.num_free -= self.num_parts
-        return parent
-
-    def break_up(self, parent: int) -> None:
-        """Make parts of a whole parent, the first to be taken first."""
-        starts = range(parent, parent + self.parent_size, self.size)
-        self._free[parent] = list(reversed(starts))
-        self._is_free.update(starts)
-        self.num_free += self.num_parts
-
-    def starts(self) -> set[int]:
-        """Return the free pieces."""
-        return set(self._is_free)
 
 
 class MultiGranularKVPool:
@@ -129,10 +46,10 @@ class MultiGranularKVPool:
     def __init__(self, config: KVPoolConfig) -> None:
         self.config = config
         self._lock = Lock()
-        sizes = [config.total_tokens, *(config.size_of(level) for level in _LEVELS)]
+        sizes = [config.total_tokens, *(config.size_of(level) for level in LEVELS)]
         self._shelves = {
-            level: _Shelf(size, larger)
-            for level, larger, size in zip(_LEVELS, sizes[:-1], sizes[1:], strict=True)
+            level: Shelf(size, larger)
+            for level, larger, size in zip(LEVELS, sizes[:-1], sizes[1:], strict=True)
         }
         self._shelves["sequence"].break_up(0)
         self._held: set[Extent] = set()
@@ -156,7 +73,7 @@ class MultiGranularKVPool:
                 )
             extents: list[Extent] = []
             left = num_tokens
-            for level, granularity in enumerate(_LEVELS):
+            for level, granularity in enumerate(LEVELS):
                 size = self.config.size_of(granularity)
                 while left >= size and (start := self._take(level)) is not None:
                     extents.append(Extent(granularity, start))
@@ -179,7 +96,23 @@ class MultiGranularKVPool:
             self._held.difference_update(given)
             for extent in given:
                 self._free_tokens += self.config.size_of(extent.granularity)
-                self._give_back(_LEVELS.index(extent.granularity), extent.start)
+                self._give_back(LEVELS.index(extent.granularity), extent.start)
+
+    def compact(self) -> list[tuple[Extent, Extent]]:
+        """Move pieces so that what is free lies in one run, but for less than one sequence piece.
+
+        Returns moves (from, to). The caller copies what is stored in this order and puts the new pieces in
+        its tables before anybody calls the pool again: the old ones are no longer allocated.
+        O(n log n) in the pieces.
+        """
+        with self._lock:
+            moves = pack(self._held, self.config)
+            if moves:
+                for source, target in moves:
+                    self._held.remove(source)
+                    self._held.add(target)
+                self._rebuild_shelves()
+            return moves
 
     def get_free_tokens(self) -> int:
         """Return how many tokens are free."""
@@ -187,14 +120,16 @@ class MultiGranularKVPool:
             return self._free_tokens
 
     def metrics(self) -> MultiGranularMetrics:
-        """Return the present state."""
+        """Return the present state. O(free pieces)."""
         with self._lock:
-            counts = dict.fromkeys(_LEVELS, 0)
+            free = [(start, shelf.size) for shelf in self._shelves.values() for start in shelf.starts()]
+            counts = dict.fromkeys(LEVELS, 0)
             for extent in self._held:
                 counts[extent.granularity] += 1
             return MultiGranularMetrics(
                 total_tokens=self.config.total_tokens,
                 free_tokens=self._free_tokens,
+                largest_free_run=_largest_run(free),
                 num_extents=counts,
                 whole_tokens=self._shelves["sequence"].num_free * self.config.sequence_tokens,
                 num_fallbacks=self._num_fallbacks,
@@ -218,7 +153,7 @@ class MultiGranularKVPool:
 
     def _take(self, level: int) -> int | None:
         """Return a piece of a size, of a larger one that is broken up if need be."""
-        shelf = self._shelves[_LEVELS[level]]
+        shelf = self._shelves[LEVELS[level]]
         start = shelf.take()
         if start is None and level:
             larger = self._take(level - 1)
@@ -227,14 +162,39 @@ class MultiGranularKVPool:
                 start = shelf.take()
         return start
 
+    def _rebuild_shelves(self) -> None:
+        """Put on the shelves what is not held; something is."""
+        broken = {0}
+        for level, granularity in enumerate(LEVELS):
+            shelf = self._shelves[granularity]
+            size, parent_size = shelf.size, shelf.parent_size
+            inside = LEVELS[level:]
+            used = {start - start % size for inner, start in self._held if inner in inside}
+            self._shelves[granularity] = shelf = Shelf(size, parent_size)
+            for parent in sorted(broken):
+                for start in reversed(range(parent, parent + parent_size, size)):
+                    if start not in used:
+                        shelf.add(start)
+            broken = used - {start for inner, start in self._held if inner == granularity}
+
     def _give_back(self, level: int, start: int) -> None:
-        shelf = self._shelves[_LEVELS[level]]
+        shelf = self._shelves[LEVELS[level]]
         whole = shelf.add(start)
         if whole is not None:
             if level:
                 self._give_back(level - 1, whole)
             else:
                 shelf.break_up(whole)
+
+
+def _largest_run(pieces: list[tuple[int, int]]) -> int:
+    """Return the most tokens that lie side by side in pieces of (start, size)."""
+    largest = run = end = 0
+    for start, size in sorted(pieces):
+        run = run + size if start == end else size
+        end = start + size
+        largest = max(largest, run)
+    return largest
 
 
 def _is_in(extent: object, held: set[Extent]) -> bool:
