@@ -14,6 +14,7 @@ from sagellm.core import (
     BlockId,
     Clock,
     ConfigError,
+    KVAllocatorProtocol,
     KVPoolProtocol,
     OutOfBlocksError,
     SequenceId,
@@ -37,7 +38,12 @@ class TestPagedKVPoolWithBuddies(KVPoolContract):
 
 
 class DescendingAllocator(FreeListAllocator):
-    """Stands for an allocator from elsewhere: it hands out the ids the other way round."""
+    """Stands for an allocator from elsewhere: ids the other way round, and claimed as any allocator can."""
+
+    claim = KVAllocatorProtocol.claim
+
+    def occupancy(self) -> bytearray:
+        return super().occupancy()[::-1]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         return [self._mirror(block_id) for block_id in super().allocate(num_blocks)]

@@ -51,6 +51,25 @@ class KVAllocatorProtocol(ABC):
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
         """Say whether every one of these is an allocated block; False for what is no id at all."""
 
+    def claim(self, block_ids: Sequence[BlockId]) -> None:
+        """Take these very blocks, all of them or none.
+
+        Raises BlockError for an id out of range, one that is allocated, or one given twice. May cost
+        O(total_blocks); here every free block is allocated and the others are freed again.
+        """
+        wanted = {block_id for block_id in block_ids if type(block_id) is int}
+        num_free = self.num_free_blocks
+        free = self.allocate(num_free) if num_free else []
+        is_sound = len(wanted) == len(block_ids) and wanted.issubset(free)
+        self.free([block_id for block_id in free if not is_sound or block_id not in wanted])
+        if not is_sound:
+            raise BlockError(f"blocks {list(block_ids)[:8]} are not all free; claim free ones, each once")
+
+    def occupancy(self) -> bytearray:
+        """Return a byte for each block: 1 where it is allocated, 0 where it is free. O(total_blocks)."""
+        total_blocks = self.metrics().total_blocks
+        return bytearray(self.all_allocated([BlockId(block_id)]) for block_id in range(total_blocks))
+
     @property
     @abstractmethod
     def num_free_blocks(self) -> int:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sagellm.core.errors import BlockError, OutOfBlocksError
+from sagellm.core.errors import BlockError, EngineError, OutOfBlocksError
 from sagellm.core.ids import BlockId, SequenceId
 
 Evictor = Callable[[int], int]
@@ -44,6 +44,9 @@ class KVPoolMetrics:
     num_failed_allocations: int
     num_evicted_blocks: int  # freed through evict_if_needed
     external_fragmentation: float
+    largest_free_run: int = 0
+    num_misplaced_blocks: int = 0  # in use where a compact pool has none: those that compaction moves
+    num_moved_blocks: int = 0  # by `move`, so far
 
     @property
     def num_used_blocks(self) -> int:
@@ -104,6 +107,24 @@ class KVPoolProtocol(ABC):
 
         Raises BlockError for an id that is unknown or has no reference left to drop.
         """
+
+    def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
+        """Return up to `max_blocks` moves, (from, to), that bring what is free together.
+
+        The blocks in use with the highest ids go to the free blocks with the lowest, and what follows
+        each other still does. Empty when the free blocks are one run at the end. Changes nothing; may cost
+        O(total_blocks). Raises EngineError by default: this pool moves nothing.
+        """
+        raise EngineError(f"{type(self).__name__} cannot move blocks; name another pool in kv.pool")
+
+    def move(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Have the second block of each pair in place of the first, which is free then.
+
+        References, holder and times go along. The caller has copied the KV, and puts the new ids
+        wherever the old ones stand before anything else is done. Raises BlockError unless the first ones
+        are allocated, the second ones free, and each given once; then nothing has changed.
+        """
+        raise EngineError(f"{type(self).__name__} cannot move blocks; name another pool in kv.pool")
 
     @abstractmethod
     def get_free_blocks(self) -> int:
@@ -174,6 +195,15 @@ class NullKVPool(KVPoolProtocol):
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} are not allocated")
         return 0
+
+    def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
+        """Have nothing to move."""
+        return []
+
+    def move(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Accept only nothing."""
+        if moves:
+            raise BlockError(f"blocks {[source for source, _ in moves]} are not allocated")
 
     def get_free_blocks(self) -> int:
         """Always 0."""

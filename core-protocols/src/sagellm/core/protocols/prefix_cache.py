@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.kv_events import KVEventSink
@@ -164,6 +165,15 @@ class PrefixCacheProtocol(ABC):
             diverges_at=match_length,
         )
 
+    def move_blocks(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Hold the second block of each pair in place of the first, where it holds that; KV was copied.
+
+        All or nothing. No lock ends, but matches that were not locked are stale; the caller puts the new
+        ids into those that it keeps. Raises BlockError if a second one is in the cache or given twice. By
+        default raises EngineError: what is in this cache cannot be moved. May cost O(cache).
+        """
+        raise EngineError(f"{type(self).__name__} cannot move blocks; name another one in prefix_cache.name")
+
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
         """Show `keep` what is about to be evicted, by the policy or for a quota, while its KV is whole.
 
@@ -240,6 +250,9 @@ class NullPrefixCache(PrefixCacheProtocol):
     def clear(self) -> list[BlockId]:
         """Have nothing to drop."""
         return []
+
+    def move_blocks(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Hold none of them."""
 
     @property
     def num_evictable_blocks(self) -> int:

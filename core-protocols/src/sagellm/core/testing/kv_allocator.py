@@ -147,6 +147,50 @@ class KVAllocatorContract(KVAllocatorLoad):
         assert metrics.largest_free_run == 1
         assert metrics.external_fragmentation == pytest.approx(1 - 1 / len(block_ids[::2]))
 
+    def test_the_very_blocks_that_are_asked_for_can_be_claimed(self) -> None:
+        """They are held like allocated ones, and the occupancy says so of these alone."""
+        allocator, total = self.make_with(4)
+        (held,) = allocator.allocate(1)
+        wanted = [BlockId(block_id) for block_id in range(total - 1, -1, -1) if block_id != held][::2]
+        allocator.claim(wanted)
+        assert allocator.all_allocated([*wanted, held])
+        assert allocator.num_free_blocks == total - len(wanted) - 1
+        assert [block_id for block_id, mark in enumerate(allocator.occupancy()) if mark] == sorted(
+            [*wanted, held]
+        )
+        allocator.check_integrity()
+        rest = allocator.allocate(allocator.num_free_blocks)
+        assert set(rest).isdisjoint([*wanted, held])
+        allocator.free([*wanted, *rest, held])
+        allocator.check_integrity()
+
+    @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
+    def test_what_is_no_free_block_cannot_be_claimed(self, bad: Any) -> None:
+        """Neither what is no id, nor one that is held or given twice; nothing changes then."""
+        allocator, total = self.make_with(3)
+        a, b = allocator.allocate(2)
+        allocator.free([b])
+        for block_ids in ([bad], [b, bad], [bad, b], [a], [b, a], [b, b]):
+            with pytest.raises(BlockError):
+                allocator.claim(block_ids)
+        allocator.claim([])
+        assert allocator.num_free_blocks == total - 1
+        assert sum(allocator.occupancy()) == 1
+        allocator.check_integrity()
+
+    def test_what_is_free_can_be_brought_together(self) -> None:
+        """The highest blocks go where the lowest gaps are, one by one, until there is one free run."""
+        allocator, total = self.make_with(4)
+        allocator.free(sorted(allocator.allocate(total))[::2])
+        num_held = total - allocator.num_free_blocks
+        while (occupancy := allocator.occupancy()).rfind(1) >= num_held:
+            allocator.claim([BlockId(occupancy.find(0))])
+            allocator.free([BlockId(occupancy.rfind(1))])
+            allocator.check_integrity()
+        metrics = allocator.metrics()
+        assert metrics.largest_free_run == metrics.num_free_blocks == total - num_held
+        assert metrics.external_fragmentation == 0
+
     def test_two_allocators_share_nothing(self) -> None:
         """What one hands out, the other still has."""
         allocator, total = self.make_with(1)
@@ -173,8 +217,11 @@ class KVAllocatorContract(KVAllocatorLoad):
         rng = random.Random(seed)
         held: list[BlockId] = []
         for step in range(num_operations):
-            if rng.random() < 0.5:
+            draw = rng.random()
+            if draw < 0.45:
                 self._allocate_some(allocator, rng, held, total)
+            elif draw < 0.55:
+                self._claim_some(allocator, rng, held, total)
             else:
                 self._free_some(allocator, rng, held, total)
             assert allocator.num_free_blocks == total - len(held)
@@ -195,6 +242,18 @@ class KVAllocatorContract(KVAllocatorLoad):
         else:
             with pytest.raises(OutOfBlocksError if size else BlockError):
                 allocator.allocate(size)
+
+    def _claim_some(
+        self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int
+    ) -> None:
+        free = sorted(set(range(total)) - set(held))
+        block_ids = [BlockId(block_id) for block_id in rng.sample(free, min(len(free), rng.randint(0, 4)))]
+        if held and rng.random() < 0.2:
+            with pytest.raises(BlockError):
+                allocator.claim([*block_ids, rng.choice(held)])
+        else:
+            allocator.claim(block_ids)
+            held += block_ids
 
     def _free_some(
         self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int

@@ -52,6 +52,18 @@ class KVAllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(chosen)
         self.held = [block_id for block_id in self.held if block_id not in chosen]
 
+    @rule(wanted=st.lists(st.integers(-1, 16), max_size=3))
+    def claim(self, wanted: list[int]) -> None:
+        """Ask for certain blocks, some of them held, unknown or named twice now and then."""
+        block_ids = [BlockId(block_id) for block_id in wanted]
+        is_known = all(0 <= block_id < self.total for block_id in wanted)
+        if not is_known or len(set(wanted)) < len(wanted) or not set(wanted).isdisjoint(self.held):
+            with pytest.raises(BlockError):
+                self.allocator.claim(block_ids)
+            return
+        self.allocator.claim(block_ids)
+        self.held += block_ids
+
     @rule(picks=_PICKS, wrong=st.integers(-1, 16))
     def free_with_a_wrong_id(self, picks: list[int], wrong: int) -> None:
         """Give back an id that is free, unknown, or given already."""
@@ -71,6 +83,8 @@ class KVAllocatorMachine(RuleBasedStateMachine):
         came = self.allocator.num_free_blocks
         assert came == num_free, f"{came} blocks are said to be free; {num_free} of {self.total} are"
         assert self.allocator.all_allocated(self.held), f"all_allocated({self.held}) is false; they are held"
+        marked = [block_id for block_id, mark in enumerate(self.allocator.occupancy()) if mark]
+        assert marked == sorted(self.held), f"occupancy marks {marked}; {sorted(self.held)} are held"
         self.allocator.check_integrity()
 
 

@@ -64,6 +64,16 @@ class KVPoolOperations(RuleBasedStateMachine):
         assert came == expected, f"free({block_ids}) returned {came}; {expected} blocks became free"
         self.refs = left
 
+    @rule(size=st.integers(0, 4))
+    def compact(self, size: int) -> None:
+        """Move some blocks as the pool plans it."""
+        moves = self.pool.plan_moves(size)
+        assert len(moves) <= size, f"{size} moves were asked for, {moves} are planned"
+        self.pool.move(moves)
+        for source, target in moves:
+            assert target not in self.refs, f"block {target} is held, and {source} was to be moved there"
+            self.refs[target] = self.refs.pop(source)
+
     @rule(picks=_PICKS, wrong=st.integers(-1, 16))
     def name_a_free_block(self, picks: list[int], wrong: int) -> None:
         """Share and free what nobody holds, among what somebody does."""

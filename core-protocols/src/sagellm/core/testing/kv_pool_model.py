@@ -40,7 +40,7 @@ class KVPoolMachine:
 
     def step(self) -> None:
         """Perform one operation, right or wrong, and check its outcome."""
-        self.rng.choice([self.allocate, self.share, self.copy_on_write, self.free, self.free])()
+        self.rng.choice([self.allocate, self.share, self.copy_on_write, self.move, self.free, self.free])()
         if self._is_alone:
             assert self.pool.get_free_blocks() == self.pool.total_blocks - len(self.refs)
 
@@ -88,6 +88,28 @@ class KVPoolMachine:
         else:
             self._claim([mine], holder)
             self.refs[block_id] -= 1
+
+    def move(self) -> None:
+        """Move some blocks that are held to others, which may be held, too, or unknown."""
+        sources = list(dict.fromkeys(self._some()))
+        targets = [BlockId(self.rng.randrange(-1, self.pool.total_blocks + 1)) for _ in sources]
+        if self._is_alone and self.rng.random() < 0.5:
+            moves = self.pool.plan_moves(self.rng.randint(0, 8))
+            sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        owners = [self._owners.pop(source) for source in sources]  # before somebody else can have them
+        try:
+            self.pool.move(list(zip(sources, targets, strict=True)))
+        except BlockError:
+            self._owners.update(zip(sources, owners, strict=True))
+            is_free = self.refs.keys().isdisjoint(targets) and len(set(targets)) == len(targets)
+            is_known = all(0 <= target < self.pool.total_blocks for target in targets)
+            assert not (self._is_alone and is_free and is_known), "a move to free blocks was refused"
+            return
+        assert self.refs.keys().isdisjoint(targets), "a block was moved to one that is held"
+        for source, target in zip(sources, targets, strict=True):
+            num_refs, holder = self.refs.pop(source), self.holders[source]
+            self._claim([target], holder)
+            self.refs[target] = num_refs
 
     def free(self) -> None:
         """Drop references, sometimes more than there are."""

@@ -191,6 +191,34 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
             cache.unlock(locked)
         cache.check_integrity()
 
+    def test_moved_blocks_hold_what_they_held(self) -> None:
+        """Whole and partial ones, locked or not; what the cache does not hold is passed over."""
+        cache = self.make()
+        cache.insert_prefix(range(10), blocks(0, 3))
+        locked = cache.lock(cache.match_prefix(range(4)))
+        stale = cache.match_prefix(range(8))
+        cache.move_blocks([(BlockId(0), BlockId(40)), (BlockId(2), BlockId(42)), (BlockId(7), BlockId(47))])
+        cache.check_integrity()
+        match = cache.match_prefix(range(12))
+        assert match.block_ids == [40, 1]
+        assert match.partial in (None, (42, 2))
+        with pytest.raises(StaleMatchError):
+            cache.lock(stale)
+        assert sorted(cache.evict(9)) == [1, 42][: 2 if match.partial else 1]
+        cache.unlock(locked)
+        assert cache.clear() == [40]
+
+    def test_a_move_that_cannot_be_changes_nothing(self) -> None:
+        """To a block that is cached, or twice to one, or to what is no block."""
+        cache = self.make()
+        cache.insert_prefix(range(12), blocks(0, 3))
+        wrong: list[list[tuple[int, int]]] = [[(0, 9), (1, 2)], [(0, 9), (1, 9)], [(0, 9), (0, 8)], [(0, -1)]]
+        for moves in wrong:
+            with pytest.raises(BlockError):
+                cache.move_blocks([(BlockId(source), BlockId(target)) for source, target in moves])
+            cache.check_integrity()
+        assert cache.match_prefix(range(12)).block_ids == [0, 1, 2]
+
     def test_leaves_go_least_recently_used_first(self) -> None:
         """A lock is a use, also of what leads to it; a match alone is none."""
         clock = VirtualClock()

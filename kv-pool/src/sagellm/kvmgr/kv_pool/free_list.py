@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from sagellm.core import AllocatorMetrics, BlockError, BlockId, KVAllocatorProtocol
-from sagellm.kvmgr.kv_pool.refusal import check_total, no_number, refusal, shortage
+from sagellm.kvmgr.kv_pool.refusal import check_total, no_claim, no_number, refusal, shortage
 
 
 class FreeListAllocator(KVAllocatorProtocol):
@@ -50,6 +50,22 @@ class FreeListAllocator(KVAllocatorProtocol):
             raise self._refusal(block_ids) from None
         self._stack += block_ids[::-1]
 
+    def claim(self, block_ids: Sequence[BlockId]) -> None:
+        """Take these out of the stack, 0.03 µs a free block. Raises BlockError, which says what is wrong."""
+        wanted = {block_id for block_id in block_ids if type(block_id) is int}
+        left = [block_id for block_id in self._stack if block_id not in wanted]
+        if not len(self._stack) - len(left) == len(wanted) == len(block_ids):
+            raise no_claim(block_ids, self.occupancy())
+        self._stack = left
+        self._allocated |= wanted
+
+    def occupancy(self) -> bytearray:
+        """Return a byte for each block, 1 where it is allocated. About 0.02 µs a free block."""
+        occupancy = bytearray(b"\1") * self._total_blocks
+        for block_id in self._stack:
+            occupancy[block_id] = 0
+        return occupancy
+
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
         """Say whether every one of these is an allocated block."""
         if list(map(type, block_ids)).count(int) != len(block_ids):
@@ -63,13 +79,10 @@ class FreeListAllocator(KVAllocatorProtocol):
 
     def metrics(self) -> AllocatorMetrics:
         """Return the present state. Costs O(total_blocks), about 0.02 µs a free block."""
-        is_free = bytearray(self._total_blocks)
-        for block_id in self._stack:
-            is_free[block_id] = 1
         return AllocatorMetrics(
             total_blocks=self._total_blocks,
             num_free_blocks=len(self._stack),
-            largest_free_run=max(map(len, is_free.split(b"\0"))),
+            largest_free_run=max(map(len, self.occupancy().split(b"\1"))),
         )
 
     def check_integrity(self) -> None:

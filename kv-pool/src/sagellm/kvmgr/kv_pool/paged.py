@@ -70,6 +70,7 @@ class PagedKVPool(KVPoolProtocol):
         self._num_allocations = 0
         self._num_failed_allocations = 0
         self._num_evicted_blocks = 0
+        self._num_moved_blocks = 0
 
     @property
     def total_blocks(self) -> int:
@@ -145,6 +146,44 @@ class PagedKVPool(KVPoolProtocol):
                 raise self._refusal(block_ids) from error
         return len(block_ids)
 
+    def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
+        """Return which blocks to move where, both ascending, so that what is free is one run at the end."""
+        with self._lock:
+            occupancy = self._allocator.occupancy()
+        num_used = occupancy.count(1)
+        num_moves = min(max_blocks, occupancy.count(1, num_used))
+        sources: list[BlockId] = []
+        targets: list[BlockId] = []
+        above, below = self._total_blocks, -1
+        for _ in range(num_moves):
+            above, below = occupancy.rfind(1, 0, above), occupancy.find(0, below + 1)
+            sources.append(BlockId(above))
+            targets.append(BlockId(below))
+        return list(zip(reversed(sources), targets, strict=True))
+
+    def move(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Give the first blocks' references and holders to the second ones, and free the first ones.
+
+        Raises BlockError unless the first are allocated and the second free, each given once.
+        """
+        moves = list(moves)
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        extra_refs, grants, allocator = self._extra_refs, self._grants, self._allocator
+        with self._lock:
+            if not allocator.all_allocated(sources) or len(set(sources)) < len(sources):
+                raise BlockError(f"not all of blocks {sources[:8]} are allocated and given once; move such")
+            allocator.claim(targets)
+            try:
+                allocator.free(sources)
+            except BaseException:
+                allocator.free(targets)
+                raise
+            for source, target in moves:
+                grants[target] = grants[source]
+                if extra := extra_refs.pop(source, 0):
+                    extra_refs[target] = extra
+            self._num_moved_blocks += len(moves)
+
     def get_free_blocks(self) -> int:
         """Return how many blocks are free."""
         with self._lock:
@@ -178,6 +217,7 @@ class PagedKVPool(KVPoolProtocol):
         """Return the present counts. Costs what the allocator's metrics cost."""
         with self._lock:
             allocator = self._allocator.metrics()
+            occupancy = self._allocator.occupancy()
             return KVPoolMetrics(
                 total_blocks=self._total_blocks,
                 num_free_blocks=allocator.num_free_blocks,
@@ -186,6 +226,9 @@ class PagedKVPool(KVPoolProtocol):
                 num_failed_allocations=self._num_failed_allocations,
                 num_evicted_blocks=self._num_evicted_blocks,
                 external_fragmentation=allocator.external_fragmentation,
+                largest_free_run=allocator.largest_free_run,
+                num_misplaced_blocks=occupancy.count(1, occupancy.count(1)),
+                num_moved_blocks=self._num_moved_blocks,
             )
 
     def check_integrity(self) -> None:

@@ -29,6 +29,21 @@ def shortage(num_blocks: int, available: int, total_blocks: int, by: str = "") -
     )
 
 
+def no_claim(block_ids: Sequence[BlockId], occupancy: Sequence[int]) -> BlockError:
+    """Name the first id that cannot be claimed."""
+    seen: set[BlockId] = set()
+    for block_id in block_ids:
+        if type(block_id) is not int:
+            return BlockError(f"block id {block_id!r} is a {type(block_id).__name__}; block ids are ints")
+        if not 0 <= block_id < len(occupancy):
+            return BlockError(f"block {block_id} does not exist; block ids are 0 … {len(occupancy) - 1}")
+        if occupancy[block_id] or block_id in seen:
+            what = "given twice" if block_id in seen else "allocated"
+            return BlockError(f"block {block_id} is {what}; claim free blocks, each once")
+        seen.add(block_id)
+    return BlockError(f"the allocator refused blocks {list(block_ids)[:8]} though each of them is free")
+
+
 def refusal(
     block_ids: Sequence[BlockId], total_blocks: int, num_refs: Callable[[BlockId], int]
 ) -> BlockError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import islice
 
 from sagellm.core.ids import BlockId
@@ -66,6 +67,14 @@ class Partials:
     def drop(self, partial: PartialBlock) -> BlockId:
         """Drop one and return its block."""
         return self._remove(partial)
+
+    def move(self, moved: Mapping[BlockId, BlockId]) -> None:
+        """Hold other blocks in place of those that are keys, in the same order."""
+        if moved.keys().isdisjoint(self._blocks):
+            return
+        for partial in self._blocks.values():
+            partial.block_id = moved.get(partial.block_id, partial.block_id)
+        self._blocks = OrderedDict((partial.block_id, partial) for partial in self._blocks.values())
 
     def _remove(self, partial: PartialBlock) -> BlockId:
         partial.node.partials.remove(partial)

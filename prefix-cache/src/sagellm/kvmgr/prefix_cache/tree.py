@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 
 from sagellm.core.ids import BlockId, NodeId
@@ -205,6 +206,16 @@ class RadixTree:
         if dropped and not self.cached:
             self.ledger.events.emptied()
         return dropped
+
+    def move(self, moved: Mapping[BlockId, BlockId]) -> None:
+        """Hold other blocks in place of those that are keys; all of these are in the tree. O(tree)."""
+        self.version += 1
+        self.partials.move(moved)
+        for node in self.nodes():
+            if not moved.keys().isdisjoint(node.block_ids):
+                node.block_ids = [moved.get(block_id, block_id) for block_id in node.block_ids]
+        self.cached.difference_update(moved)
+        self.cached.update(moved.values())
 
     def nodes(self) -> list[PrefixNode]:
         """Return all nodes but the roots, parents before their children."""
