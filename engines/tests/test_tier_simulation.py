@@ -1,4 +1,4 @@
-"""Steps, evictions, copies and late answers of tiers in any order, from a seed, on virtual time.
+"""Steps, evictions, compaction, copies and late answers of tiers in any order, from a seed, on virtual time.
 
 The model's KV of a token is a hash of all tokens up to it, and its next token follows from all KV of the
 sequence. So one wrong, stale or foreign block anywhere changes the output.
@@ -27,6 +27,7 @@ from sagellm.core import (
 from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules, build_core
+from sagellm.engines.core.compaction import Compactor
 from sagellm.engines.core.sequence import Sequence
 
 VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32
@@ -133,7 +134,10 @@ class Simulation:
         self.families = [self._tokens(self.random.randint(8, 48)) for _ in range(5)]
         self.live: dict[str, tuple[Sequence, list[int]]] = {}
         self.log = blake2b()
-        self.num_finished = 0
+        self.num_finished = self.num_moved = 0
+        self.compactor = Compactor(
+            self.core.kv, self.core.runner.copy_blocks, self.runtime.clock, self.core.has_unfinished
+        )
 
     def _late(self, tier, failure_rate):
         stream = self.runtime.randomness.stream(f"late{self.random.random()}")
@@ -153,6 +157,8 @@ class Simulation:
                 self.core.kv.evict(self.random.randint(1, 10))
             elif drawn < 0.27:
                 self.core.kv.clear_cache()
+            elif drawn < 0.4:
+                self.num_moved += self.compactor.advance()
             else:
                 self._step()
             if number % 10 == 0:
@@ -204,6 +210,7 @@ def test_no_order_of_steps_copies_and_late_answers_changes_a_token(seed, tmp_pat
     metrics = simulation.offload.metrics()
     assert simulation.num_finished > 50
     assert metrics.num_kept_blocks > 50
+    assert simulation.num_moved > 20
     if simulation.offload.rule == "always":
         assert metrics.num_fetched_blocks > 10
 

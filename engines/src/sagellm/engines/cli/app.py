@@ -16,7 +16,6 @@ _DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is
 _PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, tell about one, or test it.")
 
 _MODULES = {
-    "pool": "KV pool",
     "eviction": "eviction policy",
     "tiers": "KV tiers",
     "scheduler": "scheduler",
@@ -38,6 +37,7 @@ class LLMGroup(LazyGroup):
         "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
         "cache": Entry(f"{_HERE}.cache:app", "Watch and change the prefix cache of a running engine."),
+        "pool": Entry(f"{_HERE}.pool:app", "Watch and compact the KV pool of a running engine."),
         **{
             name: Entry(f"{_HERE}.stats:{name}", f"Watch the {what} of a running engine.")
             for name, what in _MODULES.items()

@@ -213,7 +213,7 @@ def _app(name: str) -> typer.Typer:
     return make_app(module.title, lambda client: read_module(client, module), without=module.without)
 
 
-cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache has more for the first
+cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache and cli.pool have more
 tiers = _app("tiers")
 scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
 comm = make_app("topology", read_machine)

@@ -113,6 +113,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("a step failed; every request ends with an error")
             outputs += [self._fail(sequence_id, error) for sequence_id in self.scheduler.sequence_ids]
+            self.kv.take_copies()  # what they were for has ended
         self._observe(started_ns, scheduled)
         return outputs
 

@@ -22,6 +22,7 @@ from sagellm.core import (
     SequenceId,
     TokenIds,
 )
+from sagellm.engines.core.block_tables import replace_blocks
 from sagellm.engines.core.kv_offload import Fetch, KVOffload
 from sagellm.engines.core.request_log import LoggedRequest, RequestLog
 from sagellm.engines.core.sequence import Sequence
@@ -63,6 +64,7 @@ class KVCacheManager:
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
         self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
+        self._holders: dict[SequenceId, Sequence] = {}  # of blocks, those that fetches wait for aside
         self._owed: list[BlockId] = []  # dropped by the cache, not free yet
         self._copies: list[tuple[BlockId, BlockId]] = []
         self._namespace: Namespace | None = None  # for whose blocks others may be evicted at this moment
@@ -142,6 +144,7 @@ class KVCacheManager:
         if match.partial is not None and match.partial.block_id != new_blocks[0]:
             # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
             self._copies.append((match.partial.block_id, new_blocks[0]))
+        self._holders[sequence.sequence_id] = sequence
         sequence.match = match
         sequence.block_ids = [*match.block_ids, *new_blocks]
         if explanation is not None:
@@ -199,6 +202,30 @@ class KVCacheManager:
         """Return which KV to copy, from block to block and in this order, before a step writes any."""
         copies, self._copies = self._copies, []
         return copies
+
+    def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
+        """Return moves, (from, to), that bring free blocks together; none while copies wait for a step."""
+        return [] if self._copies else self._pool.plan_moves(max_blocks)
+
+    def move_blocks(self, moves: Seq[tuple[BlockId, BlockId]]) -> None:
+        """Put the second block of each pair wherever the first one stands; its KV has been copied.
+
+        Between two steps, right after the plan. If pool or cache raise, nothing has changed.
+        """
+        self._pool.move(moves)
+        try:
+            self.cache.move_blocks(moves)
+        except BaseException:
+            self._pool.move([(target, source) for source, target in moves])
+            raise
+        fetching = [*self._fetches.values(), *self._abandoned]
+        tables = [self._owed, *(one.fetch.block_ids for one in fetching)]
+        tables += [one.match.block_ids for one in fetching]
+        for sequence in self._holders.values():
+            tables.append(sequence.block_ids)
+            if sequence.match is not None:
+                tables.append(sequence.match.block_ids)
+        replace_blocks(tables, moves)
 
     def observe(self, tell: Callable[[Seq[KVCacheEvent]], None]) -> None:
         """Collect what enters and leaves the prefix cache from now on, for `tell_events`."""
@@ -298,8 +325,8 @@ class KVCacheManager:
             )
         )
 
-    @staticmethod
-    def _forget(sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence) -> None:
+        self._holders.pop(sequence.sequence_id, None)
         sequence.match = None
         sequence.block_ids = []
         sequence.schedule.num_computed_tokens = 0

@@ -40,8 +40,12 @@ _TYPES: dict[str, type[Any]] = {
 def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
     """Return the operations of a core: name → what runs it, with JSON-like arguments and result."""
     from sagellm.engines.core.cache_admin import CacheAdmin
+    from sagellm.engines.core.compaction import Compactor
+    from sagellm.engines.core.pool_admin import PoolAdmin
 
-    cache = CacheAdmin(core.kv, core.parts.runtime.clock)
+    clock = core.parts.runtime.clock
+    cache = CacheAdmin(core.kv, clock)
+    pool = PoolAdmin(Compactor(core.kv, core.runner.copy_blocks, clock, core.has_unfinished), clock)
     return {
         "metrics": core.metrics,
         "ping": time.monotonic_ns,
@@ -56,6 +60,7 @@ def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
         "cache_save": core.parts.saves.save,
         "cache_load": core.parts.saves.load,
         "cache_go_on": core.parts.saves.go_on,
+        "pool_compact": pool.compact,
     }
 
 
