@@ -14,7 +14,6 @@ from sagellm.core import (
     InsertResult,
     KVCacheEvent,
     KVPoolProtocol,
-    MissExplanation,
     Namespace,
     OutOfBlocksError,
     PrefixCacheProtocol,
@@ -149,7 +148,7 @@ class KVCacheManager:
         sequence.block_ids = [*match.block_ids, *new_blocks]
         if explanation is not None:
             sequence.num_cached_tokens = match.match_length
-            self._note(sequence, explanation)
+            self.log.add(LoggedRequest.of(sequence, explanation, self._clock.now_ns()))
         schedule = sequence.schedule
         schedule.num_computed_tokens = match.match_length
         schedule.num_blocks = len(sequence.block_ids)
@@ -311,19 +310,6 @@ class KVCacheManager:
             giving_back.callback(self._pool.free, fetch.block_ids)
             giving_back.callback(self.cache.unlock, match)
             self.adopt(fetching.token_ids, match, fetch.block_ids[: fetch.num_done])
-
-    def _note(self, sequence: Sequence, explanation: MissExplanation) -> None:
-        request = sequence.request
-        self.log.add(
-            LoggedRequest(
-                request_id=request.request_id,
-                namespace=request.namespace,
-                token_ids=request.token_ids,
-                admitted_ns=self._clock.now_ns(),
-                explanation=explanation,
-                is_scored=sequence.num_to_score > 0,
-            )
-        )
 
     def _forget(self, sequence: Sequence) -> None:
         self._holders.pop(sequence.sequence_id, None)

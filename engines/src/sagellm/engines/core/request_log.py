@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Self
 
 from sagellm.core import MissExplanation, Namespace, RequestId, TokenIds, UnknownRequestError
+from sagellm.engines.core.sequence import Sequence
 
 _MAX_REQUESTS = 1024
 _MAX_TOKENS = 1 << 20
@@ -22,6 +24,19 @@ class LoggedRequest:
     admitted_ns: int
     explanation: MissExplanation
     is_scored: bool = False  # its prompt's log-probabilities are wanted, so nothing was looked up
+
+    @classmethod
+    def of(cls, sequence: Sequence, explanation: MissExplanation, admitted_ns: int) -> Self:
+        """Note what a sequence asked for that is admitted."""
+        request = sequence.request
+        return cls(
+            request_id=request.request_id,
+            namespace=request.namespace,
+            token_ids=request.token_ids,
+            admitted_ns=admitted_ns,
+            explanation=explanation,
+            is_scored=sequence.num_to_score > 0,
+        )
 
 
 class RequestLog:
