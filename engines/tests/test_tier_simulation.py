@@ -110,7 +110,7 @@ class Simulation:
         tiers = {"host": 20 * 512, "file": {"max_bytes": 60 * 4096, "folder": str(folder)}}
         values = {
             "kv.block_size": BLOCK_SIZE,
-            "kv.num_blocks": self.random.choice((24, 40)),
+            "kv.num_blocks": self.random.choice((18, 24, 40)),
             "kv.tiers": tiers,
             "kv.fetch": self.random.choice(("always", "always", "cheaper")),
             "prefix_cache.eviction_policy": self.random.choice(("reuse", "lru", "s3fifo")),
@@ -210,7 +210,7 @@ def test_no_order_of_steps_copies_and_late_answers_changes_a_token(seed, tmp_pat
     metrics = simulation.offload.metrics()
     assert simulation.num_finished > 50
     assert metrics.num_kept_blocks > 50
-    assert simulation.num_moved > 20
+    assert simulation.num_moved > 10
     if simulation.offload.rule == "always":
         assert metrics.num_fetched_blocks > 10
 

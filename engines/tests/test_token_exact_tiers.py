@@ -71,6 +71,29 @@ def test_late_answers_cost_no_cached_block(make_engine, expected, all_blocks_are
     assert all_blocks_are_back(engine)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_fetches_for_those_that_wait_leave_the_first_its_blocks(
+    make_engine, expected, all_blocks_are_back, seed
+):
+    engine = make(make_engine, {"host": "64MiB"}, num_blocks=26, max_num_seqs=4)
+    core, chance = engine.client.core, random.Random(seed)
+    core.kv.offload.tiers = LateKVTier(core.kv.offload.tiers, random.Random(seed))
+    for turn in range(6):
+        order = chance.sample(range(6), 6)
+        for number in order:
+            engine.add_request(PROMPTS[number], GREEDY, request_id=f"{turn}-{number}")
+        for _ in range(1_000):
+            core.kv.evict(chance.randint(1, 5))
+            for output in engine.step():
+                if output.finished:
+                    number = int(output.request_id.partition("-")[2])
+                    assert output.outputs[0].token_ids == expected[number]
+            if not engine.has_unfinished_requests():
+                break
+        assert not engine.has_unfinished_requests()
+    assert all_blocks_are_back(engine)
+
+
 def test_failing_tiers_cost_time_and_no_token(make_engine, expected, all_blocks_are_back):
     engine = make(make_engine, {"host": "64MiB"})
     offload = engine.client.core.kv.offload

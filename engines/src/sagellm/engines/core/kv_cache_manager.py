@@ -54,8 +54,8 @@ class KVCacheManager:
     ) -> None:
         self.cache = cache
         self.offload = offload
-        self._fetches: dict[SequenceId, _Fetching] = {}
-        self._abandoned: list[_Fetching] = []  # of sequences that ended
+        self._fetches: dict[SequenceId, _Fetching] = {}  # on their way, also for sequences that ended
+        self._fetched: set[SequenceId] = set()  # sequences that wait, and were fetched for
         self.policy_names = dict(policy_names or {})  # what the configuration calls a class
         self.log = RequestLog()
         self._pool = pool
@@ -94,7 +94,7 @@ class KVCacheManager:
     @property
     def num_fetches(self) -> int:
         """Fetches that are on their way; their blocks are nobody's until they are over."""
-        return len(self._fetches) + len(self._abandoned)
+        return len(self._fetches)
 
     def is_fetching(self, sequence: Sequence) -> bool:
         """Say whether KV of a sequence is on its way from a tier; begin it, once before each admission.
@@ -103,25 +103,20 @@ class KVCacheManager:
         """
         if self.offload is None:
             return False
-        fetching = self._fetches.get(sequence.sequence_id)
-        if fetching is None:
+        sequence_id = sequence.sequence_id
+        if sequence_id not in self._fetches and sequence_id not in self._fetched:
             fetching = self._begin_fetch(self.offload, sequence)
-            if fetching is None:
-                return False
-            self._fetches[sequence.sequence_id] = fetching
-        if not fetching.fetch.is_over:
-            return True
-        del self._fetches[sequence.sequence_id]
-        self._end_fetch(fetching)
-        return False
+            if fetching is not None:
+                self._fetches[sequence_id] = fetching
+                self._fetched.add(sequence_id)
+                self._end_fetches()
+        return sequence_id in self._fetches
 
     def poll(self) -> None:
         """Let what is on its way between device and tiers move on, before a step."""
         if self.offload is not None:
             self.offload.poll()
-            for fetching in [one for one in self._abandoned if one.fetch.is_over]:
-                self._abandoned.remove(fetching)
-                self._end_fetch(fetching)
+            self._end_fetches()
 
     def admit(self, sequence: Sequence) -> None:
         """Lock the cached prefix of a sequence and give it blocks for all its tokens.
@@ -144,6 +139,7 @@ class KVCacheManager:
             # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
             self._copies.append((match.partial.block_id, new_blocks[0]))
         self._holders[sequence.sequence_id] = sequence
+        self._fetched.discard(sequence.sequence_id)
         sequence.match = match
         sequence.block_ids = [*match.block_ids, *new_blocks]
         if explanation is not None:
@@ -185,9 +181,7 @@ class KVCacheManager:
         Nothing is cached of one that is not sound, whose KV may be what failed. The blocks go back,
         and the sequence is left without any, even where a module raises.
         """
-        fetching = self._fetches.pop(sequence.sequence_id, None)
-        if fetching is not None:
-            self._abandoned.append(fetching)
+        self._fetched.discard(sequence.sequence_id)
         if sequence.match is None:
             return
         with ExitStack() as giving_back:
@@ -217,9 +211,9 @@ class KVCacheManager:
         except BaseException:
             self._pool.move([(target, source) for source, target in moves])
             raise
-        fetching = [*self._fetches.values(), *self._abandoned]
-        tables = [self._owed, *(one.fetch.block_ids for one in fetching)]
-        tables += [one.match.block_ids for one in fetching]
+        tables = [self._owed]
+        for fetching in self._fetches.values():
+            tables += (fetching.fetch.block_ids, fetching.match.block_ids)
         for sequence in self._holders.values():
             tables.append(sequence.block_ids)
             if sequence.match is not None:
@@ -302,6 +296,11 @@ class KVCacheManager:
             offload.copy_now(self.take_copies())
         end = num_cached + len(headers) * self._block_size
         return _Fetching(offload.begin(headers, block_ids), tokens[:end], match)
+
+    def _end_fetches(self) -> None:
+        """End what is over at once, whoever waits for it: others may need the blocks."""
+        for sequence_id in [name for name, one in self._fetches.items() if one.fetch.is_over]:
+            self._end_fetch(self._fetches.pop(sequence_id))
 
     def _end_fetch(self, fetching: _Fetching) -> None:
         """Put what arrived into the prefix cache, and free the rest."""

@@ -23,6 +23,7 @@ def pack(held: Collection[Extent], config: KVPoolConfig) -> list[tuple[Extent, E
         for extent, start in now.items():
             if extent.granularity in inside:
                 units[start - start % size].append(extent)
+        kept: Collection[int]
         if level:
             kept = _fullest(units, size, config.size_of(LEVELS[level - 1]))
         else:
