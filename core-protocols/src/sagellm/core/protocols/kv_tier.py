@@ -83,6 +83,13 @@ class KVTierProtocol(ABC):
     def contains(self, key: BlockKey) -> bool:
         """Say whether a get of this key may hit. Asks no device; a get decides."""
 
+    def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Note that blocks are in use on the device, or soon will be; default nothing.
+
+        Return for each whether a put is wanted: of what is not here, or lies where getting it is slow.
+        """
+        return [not self.contains(key) for key in keys]
+
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
         """Return what was found when the tier was made or last connected, with its bytes; default nothing."""
         return ()

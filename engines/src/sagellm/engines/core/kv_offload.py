@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal
 
 from sagellm.core import (
@@ -88,12 +89,9 @@ class KVOffload:
         self._metrics = OffloadMetrics()
 
     def keep(self, evicted: EvictedBlocks) -> None:
-        """Give blocks to the tiers that they do not have; called while their KV is whole."""
-        wanted = [
-            (block_id, header)
-            for block_id, header in zip(evicted.block_ids, evicted.headers, strict=True)
-            if not self.tiers.contains(header.key)
-        ]
+        """Give blocks to the tiers that want them; called while their KV is whole."""
+        is_wanted = self.tiers.touch([header.key for header in evicted.headers])
+        wanted = list(compress(zip(evicted.block_ids, evicted.headers, strict=True), is_wanted))
         if not wanted:
             return
         buffers = [self._take_buffer() for _ in wanted]
@@ -115,13 +113,8 @@ class KVOffload:
             if not self.tiers.contains(header.key):
                 break
             stored.append(header)
-        if stored and self.rule == "cheaper":
-            fetch_ns = self.tiers.get_cost_ns([header.key for header in stored])
-            compute_ns = self.prefill.cost_ns(num_cached, len(stored) * self._block_size)
-            if fetch_ns >= compute_ns:
-                self._metrics.num_computed_instead += len(stored)
-                return []
-        return stored
+        self.tiers.touch([header.key for header in stored])  # room for them is not made at their cost
+        return self._cheaper_part(stored, first * self._block_size) if self.rule == "cheaper" else stored
 
     def begin(self, headers: list[BlockHeader], block_ids: list[BlockId]) -> Fetch:
         """Start bringing blocks into the memory of these ids, which are nobody else's until it is over."""
@@ -155,6 +148,21 @@ class KVOffload:
     def close(self) -> None:
         """Close the tiers."""
         self.tiers.close()
+
+    def _cheaper_part(self, stored: list[BlockHeader], start: int) -> list[BlockHeader]:
+        """Return the beginning of a run that saves the most time; what is behind it is computed.
+
+        Computing a block is the dearer the deeper it is, fetching it depends on the tier that has it: so a
+        slow block may pay for the fast ones behind it, and the end of a run may not pay at all.
+        """
+        saved_ns = most_ns = num_best = 0
+        for number, header in enumerate(stored, start=1):
+            saved_ns += self.prefill.cost_ns(start, self._block_size) - self.tiers.get_cost_ns([header.key])
+            start += self._block_size
+            if saved_ns > most_ns:
+                most_ns, num_best = saved_ns, number
+        self._metrics.num_computed_instead += len(stored) - num_best
+        return stored[:num_best]
 
     def _headers_of(self, token_ids: TokenIds, namespace: Namespace) -> list[BlockHeader]:
         """Name the blocks of a prompt; one that waits for its admission is asked for at every step."""

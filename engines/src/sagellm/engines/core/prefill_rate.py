@@ -35,6 +35,16 @@ class PrefillRate:
         self.num_measured += 1
         self._fit()
 
+    @property
+    def ns_a_token(self) -> float:
+        """The first rate, of the linear layers."""
+        return self._a
+
+    @property
+    def ns_a_token_context(self) -> float:
+        """The second one, of attention, a token of a token's context."""
+        return self._b
+
     def cost_ns(self, start: int, num_tokens: int) -> int:
         """Estimate computing `num_tokens` tokens behind `start` others."""
         sum_context = num_tokens * (start + num_tokens / 2)

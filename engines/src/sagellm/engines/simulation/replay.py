@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sagellm.core import (
@@ -13,18 +13,23 @@ from sagellm.core import (
     PluginRegistry,
     Request,
     RequestId,
+    Runtime,
     SequenceId,
     TraceRequest,
     VirtualClock,
 )
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.kv_modules import KVModules, build_kv
+from sagellm.engines.core.kv_offload import KVOffload
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.modules import Modules
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.simulation.prompts import prompt_tokens
 
 _PARAMS = SamplingParams(max_tokens=1)
+
+MakeOffload = Callable[[Modules, Runtime], KVOffload]
+"""Makes what is below the device, on the clock of a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +50,26 @@ class CacheReplay:
     """One set of KV modules that takes prompts in the order of a trace.
 
     A prompt is matched, given blocks, cached and let go at once: no request runs beside another, so
-    nothing but the cache decides what is reused.
+    nothing but the cache, and the tiers below it, decides what is reused.
     """
 
-    def __init__(self, config: EngineConfig, registry: PluginRegistry | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        registry: PluginRegistry | None = None,
+        *,
+        make_offload: MakeOffload | None = None,
+    ) -> None:
         if config.kv.num_blocks is None:
             raise ConfigError("kv.num_blocks is null, and a replay has no model to fit it to; say how many")
         self.config = config
         self.clock = VirtualClock()
         modules = Modules(registry or PluginRegistry.load(), config)
-        self.kv: KVModules = build_kv(modules, config.kv.block_size, config.kv.num_blocks, self.clock)
+        runtime = replace(Runtime.virtual(), clock=self.clock)
+        offload = None if make_offload is None else make_offload(modules, runtime)
+        self.kv: KVModules = build_kv(
+            modules, config.kv.block_size, config.kv.num_blocks, self.clock, offload=offload
+        )
         self._num_requests = 0
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[ReplayedRequest]:
@@ -69,6 +84,8 @@ class CacheReplay:
         self.clock.advance_ns(max(0, round(request.arrival_s * 1e9) - self.clock.now_ns()))
         sequence = self._sequence(request)
         before = self._num_cached_blocks()
+        while manager.is_fetching(sequence):
+            manager.poll()
         try:
             manager.admit(sequence)
         except OutOfBlocksError:

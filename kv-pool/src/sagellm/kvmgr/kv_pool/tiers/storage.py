@@ -70,9 +70,10 @@ class TieredMetrics(KVTierMetrics):
 class TieredKVStorage(KVTierProtocol):
     """Tiers by name, the fastest first, each block in one of them.
 
-    A put goes to the first tier. A full tier moves its coldest blocks to the next one, and the last one
-    drops them; a tier that fails, or is full of what is busy, is passed over. A get looks where the block
-    is; one that is hot by then moves up, if there is room. The classifier is the policy of both.
+    A put goes to the first tier, also of what was further down. A full tier moves its coldest blocks to the
+    next one, and the last one drops them; a tier that fails, or is full of what is busy, is passed over. A
+    get looks where the block is; one that is hot by then moves up, if there is room. The classifier is the
+    policy of both.
 
     Operations on one block are done one after the other, on several as the tiers answer. One lock guards it
     all; `get_cost_ns` takes none.
@@ -135,6 +136,10 @@ class TieredKVStorage(KVTierProtocol):
         """Return the number of the tier that has a block."""
         with self._lock:
             return self._level_of(key)
+
+    def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Take them for the last to go; want what is not in the first tier."""
+        return [self._touch(key) for key in keys]
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
         """Add up what the tiers say."""
@@ -213,16 +218,21 @@ class TieredKVStorage(KVTierProtocol):
 
     def _put(self, request: TierRequest) -> _Steps:
         key = request.header.key
-        level = self._noted_at(key)
+        level, usage = self._noted_at(key), None
+        if level is not None and not self._tiers[level].contains(key):
+            self._usages[level].pop(key)
+            level = None
+        if level == 0:
+            return "done"
+        assert request.data is not None, "submit has looked"
         now_ns = self._clock.now_ns()
         if level is not None:
-            if self._tiers[level].contains(key):
-                self._usages[level].use(key, now_ns)
-                return "done"
-            self._usages[level].pop(key)
-        assert request.data is not None, "submit has looked"
-        usage = Usage(request.header, request.data.nbytes, now_ns, now_ns)
+            usage = self._usages[level].refresh(key, now_ns)
+        usage = usage or Usage(request.header, request.data.nbytes, now_ns, now_ns)
         outcome = yield from self._put_from(0, request, usage)
+        if level is not None and self._noted_at(key) != level:  # it has moved up
+            self._usages[level].pop(key)
+            yield level, TierRequest("delete", request.header)
         self._metrics.num_puts += outcome == "done"
         self._metrics.num_full += outcome == "full"
         return outcome
@@ -312,6 +322,14 @@ class TieredKVStorage(KVTierProtocol):
             return "missing"
         self._usages[level].pop(request.header.key)
         return (yield level, request)
+
+    def _touch(self, key: BlockKey) -> bool:
+        level = self._noted_at(key)
+        if level is not None:
+            self._usages[level].refresh(key, self._clock.now_ns())
+        elif key in self._busy:  # on its way down
+            return False
+        return level != 0 or not self._tiers[0].contains(key)
 
     def _noted_at(self, key: BlockKey) -> int | None:
         return next((level for level, usage in enumerate(self._usages) if key in usage), None)

@@ -58,6 +58,14 @@ class TierUsage:
         """Take a block out."""
         return self._blocks.pop(key, None)
 
+    def refresh(self, key: BlockKey, now_ns: int) -> Usage | None:
+        """Note that a block was in use until now, above."""
+        usage = self._blocks.get(key)
+        if usage is not None:
+            usage.last_ns = now_ns
+            self._blocks.move_to_end(key)
+        return usage
+
     def use(self, key: BlockKey, now_ns: int) -> Usage | None:
         """Note a use."""
         usage = self._blocks.get(key)

@@ -1,0 +1,67 @@
+"""What moving and computing KV costs, as a file of measured rates says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagellm.core import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Rates of one machine and one model's shape: what a token of KV weighs, computing it, and each tier."""
+
+    kv_bytes_a_token: int
+    prefill_ns_a_token: float
+    prefill_ns_a_token_context: float  # for each token of each token's context
+    tier_bytes_a_second: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        rates = {f"tier_bytes_a_second.{name}": rate for name, rate in self.tier_bytes_a_second.items()}
+        positive = {"kv_bytes_a_token": self.kv_bytes_a_token, "prefill_ns_a_token": self.prefill_ns_a_token}
+        for name, value in (positive | rates).items():
+            if not value > 0:
+                raise ConfigError(f"{name} is {value!r}; it must be above 0")
+        if not self.prefill_ns_a_token_context >= 0:
+            raise ConfigError(
+                f"prefill_ns_a_token_context is {self.prefill_ns_a_token_context!r}; it must be at least 0"
+            )
+
+    def compute_ns(self, start: int, num_tokens: int) -> float:
+        """Return how long computing `num_tokens` tokens behind `start` others takes."""
+        return self.prefill_ns_a_token * num_tokens + self.prefill_ns_a_token_context * self.sum_context(
+            start, num_tokens
+        )
+
+    def fetch_ns(self, tier: str, num_tokens: int) -> int:
+        """Return how long getting the KV of `num_tokens` tokens from a tier takes."""
+        return round(num_tokens * self.kv_bytes_a_token * 1e9 / self.tier_bytes_a_second[tier])
+
+    @staticmethod
+    def sum_context(start: int, num_tokens: int) -> float:
+        """Return how many tokens those behind `start` others attend to, summed over them."""
+        return num_tokens * (start + num_tokens / 2)
+
+
+def read_costs(path: Path) -> dict[str, Costs]:
+    """Read sets of costs by name; values at the top of the file are those of every set.
+
+    Raises ConfigError for a file that is none, and for rates that are not above 0.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        common = {name: content[name] for name in Costs.__dataclass_fields__ if name in content}
+        sets = {name: common | given for name, given in content["sets"].items()}
+        names = Costs.__dataclass_fields__
+        return {
+            name: Costs(**{key: value for key, value in given.items() if key in names})
+            for name, given in sets.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"no costs can be read from {path}: {error!r}") from error
