@@ -1,4 +1,4 @@
-"""Rates for replays from what was measured: `python benchmarks/tier_costs.py RESULT > benchmarks/costs-0.6b.json`.
+"""Rates for replays from what was measured: `python benchmarks/tier_costs.py RESULT > COSTS`.
 
 RESULT is what `tier_prefill.py` kept for a model of the 0.6B shape. Two of its times give the two rates of
 computing: all tokens from the first one on, and those behind what was fetched, less the fetch.

@@ -227,7 +227,7 @@ class TieredKVStorage(KVTierProtocol):
         assert request.data is not None, "submit has looked"
         now_ns = self._clock.now_ns()
         if level is not None:
-            usage = self._usages[level].refresh(key, now_ns)
+            usage = self._usages[level].refresh(key)
         usage = usage or Usage(request.header, request.data.nbytes, now_ns, now_ns)
         outcome = yield from self._put_from(0, request, usage)
         if level is not None and self._noted_at(key) != level:  # it has moved up
@@ -326,7 +326,7 @@ class TieredKVStorage(KVTierProtocol):
     def _touch(self, key: BlockKey) -> bool:
         level = self._noted_at(key)
         if level is not None:
-            self._usages[level].refresh(key, self._clock.now_ns())
+            self._usages[level].refresh(key)
         elif key in self._busy:  # on its way down
             return False
         return level != 0 or not self._tiers[0].contains(key)

@@ -34,7 +34,7 @@ class Usage:
 
 
 class TierUsage:
-    """The blocks of one tier by their last use."""
+    """The blocks of one tier by their last use, here or above."""
 
     def __init__(self, classifier: HotColdClassifier) -> None:
         self._classifier = classifier
@@ -58,11 +58,10 @@ class TierUsage:
         """Take a block out."""
         return self._blocks.pop(key, None)
 
-    def refresh(self, key: BlockKey, now_ns: int) -> Usage | None:
-        """Note that a block was in use until now, above."""
+    def refresh(self, key: BlockKey) -> Usage | None:
+        """Let a block go last, as it is in use elsewhere; what is here was not used."""
         usage = self._blocks.get(key)
         if usage is not None:
-            usage.last_ns = now_ns
             self._blocks.move_to_end(key)
         return usage
 
