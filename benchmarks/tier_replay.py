@@ -1,9 +1,9 @@
 """How much time tiers below the device save on a trace: `python benchmarks/tier_replay.py TRACE`.
 
-First the rule: never fetching, always fetching, and fetching where that is cheaper, for several costs. Then the
-classifier: half way the load shifts (requests come `--speed` times as fast); thresholds are swept over what
-came before, and the best ones kept for what comes after, beside those that adapt. No forward pass: costs
-are given (`--costs`), which `tier_costs.py` makes.
+First the rule: never fetching, always fetching, and fetching where that is cheaper, for several costs. Then
+the classifier: half way the load shifts, and requests come `--speed` times as fast; thresholds are swept over
+what came before, and the best ones kept for what comes after, beside those that adapt. No forward pass:
+costs are given (`--costs`), which `tier_costs.py` makes.
 """
 
 from __future__ import annotations

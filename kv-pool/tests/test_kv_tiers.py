@@ -182,6 +182,35 @@ def test_a_hot_block_comes_up_where_there_is_room():
     tiered.check_integrity()
 
 
+def test_what_leaves_the_device_goes_to_the_first_tier_even_from_below():
+    tiered = storage(VirtualClock(), host=1024, file=8192)
+    for number in range(4):
+        assert put(tiered, make_header(number), make_data(number)) == "done"
+    keys = [make_header(number).key for number in range(5)]
+    levels = [tiered.level_of(key) for key in keys]
+    assert (levels[0], levels[3], levels[4]) == (1, 0, None)
+    assert tiered.touch(keys) == [level != 0 for level in levels]
+    assert put(tiered, make_header(0), make_data(0)) == "done"
+    assert tiered.level_of(keys[0]) == 0
+    for number in range(4):
+        assert get(tiered, make_header(number)) == ("done", bytes(make_data(number)))
+    tiered.check_integrity()
+
+
+def test_what_is_touched_goes_last():
+    host = BackendTier(DDRBackend(1 << 16))
+    tiered = TieredKVStorage({"host": host}, clock=VirtualClock())
+    first = make_header(0).key
+    put(tiered, make_header(0), make_data(0))
+    for number in range(1, 1000):
+        assert tiered.touch([first]) == [False]
+        put(tiered, make_header(number), make_data(number))
+    assert tiered.metrics().num_dropped > 0
+    assert tiered.contains(first)
+    assert not tiered.contains(make_header(1).key)
+    tiered.check_integrity()
+
+
 def test_the_classifier_follows_its_order():
     classify = HotColdClassifier(
         hot_frequency_threshold=1.0, warm_frequency_threshold=0.1, cold_timeout_s=100

@@ -99,6 +99,17 @@ class KVTierContract:
         tier.check_integrity()
         tier.close()
 
+    def test_a_block_that_is_not_there_is_wanted(self) -> None:
+        """And one that was put, and lies where it was put, is not; asking changes nothing."""
+        tier = self.make_with(1)
+        put(tier, make_header(1), make_data(1))
+        for _ in range(2):
+            assert tier.touch([make_header(number).key for number in (1, 2)]) == [False, True]
+        assert not tier.contains(make_header(2).key)
+        assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
+        tier.check_integrity()
+        tier.close()
+
     def test_requests_of_one_submit_are_done_in_their_order(self) -> None:
         """An outcome for each, also for the same block."""
         tier = self.make_with(2)
