@@ -58,6 +58,10 @@ class LateKVTier(KVTierProtocol):
         """Pass on."""
         return self._tier.contains(key)
 
+    def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Pass on."""
+        return self._tier.touch(keys)
+
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
         """Pass on."""
         return self._tier.stored()

@@ -139,7 +139,8 @@ class TieredKVStorage(KVTierProtocol):
 
     def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Take them for the last to go; want what is not in the first tier."""
-        return [self._touch(key) for key in keys]
+        with self._lock:
+            return [self._touch(key) for key in keys]
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
         """Add up what the tiers say."""
