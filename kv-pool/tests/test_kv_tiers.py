@@ -226,13 +226,27 @@ def test_the_classifier_follows_its_order():
 def test_thresholds_follow_what_is_observed():
     classifier = HotColdClassifier(cold_timeout_s=300)
     for _ in range(10 * 512):
-        classifier.observe(gap_s=20.0, frequency=0.5)
+        classifier.observe_gap(20.0)
+        classifier.observe_frequency(0.5)
     assert classifier.cold_timeout_s == pytest.approx(20, rel=0.1)
     assert classifier.hot_frequency_threshold == pytest.approx(0.5, rel=0.1)
     fixed = HotColdClassifier(adapts=False)
     for _ in range(1000):
-        fixed.observe(gap_s=20.0, frequency=0.5)
-    assert fixed.cold_timeout_s == 300
+        fixed.observe_gap(20.0)
+        fixed.observe_frequency(0.5)
+    assert (fixed.cold_timeout_s, fixed.hot_frequency_threshold) == (300, 0.1)
+
+
+def test_thresholds_follow_a_load_that_becomes_faster():
+    clock, thresholds = VirtualClock(), []
+    tiered = storage(clock, host=1 << 14, file=1 << 15)
+    for gap_s in (10.0, 0.5):
+        for number in range(1200):
+            clock.advance_ns(round(gap_s * 1e9))
+            put(tiered, make_header(round(number + 1e6 * gap_s)), make_data(0))
+        thresholds.append(tiered.classifier.hot_frequency_threshold)
+    assert 10 < thresholds[1] / thresholds[0] < 30, "20 times as fast"
+    tiered.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(20))

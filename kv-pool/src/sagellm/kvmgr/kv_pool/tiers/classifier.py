@@ -11,7 +11,7 @@ COLDEST_FIRST: dict[Temperature, int] = {"cold": 0, "warm": 1, "hot": 2}
 
 _HOT_IDLE_S = 1.0
 _NUM_OBSERVED = 512
-"""Uses after which the thresholds are set anew."""
+"""Observations after which a threshold is set anew."""
 
 _HOT_QUANTILE, _WARM_QUANTILE, _COLD_QUANTILE = 0.8, 0.3, 0.95
 _STEP = 0.5
@@ -25,9 +25,10 @@ class HotColdClassifier:
     idle > `cold_timeout_s` is cold; a frequency below `warm_frequency_threshold` and idle for more than half
     of the timeout is cold; everything else is warm.
 
-    Unless `adapts` is off, the thresholds are starting values. After every 512 uses of stored blocks they
-    move half way to what was observed: the timeout to the 95th percentile of the time between two uses of a
-    block, the frequencies to their 80th and 30th percentiles.
+    Unless `adapts` is off, the thresholds are starting values. After every 512 observations they move half
+    way to these: the timeout to the 95th percentile of the time between two uses of a block, the frequencies
+    to the 80th and 30th percentiles among the blocks whose turn to go has come. So they part those that
+    stand to be chosen from, at whatever pace these come.
     """
 
     def __init__(
@@ -62,23 +63,27 @@ class HotColdClassifier:
             return "cold"
         return "warm"
 
-    def observe(self, gap_s: float, frequency: float) -> None:
+    def observe_gap(self, gap_s: float) -> None:
         """Note that a block was used again after a while."""
         if not self._adapts:
             return
         self._gaps_s.append(gap_s)
-        self._frequencies.append(frequency)
         if len(self._gaps_s) >= _NUM_OBSERVED:
-            self._adapt()
+            timeout_s = max(2 * _HOT_IDLE_S, _quantile(sorted(self._gaps_s), _COLD_QUANTILE))
+            self.cold_timeout_s += _STEP * (timeout_s - self.cold_timeout_s)
+            self._gaps_s = []
 
-    def _adapt(self) -> None:
-        gaps_s, frequencies = sorted(self._gaps_s), sorted(self._frequencies)
-        self._gaps_s, self._frequencies = [], []
-        timeout_s = max(2 * _HOT_IDLE_S, _quantile(gaps_s, _COLD_QUANTILE))
-        self.cold_timeout_s += _STEP * (timeout_s - self.cold_timeout_s)
-        hot, warm = _quantile(frequencies, _HOT_QUANTILE), _quantile(frequencies, _WARM_QUANTILE)
-        self.hot_frequency_threshold += _STEP * (hot - self.hot_frequency_threshold)
-        self.warm_frequency_threshold += _STEP * (warm - self.warm_frequency_threshold)
+    def observe_frequency(self, frequency: float) -> None:
+        """Note how often a block was used that had to go, or was spared, when its turn had come."""
+        if not self._adapts:
+            return
+        self._frequencies.append(frequency)
+        if len(self._frequencies) >= _NUM_OBSERVED:
+            ascending = sorted(self._frequencies)
+            hot, warm = _quantile(ascending, _HOT_QUANTILE), _quantile(ascending, _WARM_QUANTILE)
+            self.hot_frequency_threshold += _STEP * (hot - self.hot_frequency_threshold)
+            self.warm_frequency_threshold += _STEP * (warm - self.warm_frequency_threshold)
+            self._frequencies = []
 
 
 def _quantile(ascending: list[float], share: float) -> float:

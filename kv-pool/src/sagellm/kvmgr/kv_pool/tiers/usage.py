@@ -6,10 +6,12 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.kvmgr.kv_pool.tiers.classifier import COLDEST_FIRST, HotColdClassifier, Temperature
 
+_HOT = COLDEST_FIRST["hot"]
 _NUM_LOOKED_AT = 32
 """Least recently used blocks among which the coldest goes first."""
 
@@ -70,7 +72,7 @@ class TierUsage:
         usage = self._blocks.get(key)
         if usage is not None:
             usage.num_uses += 1
-            self._classifier.observe((now_ns - usage.last_ns) / 1e9, usage.frequency(now_ns))
+            self._classifier.observe_gap((now_ns - usage.last_ns) / 1e9)
             usage.last_ns = now_ns
             self._blocks.move_to_end(key)
         return usage
@@ -78,11 +80,17 @@ class TierUsage:
     def victim(self, now_ns: int, busy: Container[BlockKey]) -> Usage | None:
         """Return the coldest of the least recently used idle blocks, of equals the one used longest ago."""
         idle = (usage for key, usage in self._blocks.items() if key not in busy)
-        return min(
-            islice(idle, _NUM_LOOKED_AT),
-            key=lambda usage: COLDEST_FIRST[usage.temperature(now_ns, self._classifier)],
-            default=None,
-        )
+        looked_at = [(usage, self._heat(usage, now_ns)) for usage in islice(idle, _NUM_LOOKED_AT)]
+        if not looked_at:
+            return None
+        victim, heat = min(looked_at, key=itemgetter(1))
+        for usage, each in looked_at:
+            if usage is victim or each == _HOT > heat:  # spared for its frequency
+                self._classifier.observe_frequency(usage.frequency(now_ns))
+        return victim
+
+    def _heat(self, usage: Usage, now_ns: int) -> int:
+        return COLDEST_FIRST[usage.temperature(now_ns, self._classifier)]
 
     def temperatures(self, now_ns: int) -> dict[Temperature, int]:
         """Count blocks by temperature. O(blocks)."""
