@@ -120,8 +120,9 @@ def test_status_tells_what_an_engine_is_about(make_engine, run_engine, sage):
 
 
 def test_status_tells_of_an_engine_that_ended_without_a_word(start_front, sage):
-    start_front(STAYS).kill()
+    front = start_front(STAYS)
     engine = RunningEngine.find("front")
+    front.kill()
     engine.log.write_text("out of memory")
     while engine.is_alive:
         time.sleep(0.01)

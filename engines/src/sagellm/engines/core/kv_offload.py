@@ -86,6 +86,7 @@ class KVOffload:
         self._puts: dict[Ticket, list[memoryview]] = {}
         self._gets: dict[Ticket, Fetch] = {}
         self._asked: tuple[TokenIds, Namespace, list[BlockHeader]] | None = None
+        self._counted: object = None
         self._metrics = OffloadMetrics()
 
     def keep(self, evicted: EvictedBlocks) -> None:
@@ -161,7 +162,9 @@ class KVOffload:
             start += self._block_size
             if saved_ns > most_ns:
                 most_ns, num_best = saved_ns, number
-        self._metrics.num_computed_instead += len(stored) - num_best
+        if self._asked is not self._counted:  # a prompt that waits is asked for at every step
+            self._counted = self._asked
+            self._metrics.num_computed_instead += len(stored) - num_best
         return stored[:num_best]
 
     def _headers_of(self, token_ids: TokenIds, namespace: Namespace) -> list[BlockHeader]:
