@@ -107,7 +107,7 @@ def as_text(found: dict[str, Any]) -> str:
             f"{one['cold_s']['median']:.2f}",
             *(f"{one['ttft_s'][rule]['median']:.3f} ({one['share_of_cold'][rule]:.1%})" for rule in RULES),
             ", ".join(sorted(set(one["rule_chose"]))),
-            f"{one['bytes_a_second']['fast'] / 1e9:.2f} / {one['bytes_a_second']['slow'] / 1e9:.2f}",
+            f"{one['bytes_a_second']['fast'] / 1e9:.3g} / {one['bytes_a_second']['slow'] / 1e9:.3g}",
         )
         for place, one in found.items()
     ]
