@@ -53,7 +53,7 @@ class KVTierContract:
     `make` may return a tier with less room than asked for, even none; what cannot be tested then is skipped.
     """
 
-    num_long_operations = 100_000  # of the long random test
+    num_long_operations = 30_000  # of the long random test
 
     def make(self, max_bytes: int) -> KVTierProtocol:
         """Return a fresh tier."""
