@@ -7,12 +7,14 @@ import random
 import shutil
 import stat
 import time
+import tracemalloc
 from contextlib import suppress
 
 import pytest
 
-from sagellm.core import EngineError, InvalidInputError, Namespace
+from sagellm.core import EngineError, InvalidInputError, KVIdentity, Namespace, TokenIds, headers_of
 from sagellm.engines import SamplingParams
+from sagellm.engines.core.kv_copier import joined_runs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(5)
@@ -277,3 +279,29 @@ def test_a_device_that_is_full_ends_the_save_and_not_the_engine(make, tmp_path, 
         save(first)
     assert list((tmp_path / "kv").iterdir()) == []
     assert answers(first) == (expected, [99] * 4)
+
+
+def test_what_else_lies_in_the_folder_is_no_save(make, tmp_path):
+    first = make()
+    answers(first)
+    save(first)
+    folder = tmp_path / "kv"
+    (folder / "README").write_text("x")
+    (folder / "notes.txt").write_text("x")
+    (folder / f"first.{2**22 + 1}-0.kv").write_text("of a process that is gone")
+    (folder / f"first.{os.getpid()}-999.kv").write_text("of one that saves now")
+    assert [each["name"] for each in saves_of(first).saves()] == ["first"]
+    save(first, "second")
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"README", "notes.txt", "first.kv", "second.kv", f"first.{os.getpid()}-999.kv"}
+
+
+def test_a_long_prompt_takes_no_more_memory_to_load_than_its_tokens():
+    identity = KVIdentity("m", "l", "d")
+    headers = headers_of(TokenIds(bytes(4 * 16 * 3000)), 16, Namespace(), identity)
+    tracemalloc.start()
+    (run,) = joined_runs(headers)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(run.path) == 16 * 3000
+    assert peak < 5_000_000

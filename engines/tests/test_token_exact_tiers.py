@@ -158,3 +158,46 @@ def test_a_named_file_serves_the_next_engine_and_no_other_model(make_engine, exp
     tokens, _ = run(engine, 1)
     assert tokens == expected
     assert engine.metrics().modules["kv_tier"].num_fetched_blocks > 20
+
+
+def test_fetched_kv_that_cannot_be_written_is_computed(
+    make_engine, expected, all_blocks_are_back, monkeypatch
+):
+    for is_late in (False, True):
+        engine = make(make_engine, {"host": "64MiB"})
+        offload = engine.client.core.kv.offload
+        if is_late:
+            offload.tiers = LateKVTier(offload.tiers, random.Random(1))
+        run(engine, 1)
+
+        def fails(*_):
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(offload._memory, "write_blocks", fails)
+            assert run(engine, 1)[0] == expected
+        assert offload.metrics().num_lost_blocks > 0
+        assert all_blocks_are_back(engine)
+        assert run(engine, 1)[0] == expected
+
+
+def test_a_fetch_makes_room_in_a_cache_that_is_smaller_than_the_pool(make_engine, expected):
+    engine = make(make_engine, {"host": "64MiB"}, num_blocks=64, prefix_cache_max_blocks=16)
+    tokens, num_cached = run(engine)
+    assert tokens == expected * 2
+    assert num_cached[6:] == [56] * 6
+
+
+def test_buffers_are_bounded_and_what_a_slow_tier_cannot_take_is_not_kept(make_engine, expected, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.core.kv_offload._CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("sagellm.engines.core.kv_offload._MAX_PUT_BYTES", 20_000)
+    engine = make(make_engine, {"host": "64MiB"})
+    offload = engine.client.core.kv.offload
+    poll, offload.tiers.poll = offload.tiers.poll, list
+    assert run(engine, 1)[0] == expected
+    metrics = offload.metrics()
+    assert metrics.num_kept_blocks * offload._block_bytes < 60_000
+    assert metrics.num_not_kept_blocks > 10
+    offload.tiers.poll = poll
+    assert run(engine)[0] == expected * 2
+    assert len(offload._buffers) <= 2 * offload._chunk

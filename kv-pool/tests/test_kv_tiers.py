@@ -277,3 +277,10 @@ def test_random_operations_over_tiers_that_fail_agree_with_a_model(seed):
     machine.run(5_000, check_every=10)
     assert machine.num_hits > 100
     tiered.close()
+
+
+def test_many_requests_for_one_block_wait_for_each_other():
+    tiered = TieredKVStorage({"host": BackendTier(DDRBackend(1 << 16))}, clock=VirtualClock())
+    request = TierRequest("put", make_header(1), make_data(1))
+    assert run_to_end(tiered, [request] * 5_000) == ("done",) * 5_000
+    tiered.check_integrity()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sagellm.core.conformance import Conformance
-from sagellm.core.protocols.kv_tier import KVTierProtocol
+from sagellm.core.protocols.kv_tier import KVTierProtocol, TierRequest
 from sagellm.core.testing.kv_tier import KVTierContract, get, make_data, make_header, put
 
 pytest.importorskip("redis")
@@ -220,4 +220,21 @@ def test_a_reply_is_no_longer_than_what_was_asked_for(server):
     assert put(tier, make_header(1), make_data(1)) == "done"
     assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
     tier.check_integrity()
+    tier.close()
+
+
+def test_requests_at_once_are_not_measured_one_upon_another(server):
+    tier = make_tier(server, 64 << 20)
+    size, numbers = 1 << 20, range(16)
+    for number in numbers:
+        assert put(tier, make_header(number), make_data(number, size)) == "done"
+    started = time.monotonic_ns()
+    tickets = {
+        tier.submit([TierRequest("get", make_header(number), memoryview(bytearray(size)))])
+        for number in numbers
+    }
+    while tickets:
+        tickets.difference_update(result.ticket for result in tier.poll())
+    took_ns = time.monotonic_ns() - started
+    assert tier.get_cost_ns([make_header(number).key for number in numbers]) < 4 * took_ns
     tier.close()

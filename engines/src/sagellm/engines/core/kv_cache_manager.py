@@ -239,16 +239,19 @@ class KVCacheManager:
             return []
         return self._pool.allocate(BlockAllocationRequest(num_blocks=num_blocks, sequence_id=sequence_id))
 
-    def adopt(self, tokens: TokenIds, match: PrefixMatch, block_ids: list[BlockId]) -> None:
-        """Put blocks with KV from elsewhere behind a locked match of whole blocks into the prefix cache.
-
-        The caller frees them afterwards, as a sequence does; the cache has references of its own.
-        """
-        if block_ids:
-            blocks = match.block_ids + block_ids
-            tokens = tokens[: len(blocks) * self._block_size]
-            offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
-            self._offer(block_ids, offer)
+    def adopt(
+        self, tokens: TokenIds, match: PrefixMatch, block_ids: list[BlockId], *, evicts: bool = True
+    ) -> None:
+        """Cache blocks with KV from elsewhere behind a locked match of whole blocks; who calls frees them."""
+        if not block_ids:
+            return
+        blocks = match.block_ids + block_ids
+        tokens = tokens[: len(blocks) * self._block_size]
+        offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
+        kept = len(self._offer(block_ids, offer).block_ids)
+        known = tokens[: kept * self._block_size]
+        if kept < len(blocks) and evicts and self._make_room(len(blocks) - kept, known, match.namespace):
+            self._offer(blocks[kept:], offer)
 
     def give_back(self, block_ids: Seq[BlockId]) -> None:
         """Free what `take_free` returned."""
@@ -286,16 +289,20 @@ class KVCacheManager:
             return None
         if match.partial is not None:
             match = self.cache.match_prefix(tokens[:num_cached], namespace)
-        match = self.cache.lock(match)
-        try:
-            block_ids = self._allocate(sequence, len(headers))
-        except OutOfBlocksError:
-            self.cache.unlock(match)
-            return None
-        if self._copies:  # one of the blocks may be the source of a copy that waits for the step
-            offload.copy_now(self.take_copies())
         end = num_cached + len(headers) * self._block_size
-        return _Fetching(offload.begin(headers, block_ids), tokens[:end], match)
+        with ExitStack() as undo:
+            match = self.cache.lock(match)
+            undo.callback(self.cache.unlock, match)
+            try:
+                block_ids = self._allocate(sequence, len(headers))
+            except OutOfBlocksError:
+                return None
+            undo.callback(self._pool.free, block_ids)
+            if self._copies:  # one of the blocks may be the source of a copy that waits for the step
+                offload.copy_now(self.take_copies())
+            fetching = _Fetching(offload.begin(headers, block_ids), tokens[:end], match)
+            undo.pop_all()
+        return fetching
 
     def _end_fetches(self) -> None:
         """End what is over at once, whoever waits for it: others may need the blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import NamedTuple
 
 from sagellm.core import (
@@ -54,7 +55,7 @@ def named_runs(runs: Seq[CachedRun], chosen: Seq[int], identity: KVIdentity) -> 
 
 def joined_runs(headers: Seq[BlockHeader]) -> Iterator[NamedRun]:
     """Yield what a tier has stored as runs; what comes before one must be stored before it."""
-    parents = {header.parent_hash for header in headers}
+    parents = {each.parent_hash for before, each in pairwise(headers) if each.parent_hash != before.hash}
     paths = {ROOT_HASH: TokenIds(b"")}
     run: list[BlockHeader] = []
     for header in headers:
@@ -112,7 +113,7 @@ class KVCopier:
                 outcomes = self._ask(tier, "get", wanted[: len(block_ids)], buffers)
                 num_good = next((n for n, each in enumerate(outcomes) if each != "done"), len(outcomes))
                 self._memory.backend.write_blocks(block_ids[:num_good], buffers[:num_good])
-                self._kv.adopt(part.path, match, block_ids[:num_good])
+                self._kv.adopt(part.path, match, block_ids[:num_good], evicts=False)
         num_cached = len(cache.match_prefix(part.path, namespace).block_ids)
         return max(0, num_cached - first), outcomes
 

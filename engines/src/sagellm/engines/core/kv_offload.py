@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Literal
 
@@ -27,9 +27,11 @@ from sagellm.engines.core.prefill_rate import PrefillRate
 FetchRule = Literal["cheaper", "always", "never"]
 """Whether a block is fetched: where that is cheaper than computing it, or without asking."""
 
-_MAX_BUFFERS = 64
-_CHUNK = 16
-"""Blocks that one fetch has in flight at once."""
+_CHUNK_BYTES = 64 << 20
+"""KV of one fetch that is in flight at once, and of one put; a block at least."""
+
+_MAX_PUT_BYTES = 1 << 30
+"""KV on its way to tiers; what is evicted beyond that while they are slow is not kept."""
 
 _log = get_logger(__name__)
 
@@ -50,6 +52,7 @@ class OffloadMetrics:
     """What went down and came back; the tiers' own counts."""
 
     num_kept_blocks: int = 0
+    num_not_kept_blocks: int = 0  # evicted while too many were on their way to a slow tier
     num_fetches: int = 0
     num_fetched_blocks: int = 0
     num_computed_instead: int = 0  # blocks that were stored, and computing them was cheaper
@@ -63,7 +66,7 @@ class KVOffload:
 
     What is evicted is copied to host memory at once, as its block is about to be overwritten, and given to
     the tiers. A fetch goes the other way by way of buffers, so that a late answer never lands in a block
-    that is somebody else's by then. `poll` moves both on, once a step.
+    that is somebody else's by then. `poll` moves both on, a chunk of each fetch a step.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class KVOffload:
         self.rule: FetchRule = rule
         self._memory = memory
         self._block_size, self._block_bytes = block_size, block_bytes
+        self._chunk = max(1, _CHUNK_BYTES // block_bytes)
         self._buffers: list[memoryview] = []
         self._puts: dict[Ticket, list[memoryview]] = {}
         self._gets: dict[Ticket, Fetch] = {}
@@ -93,16 +97,19 @@ class KVOffload:
         """Give blocks to the tiers that want them; called while their KV is whole."""
         is_wanted = self.tiers.touch([header.key for header in evicted.headers])
         wanted = list(compress(zip(evicted.block_ids, evicted.headers, strict=True), is_wanted))
-        if not wanted:
-            return
-        buffers = [self._take_buffer() for _ in wanted]
-        self._memory.read_blocks([block_id for block_id, _ in wanted], buffers)
-        requests = [
-            TierRequest("put", header, data) for (_, header), data in zip(wanted, buffers, strict=True)
-        ]
-        self._puts[self.tiers.submit(requests)] = buffers
-        self._metrics.num_kept_blocks += len(wanted)
-        self.poll()
+        for start in range(0, len(wanted), self._chunk):
+            part = wanted[start : start + self._chunk]
+            if sum(map(len, self._puts.values())) * self._block_bytes >= _MAX_PUT_BYTES:
+                self._metrics.num_not_kept_blocks += len(part)
+                continue
+            buffers = [self._take_buffer() for _ in part]
+            self._memory.read_blocks([block_id for block_id, _ in part], buffers)
+            requests = [
+                TierRequest("put", header, data) for (_, header), data in zip(part, buffers, strict=True)
+            ]
+            self._puts[self.tiers.submit(requests)] = buffers
+            self._metrics.num_kept_blocks += len(part)
+            self.poll()
 
     def find(self, token_ids: TokenIds, namespace: Namespace, num_cached: int) -> list[BlockHeader]:
         """Return the blocks behind `num_cached` tokens that are to be fetched: a run of what is stored."""
@@ -131,20 +138,18 @@ class KVOffload:
 
     def poll(self) -> None:
         """Take note of what the tiers have done."""
-        while results := self.tiers.poll():
-            for result in results:
-                if (buffers := self._puts.pop(result.ticket, None)) is not None:
-                    self._buffers += buffers
-                elif (fetch := self._gets.pop(result.ticket, None)) is not None:
-                    self._arrived(fetch, list(result.outcomes))
+        for result in self.tiers.poll():
+            if (buffers := self._puts.pop(result.ticket, None)) is not None:
+                self._give_back(buffers)
+            elif (fetch := self._gets.pop(result.ticket, None)) is not None:
+                self._arrived(fetch, list(result.outcomes))
 
     def metrics(self) -> OffloadMetrics:
         """Return the counts so far."""
-        metrics = self._metrics
         second_ns = max(1, self.prefill.cost_ns(0, 1000))
-        metrics.prefill_tokens_a_second = 1000 * 1e9 / second_ns
-        metrics.tiers = self.tiers.metrics()
-        return metrics
+        return replace(
+            self._metrics, prefill_tokens_a_second=1000 * 1e9 / second_ns, tiers=self.tiers.metrics()
+        )
 
     def close(self) -> None:
         """Close the tiers."""
@@ -175,7 +180,7 @@ class KVOffload:
         return self._asked[2]
 
     def _go_on(self, fetch: Fetch) -> None:
-        headers = fetch.headers[fetch.num_done : fetch.num_done + _CHUNK]
+        headers = fetch.headers[fetch.num_done : fetch.num_done + self._chunk]
         if not headers:
             fetch.is_over = True
             return
@@ -188,17 +193,24 @@ class KVOffload:
     def _arrived(self, fetch: Fetch, outcomes: Seq[str]) -> None:
         num_good = next((n for n, outcome in enumerate(outcomes) if outcome != "done"), len(outcomes))
         targets = fetch.block_ids[fetch.num_done : fetch.num_done + num_good]
-        self._memory.write_blocks(targets, fetch.buffers[:num_good])
+        try:
+            self._memory.write_blocks(targets, fetch.buffers[:num_good])
+        except Exception:
+            _log.exception("fetched KV could not be written; it is computed")
+            num_good = 0
         fetch.num_done += num_good
         self._metrics.num_fetched_blocks += num_good
-        self._buffers += fetch.buffers
+        self._give_back(fetch.buffers)
         fetch.buffers = []
-        del self._buffers[_MAX_BUFFERS:]
         if num_good < len(outcomes):
             self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
             fetch.is_over = True
         else:
             self._go_on(fetch)
+
+    def _give_back(self, buffers: list[memoryview]) -> None:
+        self._buffers += buffers
+        del self._buffers[2 * self._chunk :]
 
     def _take_buffer(self) -> memoryview:
         return self._buffers.pop() if self._buffers else memoryview(bytearray(self._block_bytes))

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from sagellm.core import Files, InvalidInputError, nearest
@@ -13,7 +14,8 @@ from sagellm.engines.sizes import format_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _SUFFIX = ".kv"
-_UNFINISHED = re.compile(_NAME.pattern + r"\.(\d+)\.kv")
+_UNFINISHED = re.compile(_NAME.pattern + r"\.(\d+)-\d+\.kv")
+_numbers = count()
 
 
 class SaveFolder:
@@ -28,7 +30,8 @@ class SaveFolder:
             found = self._files.list(str(self.path))
         except FileNotFoundError:
             return []
-        return [each[: -len(_SUFFIX)] for each in found if _NAME.fullmatch(each.removesuffix(_SUFFIX))]
+        names = [each[: -len(_SUFFIX)] for each in found if each.endswith(_SUFFIX)]
+        return [name for name in names if _NAME.fullmatch(name)]
 
     def size(self, name: str) -> int:
         """Return the bytes of a save."""
@@ -66,7 +69,7 @@ class SaveFolder:
                 f"{limit} in {self.path} are taken; delete some of them, or raise kv.max_saved"
             )
         self._remove_abandoned()
-        unfinished = f"{name}.{os.getpid()}"
+        unfinished = f"{name}.{os.getpid()}-{next(_numbers)}"
         try:
             yield unfinished
         finally:
@@ -78,11 +81,11 @@ class SaveFolder:
         self._files.rename(self._path_of(unfinished), self._path_of(name))
 
     def _remove_abandoned(self) -> None:
-        """Delete what processes left unfinished that are gone, or this one."""
+        """Delete what processes left unfinished that are gone."""
         with suppress(FileNotFoundError):
             for file in self._files.list(str(self.path)):
                 found = _UNFINISHED.fullmatch(file)
-                if found and (int(found[1]) == os.getpid() or not _is_alive(int(found[1]))):
+                if found and not _is_alive(int(found[1])):
                     self._files.remove(str(self.path / file))
 
     def _path_of(self, name: str) -> str:

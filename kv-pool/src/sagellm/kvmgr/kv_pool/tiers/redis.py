@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from redis import Connection
 
 _BYTES_PER_S = 0.5e9
-_RECONNECT_AFTER_NS = 1_000_000_000
+_RECONNECT_AFTER_NS, _MAX_PAUSE_NS = 1_000_000_000, 64_000_000_000
 
 _NOBODYS = Ticket(-1)
 
@@ -58,10 +58,10 @@ class RedisTier(KVTierProtocol):
 
     Commands are sent by `submit` and replies are read by `poll`, in their order, once they have begun to
     arrive; `timeout_s` bounds the wait for them. While the server cannot be reached everything fails, and
-    it is tried again after a second. `max_bytes` bounds what is stored under the prefix, as far as this tier
-    knows: what others stored is found if it was there when the connection began. What the server evicts
-    by itself is a miss. No reply is longer than the record that was asked for, and a byte. One lock guards it
-    all; `contains` takes none.
+    it is tried again after a second, and after ever longer pauses. `max_bytes` bounds what is stored under
+    the prefix, as far as this tier knows: what others stored is found if it was there when the connection
+    began. What the server evicts by itself is a miss. No reply is longer than the record that was asked
+    for, and a byte. One lock guards it all; `contains` takes none.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class RedisTier(KVTierProtocol):
         self._timeout_ns = round(timeout_s * 1e9)
         self._clock = SystemClock() if clock is None else clock
         self._connection: Connection | None = None
-        self._retry_ns = -_RECONNECT_AFTER_NS
+        self._retry_ns = -(1 << 62)  # not before
+        self._num_refused = 0  # times in a row
+        self._replied_ns = self._retry_ns
         self._sizes: dict[BlockKey, int] = {}
         self._num_bytes = 0  # the sum of the sizes
         self._corrupt: list[BlockHeader] = []  # what the server is to delete
@@ -262,7 +264,9 @@ class RedisTier(KVTierProtocol):
         return "done"
 
     def _measure(self, sent: _Sent, outcomes: Sequence[TierOutcome]) -> None:
-        duration_ns = self._clock.now_ns() - sent.sent_ns
+        now_ns = self._clock.now_ns()
+        duration_ns = now_ns - max(sent.sent_ns, self._replied_ns)  # those before it took the time until then
+        self._replied_ns = now_ns
         num_bytes = {"put": 0, "get": 0, "delete": 0}
         for (request, _), outcome in zip(sent.asked, outcomes, strict=True):
             if outcome == "done" and request.data is not None:
@@ -284,17 +288,19 @@ class RedisTier(KVTierProtocol):
             self._fail(error)
 
     def _connect(self) -> Connection | None:
-        """Return the connection; try to make one if there is none, at most once a second."""
-        now_ns = self._clock.now_ns()
-        if self._connection is None and now_ns - self._retry_ns >= _RECONNECT_AFTER_NS:
-            self._retry_ns = now_ns
+        """Return the connection; if there is none try to make one, after ever longer pauses."""
+        if self._connection is None and self._clock.now_ns() >= self._retry_ns:
             try:
                 connection = self._pool.make_connection()
                 connection.connect()
                 self._find_stored(connection)
-                self._connection = connection
+                self._connection, self._num_refused = connection, 0
             except Exception as error:
-                _log.warning("a KV tier's server cannot be reached: %s", type(error).__name__)
+                self._num_refused += 1
+                if is_logged(self._num_refused):
+                    _log.warning("a KV tier's server cannot be reached: %s", type(error).__name__)
+                pause_ns = min(_RECONNECT_AFTER_NS << min(self._num_refused - 1, 6), _MAX_PAUSE_NS)
+                self._retry_ns = self._clock.now_ns() + pause_ns
         return self._connection
 
     def _find_stored(self, connection: Connection) -> None:
@@ -312,7 +318,7 @@ class RedisTier(KVTierProtocol):
             _log.warning("a KV tier lost its server: %s", type(error).__name__)
             self._connection.disconnect()
             self._connection = None
-            self._retry_ns = self._clock.now_ns()
+            self._retry_ns = self._clock.now_ns() + _RECONNECT_AFTER_NS
         for sent in self._sent:
             outcomes: list[TierOutcome] = []
             for request, outcome in sent.asked:

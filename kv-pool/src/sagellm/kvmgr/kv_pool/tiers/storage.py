@@ -95,6 +95,7 @@ class TieredKVStorage(KVTierProtocol):
         self._clock = SystemClock() if clock is None else clock
         self._lock = Lock()
         self._busy: dict[BlockKey, deque[_Operation]] = {}  # the first is at work
+        self._ready: deque[_Operation] = deque()  # the first on their blocks by now
         self._waiting: tuple[dict[Ticket, _Operation], ...] = tuple({} for _ in self._tiers)
         self._results: list[TierResult] = []
         self._num_submits = 0
@@ -348,7 +349,12 @@ class TieredKVStorage(KVTierProtocol):
                         self._advance(operation, result.outcomes[0])
 
     def _advance(self, operation: _Operation, outcome: TierOutcome | None) -> None:
-        """Let an operation go on until it waits for a tier again, or ends."""
+        """Let an operation go on until it waits for a tier again, or ends, and those after it."""
+        self._go_on(operation, outcome)
+        while self._ready:
+            self._go_on(self._ready.popleft(), None)
+
+    def _go_on(self, operation: _Operation, outcome: TierOutcome | None) -> None:
         try:
             level, request = next(operation.steps) if outcome is None else operation.steps.send(outcome)
         except StopIteration as stopped:
@@ -370,4 +376,4 @@ class TieredKVStorage(KVTierProtocol):
         if not queue:
             del self._busy[key]
         else:
-            self._advance(queue[0], None)
+            self._ready.append(queue[0])
