@@ -305,3 +305,51 @@ def test_a_long_prompt_takes_no_more_memory_to_load_than_its_tokens():
     tracemalloc.stop()
     assert len(run.path) == 16 * 3000
     assert peak < 5_000_000
+
+
+def test_a_second_one_waits_its_turn_unless_the_first_was_left(make, monkeypatch):
+    first = make()
+    answers(first)
+    saves = saves_of(first)
+    begun = saves.save("first")
+    with pytest.raises(InvalidInputError, match="'first' is being saved or loaded at this moment"):
+        saves.save("second")
+    finish(saves)
+    assert [each["name"] for each in saves.saves()] == ["first"]
+    left = saves.save("second")
+    monkeypatch.setattr("sagellm.engines.core.kv_saves._GIVEN_UP_AFTER_NS", 0)
+    saves.save("third")
+    assert begun.number < left.number
+    with pytest.raises(InvalidInputError, match="no save or load is under way"):
+        saves.go_on(left.number)
+    finish(saves)
+    assert [each["name"] for each in saves.saves()] == ["first", "third"]
+
+
+def test_what_is_no_file_is_neither_listed_nor_replaced(make, tmp_path):
+    first = make()
+    answers(first)
+    save(first)
+    folder = tmp_path / "kv"
+    (folder / "dang.kv").symlink_to("/nonexistent")
+    (folder / "loop.kv").symlink_to("loop.kv")
+    (folder / "dir.kv").mkdir()
+    os.mkfifo(folder / "pipe.kv")
+    assert [each["name"] for each in saves_of(first).saves()] == ["first"]
+    for name in ("dang", "loop", "dir", "pipe"):
+        with pytest.raises(InvalidInputError, match="there is no save"):
+            load(first, name)
+        with pytest.raises(InvalidInputError, match="is no file; choose another name"):
+            save(first, name)
+    assert save(first, "second").num_left_out == 0
+
+
+def test_a_file_that_is_mostly_a_hole_is_soon_read(make, tmp_path):
+    engine = make()
+    answers(engine)
+    save(engine)
+    with open(tmp_path / "kv" / "first.kv", "r+b") as file:
+        file.truncate(5 << 40)
+    begun = time.monotonic()
+    assert load(make()).num_left_out == 0
+    assert time.monotonic() - begun < 30

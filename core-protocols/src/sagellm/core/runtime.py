@@ -5,8 +5,10 @@ Scheduler, KV management, tiers and transfer take a Runtime and use nothing else
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import stat
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -158,8 +160,11 @@ class SystemFiles(Files):
         os.replace(old, new)
 
     def size(self, path: str) -> int:
-        """Ask the system."""
-        return os.stat(path).st_size
+        """Ask the system; what is no plain file counts as missing."""
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "no plain file", path)
+        return found.st_size
 
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
         """Open a file of the machine; never follows a link."""

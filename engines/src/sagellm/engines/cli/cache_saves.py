@@ -37,7 +37,7 @@ def save(
     _, client = connect(engine)
     with client:
         done = _follow(client, "cache_save", f"saving {name}", as_json, name=name, tenant=tenant)
-    _report(done, as_json, "saved", "had been evicted meanwhile")
+    _report(done, as_json, "saved", "left out: evicted before their turn")
 
 
 @app.command()
@@ -57,7 +57,12 @@ def load(
     _, client = connect(engine)
     with client:
         done = _follow(client, "cache_load", f"loading {name}", as_json, name=name, tenant=tenant)
-    _report(done, as_json, "cached", "found no free block, or were damaged")
+    _report(
+        done,
+        as_json,
+        "cached",
+        "left out: no block was free (`sage llm cache evict N` makes room), or what comes before is damaged",
+    )
 
 
 @app.command()
@@ -89,7 +94,7 @@ def _follow(client: AdminClient, operation: str, label: str, as_json: bool, **ar
 
 
 def _go_on(client: AdminClient, before: dict[str, Any]) -> Any:
-    progress = client.call("cache_go_on")
+    progress = client.call("cache_go_on", number=before["number"])
     if progress == before:
         time.sleep(_POLL_S)
     return progress
@@ -107,4 +112,4 @@ def _report(done: dict[str, Any], as_json: bool, verb: str, reason: str) -> None
     if done["num_left_out"]:
         typer.echo(f"{done['num_left_out']:,} {reason}")
     if done["num_corrupt"]:
-        typer.echo(f"{done['num_corrupt']:,} were not what was saved; they are computed when they are needed")
+        typer.echo(f"{done['num_corrupt']:,} not what was saved: computed when needed")

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
-from sagellm.core import BlockHeader, EngineError, InvalidInputError, KVIdentity, KVTierProtocol
+from sagellm.core import BlockHeader, Clock, EngineError, InvalidInputError, KVIdentity, KVTierProtocol
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_copier import KVCopier, joined_runs, named_runs
 from sagellm.engines.core.kv_memory import KVMemory
@@ -15,6 +15,8 @@ from sagellm.engines.core.save_folder import SaveFolder
 
 _RECORD_BYTES = 1 << 14
 """More than a block's head and the rest of its last page take in a file."""
+
+_GIVEN_UP_AFTER_NS = 10_000_000_000
 
 _T = TypeVar("_T")
 _Job: TypeAlias = Generator[None, None, None]
@@ -26,6 +28,7 @@ class SaveProgress:
     """How far a save or load is. What was left out is gone meanwhile, damaged, or found no room."""
 
     name: str
+    number: int = 0  # of all that this engine began
     phase: SavePhase = "reading the model"
     num_blocks: int = 0
     num_done: int = 0
@@ -49,22 +52,26 @@ class KVSaves:
         folder: SaveFolder,
         open_tier: Callable[[int, str], KVTierProtocol],
         fingerprint: Callable[[], str],
+        *,
+        clock: Clock,
     ) -> None:
         self._kv, self._memory, self._folder, self._open_tier = kv, memory, folder, open_tier
         self._copier = KVCopier(kv, memory)
         self._fingerprint = fingerprint
         self._identity = memory.identity
+        self._clock, self._went_on_ns = clock, 0
         self._job: _Job | None = None
         self._progress = SaveProgress(name="")
 
     def saves(self) -> list[dict[str, object]]:
         """Return what can be loaded: names and bytes."""
-        return [{"name": name, "num_bytes": self._folder.size(name)} for name in self._folder.names()]
+        return [{"name": name, "num_bytes": self._folder.size(name) or 0} for name in self._folder.names()]
 
     def save(self, name: str, tenant: str | None = None) -> SaveProgress:
         """Begin to save what is cached, of one tenant or of all; `go_on` until it is done.
 
-        What else is under way is given up. Raises InvalidInputError for what is no name.
+        Raises InvalidInputError for what is no name, and while another one goes on; one with which nobody
+        went on for 10 s is given up.
         """
         self._folder.check_name(name)
         return self._begin(name, lambda progress: self._saving(progress, tenant))
@@ -72,19 +79,20 @@ class KVSaves:
     def load(self, name: str, tenant: str | None = None) -> SaveProgress:
         """Begin to load a save; `go_on` until it is done.
 
-        What else is under way is given up. Raises InvalidInputError for a name that is not there.
+        Raises InvalidInputError for a name that is not there, and while another one goes on.
         """
         self._folder.find(name)
         return self._begin(name, lambda progress: self._loading(progress, tenant))
 
-    def go_on(self) -> SaveProgress:
-        """Do the next part.
+    def go_on(self, number: int | None = None) -> SaveProgress:
+        """Do the next part, of what has this number if one is given.
 
         Raises InvalidInputError if nothing is under way, nothing is cached, there is no room, or a save is of
         another model, dtype, layout or tenant; EngineError if the device is full or fails.
         """
-        if self._job is None:
+        if self._job is None or number not in (None, self._progress.number):
             raise InvalidInputError("no save or load is under way; another one may have taken its place")
+        self._went_on_ns = self._clock.now_ns()
         try:
             next(self._job)
         except StopIteration:
@@ -102,8 +110,15 @@ class KVSaves:
             self._job = None
 
     def _begin(self, name: str, job: Callable[[SaveProgress], _Job]) -> SaveProgress:
+        if self._job is not None and self._clock.now_ns() - self._went_on_ns < _GIVEN_UP_AFTER_NS:
+            raise InvalidInputError(
+                f"{self._progress.name!r} is being saved or loaded at this moment; wait until that is done"
+            )
         self.close()
-        self._progress = SaveProgress(name=name, block_bytes=self._memory.layout.block_bytes)
+        self._went_on_ns = self._clock.now_ns()
+        self._progress = SaveProgress(
+            name=name, number=self._progress.number + 1, block_bytes=self._memory.layout.block_bytes
+        )
         self._job = job(self._progress)
         return self._progress
 
@@ -136,7 +151,7 @@ class KVSaves:
     def _loading(self, progress: SaveProgress, tenant: str | None) -> _Job:
         identity = yield from self._identify()
         # The file ends with the last record, which had whole pages to itself.
-        tier = self._open_tier(self._folder.size(progress.name) + _RECORD_BYTES, progress.name)
+        tier = self._open_tier((self._folder.size(progress.name) or 0) + _RECORD_BYTES, progress.name)
         try:
             headers = [header for header, _ in tier.stored()]
             _require_same(progress.name, headers, identity, tenant)

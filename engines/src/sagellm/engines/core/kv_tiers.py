@@ -77,7 +77,7 @@ def build_saves(
         return tier
 
     saves = SaveFolder(folder, runtime.files, parse_bytes(settings.max_saved, "kv.max_saved"))
-    return KVSaves(kv, memory, saves, open_tier, fingerprint)
+    return KVSaves(kv, memory, saves, open_tier, fingerprint, clock=runtime.clock)
 
 
 def _plan(modules: Modules, name: str, given: object) -> TierPlan:

@@ -26,16 +26,16 @@ class SaveFolder:
 
     def names(self) -> list[str]:
         """Return what can be loaded."""
-        try:
-            found = self._files.list(str(self.path))
-        except FileNotFoundError:
-            return []
+        found = self._listed()
         names = [each[: -len(_SUFFIX)] for each in found if each.endswith(_SUFFIX)]
-        return [name for name in names if _NAME.fullmatch(name)]
+        return [name for name in names if _NAME.fullmatch(name) and self.size(name) is not None]
 
-    def size(self, name: str) -> int:
-        """Return the bytes of a save."""
-        return self._files.size(self._path_of(name))
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a save; None if it is gone, or no file but a folder, link or pipe."""
+        try:
+            return self._files.size(self._path_of(name))
+        except OSError:
+            return None
 
     def check_name(self, name: str) -> None:
         """Raise InvalidInputError for what is no name."""
@@ -60,8 +60,9 @@ class SaveFolder:
 
         Raises InvalidInputError if there is no room for so many bytes.
         """
-        others = [each for each in self.names() if each != name]
-        used = sum(map(self.size, others))
+        if self.size(name) is None and f"{name}{_SUFFIX}" in self._listed():
+            raise InvalidInputError(f"{name}{_SUFFIX} in {self.path} is no file; choose another name")
+        used = sum(self.size(each) or 0 for each in self.names() if each != name)
         if used + num_bytes > self._max_bytes:
             limit = format_bytes(self._max_bytes)
             raise InvalidInputError(
@@ -80,12 +81,18 @@ class SaveFolder:
         """Give a whole save its name, in place of the one that had it."""
         self._files.rename(self._path_of(unfinished), self._path_of(name))
 
+    def _listed(self) -> list[str]:
+        try:
+            return self._files.list(str(self.path))
+        except FileNotFoundError:
+            return []
+
     def _remove_abandoned(self) -> None:
         """Delete what processes left unfinished that are gone."""
-        with suppress(FileNotFoundError):
-            for file in self._files.list(str(self.path)):
-                found = _UNFINISHED.fullmatch(file)
-                if found and not _is_alive(int(found[1])):
+        for file in self._listed():
+            found = _UNFINISHED.fullmatch(file)
+            if found and not _is_alive(int(found[1])):
+                with suppress(OSError):
                     self._files.remove(str(self.path / file))
 
     def _path_of(self, name: str) -> str:

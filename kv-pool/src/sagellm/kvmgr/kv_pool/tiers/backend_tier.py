@@ -34,6 +34,9 @@ from sagellm.kvmgr.kv_pool.tiers.record import (
 _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9
 """What is believed of memory, and of what lies behind it, before anything was measured."""
 
+_MAX_GAP_BYTES = 1 << 30
+"""Without a record in a file, after which no more is looked for: one that is written has hardly any."""
+
 _log = get_logger(__name__)
 
 
@@ -138,8 +141,8 @@ class BackendTier(KVTierProtocol):
         assert not self._records, "records are found once, at the beginning"
         ranges, num_written = self.backend.ranges, self.backend.written_bytes
         found: list[tuple[int, int]] = []
-        offset = 0
-        while offset + PREFIX_BYTES <= num_written:
+        offset = end = 0  # of the last record
+        while offset + PREFIX_BYTES <= num_written and offset - end < _MAX_GAP_BYTES:
             key, record = self._recover_at(offset) or (None, None)
             if key is None or record is None or key in self._records:
                 offset += ranges.alignment
@@ -149,6 +152,7 @@ class BackendTier(KVTierProtocol):
             self._metrics.num_bytes += record.num_data_bytes
             found.append((offset, size))
             offset += -(-size // ranges.alignment) * ranges.alignment
+            end = offset
         ranges.restore(found)
         return len(found)
 
