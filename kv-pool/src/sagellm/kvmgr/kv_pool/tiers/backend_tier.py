@@ -34,7 +34,7 @@ from sagellm.kvmgr.kv_pool.tiers.record import (
 _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9
 """What is believed of memory, and of what lies behind it, before anything was measured."""
 
-_MAX_GAP_BYTES = 1 << 30
+_MAX_GAP_BYTES = 1 << 28
 """Without a record in a file, after which no more is looked for: one that is written has hardly any."""
 
 _log = get_logger(__name__)
