@@ -35,7 +35,8 @@ class Compactor:
         self._clock = clock
         self._is_busy = is_busy
         self._num_blocks = _FIRST_BLOCKS  # of the next slice, if it had the time of the last
-        self._slice_ns = self._ended_ns = 0
+        self._ended_ns = 0
+        self.slice_ns = 0  # what the last one took
 
     def advance(self) -> int:
         """Move some blocks between two steps; return how many, 0 when no move brings anything."""
@@ -46,13 +47,13 @@ class Compactor:
             self._kv.move_blocks(moves)
         self._num_blocks = len(moves) or _FIRST_BLOCKS
         self._ended_ns = self._clock.now_ns()
-        self._slice_ns = self._ended_ns - started_ns
+        self.slice_ns = self._ended_ns - started_ns
         return len(moves)
 
     def _size(self, pause_ns: int) -> int:
         """Return how many blocks the time of a slice is enough for, from what the last one took."""
-        if not self._slice_ns or pause_ns > _PAUSE_NS:
+        if not self.slice_ns or pause_ns > _PAUSE_NS:
             return _FIRST_BLOCKS
         budget_ns = min(pause_ns * _STEP_SHARE, _MAX_SLICE_NS) if self._is_busy() else _MAX_SLICE_NS
-        fitting = int(self._num_blocks * budget_ns / self._slice_ns)
+        fitting = int(self._num_blocks * budget_ns / self.slice_ns)
         return max(1, min(fitting, 2 * self._num_blocks))

@@ -45,7 +45,7 @@ def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
 
     clock = core.parts.runtime.clock
     cache = CacheAdmin(core.kv, clock)
-    pool = PoolAdmin(Compactor(core.kv, core.runner.copy_blocks, clock, core.has_unfinished), clock)
+    pool = PoolAdmin(Compactor(core.kv, core.runner.copy_blocks, clock, core.has_unfinished))
     return {
         "metrics": core.metrics,
         "ping": time.monotonic_ns,

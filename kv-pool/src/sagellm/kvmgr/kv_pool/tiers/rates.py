@@ -7,7 +7,7 @@ _WEIGHT = 0.2
 
 
 class TransferRate:
-    """Nanoseconds a byte and a block: a moving average over transfers of any size."""
+    """Nanoseconds a byte: a moving average over transfers of any size."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._ns_a_byte = 1e9 / bytes_per_s

@@ -20,7 +20,7 @@ from sagellm.core.protocols.kv_tier import (
     check_requests,
 )
 from sagellm.core.runtime import Clock, SystemClock
-from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier, Temperature
+from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
 from sagellm.kvmgr.kv_pool.tiers.usage import TierUsage, Usage
 
 _MAX_DEMOTIONS = 64
@@ -160,14 +160,6 @@ class TieredKVStorage(KVTierProtocol):
             num_corrupt=sum(tier.num_corrupt for tier in tiers.values()),
             num_failed=sum(tier.num_failed for tier in tiers.values()),
         )
-
-    def temperatures(self) -> dict[str, dict[Temperature, int]]:
-        """Count the blocks of each tier by temperature. O(blocks)."""
-        with self._lock:
-            now_ns = self._clock.now_ns()
-            return {
-                name: usage.temperatures(now_ns) for name, usage in zip(self.names, self._usages, strict=True)
-            }
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is in two tiers, or one that is idle is not where it should be."""

@@ -91,10 +91,3 @@ class TierUsage:
 
     def _heat(self, usage: Usage, now_ns: int) -> int:
         return COLDEST_FIRST[usage.temperature(now_ns, self._classifier)]
-
-    def temperatures(self, now_ns: int) -> dict[Temperature, int]:
-        """Count blocks by temperature. O(blocks)."""
-        counts: dict[Temperature, int] = dict.fromkeys(COLDEST_FIRST, 0)
-        for usage in self._blocks.values():
-            counts[usage.temperature(now_ns, self._classifier)] += 1
-        return counts
