@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
 MEMBERS: list[str] = _HATCH["workspace"]["members"]
 QUICK = "not full and not matrix and not cuda"
+WORKERS = ("-n", "2", "--dist", "worksteal")
 
 
 class Environment:
@@ -37,8 +38,8 @@ class Environment:
         run([self.python, str(script)], cwd=self.work)
 
     def pytest(self, *arguments: str, cwd: Path | None = None) -> None:
-        """Run the quick tests that the arguments name."""
-        options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-m", QUICK]
+        """Run the quick tests that the arguments name, on two workers."""
+        options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-m", QUICK, *WORKERS]
         run([self.python, "-m", "pytest", *options, *arguments], cwd=cwd or self.work)
 
 

@@ -77,7 +77,7 @@ def check(folder: str, scratch: Path, constraints: Path, core: Path, watch: Stop
     kit = f"sagellm-core-protocols[testing] @ {core.as_uri()}"
     tools = [tool for tool in test_requirements(alone) if not tool.startswith("sagellm-")]
     pins = str(ROOT / "constraints.txt")
-    environment.pip("install", "-q", "-c", pins, kit, "pytest-timeout", *tools)
+    environment.pip("install", "-q", "-c", pins, kit, "pytest-timeout", "pytest-xdist", *tools)
     environment.pytest("tests", cwd=alone)
     watch.lap(f"{folder}: its tests from its folder alone")
     shutil.rmtree(environment.folder)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,10 @@ from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
-pytestmark = pytest.mark.skipif(SERVER is None, reason="no redis-server is installed")
+# Where CI lacks the server these tests fail: a skipped test shows nothing.
+pytestmark = pytest.mark.skipif(
+    SERVER is None and "CI" not in os.environ, reason="redis-server is not installed"
+)
 
 _prefixes = count()
 
@@ -40,7 +44,7 @@ class Server:
         return f"unix://{self.socket}"
 
     def start(self) -> None:
-        assert SERVER is not None
+        assert SERVER is not None, "redis-server is not installed, and CI skips no test for want of it"
         options = [
             "--port",
             "0",

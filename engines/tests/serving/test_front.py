@@ -27,7 +27,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 PROMPTS = [[5, 6, 7 + index] for index in range(8)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(checkpoint) -> EngineConfig:
     return EngineConfig.from_flat(model=checkpoint, dtype="float32", device="cpu", num_blocks=512)
 
@@ -50,6 +50,17 @@ def with_front(config, checkpoint, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def with_shared_front(config, checkpoint, tmp_path_factory):
+    """Run a coroutine function with a front that others use too; it leaves the front as it was."""
+    socket = tmp_path_factory.mktemp("shared") / "core.sock"
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        front = runner.run(Front.start(config, socket, tokenizer=load_tokenizer(checkpoint)))
+        yield lambda use: runner.run(asyncio.wait_for(use(front), 120))
+        runner.run(front.close())
+
+
 async def read(front: Front, prompt, params=GREEDY) -> list[int]:
     tokens: list[int] = []
     async for output in await front.add_request(prompt, params):
@@ -67,12 +78,12 @@ async def none_runs(front: Front) -> bool:
     return False
 
 
-def test_streams_hold_the_engines_own_tokens(with_front, make_engine):
+def test_streams_hold_the_engines_own_tokens(with_shared_front, make_engine):
     async def use(front):
         return await asyncio.gather(*(read(front, prompt) for prompt in PROMPTS))
 
     expected = [output.outputs[0].token_ids for output in make_engine().generate(PROMPTS, GREEDY)]
-    assert with_front(use) == expected
+    assert with_shared_front(use) == expected
 
 
 def test_every_stream_of_a_killed_core_ends_with_an_error_and_the_next_request_runs(with_front, make_engine):
@@ -96,7 +107,7 @@ def test_every_stream_of_a_killed_core_ends_with_an_error_and_the_next_request_r
     assert with_front(use) == make_engine().generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
 
 
-def test_whoever_leaves_in_any_way_frees_the_blocks(with_front):
+def test_a_consumer_that_leaves_in_any_way_frees_the_blocks(with_shared_front):
     async def use(front):
         rng = random.Random(0)
         for _ in range(30):
@@ -123,10 +134,10 @@ def test_whoever_leaves_in_any_way_frees_the_blocks(with_front):
         async for _ in stream:
             pass
 
-    with_front(use)
+    with_shared_front(use)
 
 
-def test_bad_requests_are_errors_and_leave_nothing(with_front):
+def test_bad_requests_are_errors_and_leave_nothing(with_shared_front):
     async def use(front):
         with pytest.raises(InvalidRequestError, match="the prompt is empty"):
             await front.add_request([], GREEDY)
@@ -142,7 +153,7 @@ def test_bad_requests_are_errors_and_leave_nothing(with_front):
             await front.call("pong")
         assert await none_runs(front)
 
-    with_front(use)
+    with_shared_front(use)
 
 
 def test_a_core_that_cannot_start_says_why(tmp_path):
