@@ -15,6 +15,7 @@ import pytest
 
 from sagellm.core.conformance.aspects import aspect_of
 
+_REPEATING = ("cost", "random operations", "threads")
 _TURN = pytest.StashKey[Path]()
 
 
@@ -31,6 +32,14 @@ def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist where the lock file is."""
     factory: pytest.TempPathFactory = node.config._tmp_path_factory
     node.workerinput["turn"] = str(factory.getbasetemp() / "turn")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Trace nothing that runs the same lines ten thousand times: it would take three times as long."""
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if aspect_of(item.name) in _REPEATING:
+                item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -204,8 +204,13 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """Nothing wrong, and at most one allowed difference in 10,000 tokens (one at least)."""
-        return not self.wrong and self.allowed <= max(1, self.num_tokens // 10_000)
+        """Nothing wrong, and at most one allowed difference in 10,000 tokens: none in fewer."""
+        return not self.wrong and self.allowed * 10_000 <= self.num_tokens
+
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(
+            self.num_tokens + other.num_tokens, self.allowed + other.allowed, self.wrong + other.wrong
+        )
 
 
 def make_engine(case: Case, reference: Reference, **settings: Any) -> LLMEngine:

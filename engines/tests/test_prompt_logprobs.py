@@ -31,15 +31,15 @@ def reference(checkpoint):
 
 
 def check(output, expected, num_top):
-    """Compare with the reference: values within 1e-4, and ranks where no rounding could change them."""
+    """Compare with the reference: values within 1e-5, and ranks where no rounding could change them."""
     token_ids, entries = output.prompt_token_ids, output.prompt_logprobs
     assert len(entries) == len(token_ids)
     assert entries[0] is None
     for token_id, row, entry in zip(token_ids[1:], expected[:-1], entries[1:], strict=True):
         assert next(iter(entry)) == token_id
         for each, value in entry.items():
-            assert value.logprob == pytest.approx(row[each].item(), abs=1e-4)
-        certain = int((row > row[token_id] + 1e-4).sum()) + 1, int((row > row[token_id] - 1e-4).sum())
+            assert value.logprob == pytest.approx(row[each].item(), abs=1e-5)
+        certain = int((row > row[token_id] + 1e-5).sum()) + 1, int((row > row[token_id] - 1e-5).sum())
         assert certain[0] <= entry[token_id].rank <= max(certain)
         ranked = sorted((value.rank, value.logprob) for value in entry.values())
         assert [rank for rank, _ in ranked[:num_top]] == list(range(1, num_top + 1))
@@ -63,7 +63,7 @@ def test_a_prompt_is_scored_as_transformers_scores_it(make_engine, reference, se
     check(output, expected[: len(PROMPT)], num_top)
     token_id = output.outputs[0].token_ids[0]
     assert output.outputs[0].logprobs[0][token_id].logprob == pytest.approx(
-        expected[len(PROMPT) - 1, token_id].item(), abs=1e-4
+        expected[len(PROMPT) - 1, token_id].item(), abs=1e-5
     )
     assert engine.client.core.scheduler.num_running == 0
 
