@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sagellm.core import CheckpointError, UnsupportedModelError
+from sagellm.core import CheckpointError, ConfigError, UnsupportedModelError
 from sagellm.engines.loading import Checkpoint, WeightReader, load_checkpoint, load_tokenizer, resolve_source
 from sagellm.engines.models.qwen3 import Qwen3Family
 
@@ -60,7 +60,7 @@ def test_shards_hold_what_the_single_file_holds(checkpoint, sharded):
         (lambda path: (path / "config.json").unlink(), r"has no config\.json"),
         (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
         (lambda path: (path / "config.json").write_text("[]"), "JSON list; it must be an object"),
-        (lambda path: (path / SINGLE).unlink(), "has no weights"),
+        (lambda path: (path / SINGLE).unlink(), r"has no weights.*it has chat_template\.jinja, config\.json"),
         (lambda path: (path / SINGLE).rename(path / "pytorch_model.bin"), "are pickles"),
         (lambda path: (path / SINGLE).rename(path / SHARDS[0]), f"but no {INDEX}"),
         (lambda path: cut(path / SINGLE, 4), "not a safetensors file, or cut off"),
@@ -119,8 +119,37 @@ def test_a_hub_id_is_found_in_the_cache(sharded, tmp_path):
 
 def test_an_interrupted_download_is_not_taken_for_the_model(sharded, tmp_path):
     (cached(sharded, tmp_path / "hub") / SHARDS[0]).unlink()
-    with pytest.raises(CheckpointError, match=r"not in the local Hugging Face cache.*offline mode"):
+    with pytest.raises(CheckpointError, match=rf"only in part.*lacks 1 of 2 weight files: {SHARDS[0]}"):
         resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=True)
+
+
+def test_a_snapshot_without_weights_is_called_that_and_its_files_are_named(single, tmp_path, monkeypatch):
+    (single / SINGLE).unlink()
+    cached(single, tmp_path / "hub")
+    message = r"^org/tiny is in .* cache only in part: .* has no weights, .* it has .*config\.json.* offline"
+    with pytest.raises(CheckpointError, match=message):
+        resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=True)
+
+    def unreachable(model, failures):
+        failures.append(ConnectionError("no route"))
+
+    monkeypatch.setattr("sagellm.engines.loading.source._ask_hub", unreachable)
+    with pytest.raises(
+        CheckpointError, match=r"has no weights, .*config\.json.* could not be used.*no route"
+    ):
+        resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=False)
+
+
+def test_a_model_that_is_not_in_the_cache_is_called_that(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^org/tiny is not in the local Hugging Face cache.*offline"):
+        resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=True)
+
+
+def test_a_revision_of_a_directory_is_an_error(single):
+    with pytest.raises(ConfigError, match=r"model\.revision is 'v2', but the model .* is a directory"):
+        resolve_source(single, revision="v2")
+    with pytest.raises(ConfigError, match=r"model\.revision is 'v2'"):
+        resolve_source("embedded", revision="v2")
 
 
 def test_a_repository_of_a_tokenizer_alone_is_found(sharded, tmp_path):
@@ -241,6 +270,15 @@ def test_a_config_with_senseless_numbers_is_refused_at_once(single, changes, mes
     edit_json(single / "config.json", **changes)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         load_checkpoint(single, [Qwen3Family()])
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(single):
+    special = {"above": {"__float__": "Infinity"}, "nested": [{"below": {"__float__": "-Infinity"}}]}
+    other = {"kept": {"__float__": 1}, "beside": {"__float__": "NaN", "more": 1}}
+    edit_json(single / "config.json", **special, **other)
+    config = Checkpoint.open(single).config
+    assert (config["above"], config["nested"]) == (float("inf"), [{"below": float("-inf")}])
+    assert {key: config[key] for key in other} == other
 
 
 def test_a_generation_config_with_senseless_numbers_is_refused(single):

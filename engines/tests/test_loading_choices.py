@@ -101,6 +101,14 @@ def test_generation_settings_are_read_and_greedy_is_a_temperature_of_0():
     assert (greedy.temperature, greedy.eos_token_ids) == (0.0, {1})
 
 
+def test_without_a_generation_config_the_config_says_what_ends_a_text():
+    assert GenerationDefaults.read({}, {"text_config": {"eos_token_id": 4}}).eos_token_ids == {4}
+    both = {"eos_token_id": [2], "text_config": {"eos_token_id": 4}}
+    assert GenerationDefaults.read({}, both).eos_token_ids == {2}
+    assert GenerationDefaults.read({"eos_token_id": 1}, both).eos_token_ids == {1}
+    assert GenerationDefaults.read({}, {"text_config": None}).eos_token_ids == frozenset()
+
+
 @pytest.mark.parametrize(
     "values",
     [{"temperature": "hot"}, {"top_k": 2.5}, {"top_p": True}, {"eos_token_id": -1}, {"eos_token_id": "a"}],

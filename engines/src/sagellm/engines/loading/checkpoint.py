@@ -71,6 +71,19 @@ class Checkpoint:
             )
 
 
+def files_in(path: Path) -> str:
+    """Phrase which files a directory has, for messages."""
+    return _first(sorted(file.name for file in path.iterdir())) or "no files"
+
+
+def missing_shards(path: Path) -> str | None:
+    """Phrase which weight files of its index a directory lacks, or None. Raises CheckpointError."""
+    files = sorted(set(read_weight_map(path).values()))
+    present = {file.name for file in path.iterdir() if file.exists()}  # no link to what is gone
+    missing = [name for name in files if name not in present]
+    return f"{len(missing)} of {len(files)} weight files: {_first(missing)}" if missing else None
+
+
 def _first(names: list[str]) -> str:
     rest = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -92,7 +105,7 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     if shards:
         raise CheckpointError(f"{path} has {_first(shards)} but no {INDEX} that says what lies where")
-    raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}; it has {files_in(path)}")
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -109,10 +122,8 @@ def _read_shards(path: Path) -> dict[str, StoredTensor]:
     outside = [name for name in files if PurePath(name).name != name]
     if outside:
         raise CheckpointError(f"{path / INDEX} names files outside of its directory: {_first(outside)}")
-    present = {file.name for file in path.iterdir()}
-    missing = [name for name in files if name not in present]
-    if missing:
-        raise CheckpointError(f"{path} lacks {len(missing)} of {len(files)} weight files: {_first(missing)}")
+    if missing := missing_shards(path):
+        raise CheckpointError(f"{path} lacks {missing}; download it again")
     headers = {name: read_header(path / name) for name in files}
     absent = [name for name, file in weight_map.items() if name not in headers[file]]
     if absent:

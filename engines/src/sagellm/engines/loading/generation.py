@@ -23,11 +23,16 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, generation_config: Mapping[str, Any], config: HFConfig) -> GenerationDefaults:
-        """Read generation_config.json; the end-of-text tokens stand in config.json where it has none."""
-        eos = generation_config.get("eos_token_id")
+        """Read generation_config.json; the end-of-text tokens are in config.json where it has none.
+
+        There they may be among those of the text model, as transformers looks for them.
+        """
+        text = config.get("text_config")
+        sources = (generation_config, config, text if isinstance(text, Mapping) else {})
+        eos = next((found for source in sources if (found := source.get("eos_token_id")) is not None), None)
         sampled = generation_config.get("do_sample")
         return cls(
-            eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos),
+            eos_token_ids=_token_ids(eos),
             temperature=0.0 if sampled is False else _number(generation_config, "temperature"),
             top_k=_integer(generation_config, "top_k"),
             top_p=_number(generation_config, "top_p"),

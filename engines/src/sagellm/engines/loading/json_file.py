@@ -9,12 +9,15 @@ from typing import Any
 from sagellm.core import CheckpointError
 
 _MAX_BYTES = 64 << 20  # the largest real ones, indices and configs, have a few MiB
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# JSON has no such numbers; transformers writes {"__float__": "Infinity"}.
+_SPECIAL_FLOATS = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file. Raises CheckpointError if it is unreadable, too long or something else."""
     try:
-        check_is_plain(path)
+        check_file(path)
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except OSError as error:
@@ -24,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is too long; a JSON file of a checkpoint has at most {_MAX_BYTES} bytes"
         )
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_hook=_decode_special_float)
     except (ValueError, RecursionError) as error:  # bad JSON, or bytes that are no text
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -37,7 +40,24 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def check_is_plain(path: Path) -> None:
-    """Raise CheckpointError for what is there but no plain file: a pipe or a device may never end."""
-    if path.exists() and not path.is_file():
+def check_file(path: Path) -> None:
+    """Raise CheckpointError for a pipe or a device, which may never end, and for a Git LFS pointer.
+
+    A missing file passes.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
         raise CheckpointError(f"{path} cannot be read: it is no plain file")
+    with open(path, "rb") as file:
+        start = file.read(len(_LFS_POINTER))
+    if start == _LFS_POINTER:
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, which stands for the file itself; run `git lfs pull` in its "
+            f"repository, or download the file"
+        )
+
+
+def _decode_special_float(value: dict[str, Any]) -> Any:
+    name = value.get("__float__")
+    return _SPECIAL_FLOATS.get(name, value) if len(value) == 1 and isinstance(name, str) else value

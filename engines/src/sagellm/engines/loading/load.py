@@ -22,7 +22,7 @@ from sagellm.engines.loading.families import installed_families, select_family
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.placement import dtype_name, resolve_dtype
 from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
-from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
 from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.progress import progress_bar
 
@@ -97,6 +97,8 @@ def load_checkpoint(
     checkpoint.check(family.tensor_shapes(config, names), family.ignored_tensors(config, names))
     generation = GenerationDefaults.read(checkpoint.generation_config, config)
     tokenizer = load_tokenizer(tokenizer_path or path)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, selected.geometry.vocab_size, tokenizer_path or path)
     resolved = resolve_dtype(dtype, config)
     num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     with progress_bar("loading weights", total=num_bytes) as advance, torch.inference_mode():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError
-from sagellm.engines.loading.json_file import check_is_plain
+from sagellm.engines.loading.json_file import check_file
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -54,7 +54,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises CheckpointError if the file is cut off, or if sizes, types and offsets do not agree.
     """
     try:
-        check_is_plain(path)
+        check_file(path)
         with open(path, "rb") as file:
             file_bytes = file.seek(0, 2)
             file.seek(0)

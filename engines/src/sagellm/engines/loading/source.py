@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sagellm.core import CheckpointError, get_logger
+from sagellm.core import CheckpointError, ConfigError, get_logger
 from sagellm.engines.embedded import EMBEDDED, embedded_model
-from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE, read_weight_map
+from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE, files_in, missing_shards
 from sagellm.engines.loading.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -65,14 +65,18 @@ def resolve_source(
     `name` is a directory, a hub id, or EMBEDDED for the model that ships with this package. A hub id is
     looked for in the local cache first, and only then downloaded (safetensors, configs and tokenizer,
     nothing else). Raises CheckpointError: at once for a path that does not exist, within 10 s if the
-    hub cannot be reached. `offline` is taken from HF_HUB_OFFLINE, `cache_dir` from HF_HOME, `endpoint`
-    from HF_ENDPOINT if not given. Without `has_weights` a tokenizer is enough.
+    hub cannot be reached; ConfigError for a revision of a directory. `offline` is taken from
+    HF_HUB_OFFLINE, `cache_dir` from HF_HOME, `endpoint` from HF_ENDPOINT if not given. Without
+    `has_weights` a tokenizer is enough.
     """
     text = os.fspath(name)
-    if text == EMBEDDED:
-        return embedded_model()
-    path = Path(text).expanduser()
+    path = embedded_model() if text == EMBEDDED else Path(text).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"model.revision is {revision!r}, but the model {text!r} is a directory ({path.resolve()}), "
+                f"which has no revisions; leave it out, or give a hub id that no directory has as its name"
+            )
         return path
     if path.exists():
         raise CheckpointError(f"{text} is a file; give the directory that holds config.json and the weights")
@@ -82,15 +86,16 @@ def resolve_source(
         repo_id=text, revision=revision, cache_dir=cache_dir, endpoint=endpoint, has_weights=has_weights
     )
     cached = _find_cached(model)
-    if cached is not None:
+    lack = _what_lacks(model, cached)
+    if cached is not None and not lack:
         return cached
     if _is_offline() if offline is None else offline:
         raise CheckpointError(
-            f"{model} is not in the local Hugging Face cache, no directory has that name, and offline mode "
-            f"is on; unset HF_HUB_OFFLINE, or give a directory"
+            f"{model} {lack}, and offline mode is on; unset HF_HUB_OFFLINE to download it, or give a "
+            f"directory that holds it"
         )
-    _check_reachable(model)
-    return _download(model)
+    _check_reachable(model, lack)
+    return _download(model, lack)
 
 
 def is_hub_id(text: str) -> bool:
@@ -106,34 +111,46 @@ def _is_offline() -> bool:
 
 
 def _find_cached(model: _HubModel) -> Path | None:
-    """Return the cached snapshot if all of it is there; an interrupted download is not."""
+    """Return the cached snapshot, which an interrupted download may have left incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(
-            snapshot_download(
-                model.repo_id,
-                revision=model.revision,
-                cache_dir=model.cache_dir,
-                allow_patterns=model.wanted,
-                ignore_patterns=_UNWANTED,
-                local_files_only=True,
-            )
+        folder = snapshot_download(
+            model.repo_id,
+            revision=model.revision,
+            cache_dir=model.cache_dir,
+            allow_patterns=model.wanted,
+            ignore_patterns=_UNWANTED,
+            local_files_only=True,
         )
     except LocalEntryNotFoundError:
         return None
+    return Path(folder)
+
+
+def _what_lacks(model: _HubModel, snapshot: Path | None) -> str:
+    """Phrase what the local cache lacks of a model; empty if it has all that is needed."""
+    if snapshot is None:
+        return "is not in the local Hugging Face cache, and no directory has that name"
+    lack = ""
     if not model.has_weights:
-        return folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
-    if not (folder / CONFIG).exists():
-        return None
-    if (folder / INDEX).exists():
-        files = set(read_weight_map(folder).values())
-        return folder if all((folder / file).exists() for file in files) else None
-    return folder if (folder / SINGLE).exists() else None
+        if not any((snapshot / name).exists() for name in TOKENIZER_FILES):
+            lack = "has no tokenizer"
+    elif not (snapshot / CONFIG).exists():
+        lack = f"has no {CONFIG}"
+    elif (snapshot / INDEX).exists():
+        if missing := missing_shards(snapshot):
+            lack = f"lacks {missing}"
+    elif not (snapshot / SINGLE).exists():
+        lack = f"has no weights, neither {SINGLE} nor {INDEX}"
+    return lack and (
+        f"is in the local Hugging Face cache only in part: the snapshot {snapshot} {lack}; it has "
+        f"{files_in(snapshot)}"
+    )
 
 
-def _check_reachable(model: _HubModel) -> None:
+def _check_reachable(model: _HubModel, lack: str) -> None:
     """Ask the hub about the model, and stop waiting in time."""
     failures: list[Exception] = []
     asking = threading.Thread(target=_ask_hub, args=(model, failures), daemon=True)
@@ -142,7 +159,7 @@ def _check_reachable(model: _HubModel) -> None:
     if asking.is_alive():
         failures.append(TimeoutError(f"no answer within {_REACH_TIMEOUT_S:.0f} s"))
     if failures:
-        raise _explain(model, failures[0]) from failures[0]
+        raise _explain(model, failures[0], lack) from failures[0]
 
 
 def _ask_hub(model: _HubModel, failures: list[Exception]) -> None:
@@ -156,7 +173,7 @@ def _ask_hub(model: _HubModel, failures: list[Exception]) -> None:
         failures.append(error)
 
 
-def _download(model: _HubModel) -> Path:
+def _download(model: _HubModel, lack: str) -> Path:
     from huggingface_hub import snapshot_download
 
     logger.info("downloading %s", model)
@@ -170,11 +187,11 @@ def _download(model: _HubModel) -> Path:
             ignore_patterns=_UNWANTED,
         )
     except Exception as error:  # connection, disk and permission errors of several libraries
-        raise _explain(model, error) from error
+        raise _explain(model, error, lack) from error
     return Path(folder)
 
 
-def _explain(model: _HubModel, error: Exception) -> CheckpointError:
+def _explain(model: _HubModel, error: Exception, lack: str) -> CheckpointError:
     from huggingface_hub import errors
 
     advice: list[tuple[Any, str]] = [
@@ -190,6 +207,6 @@ def _explain(model: _HubModel, error: Exception) -> CheckpointError:
         if isinstance(error, kind):
             return CheckpointError(f"{model}: {text}")
     return CheckpointError(
-        f"{model} is not in the local Hugging Face cache and the hub could not be used "
-        f"({type(error).__name__}: {error}); check the network, or give a directory"
+        f"{model} {lack}, and the hub could not be used ({type(error).__name__}: {error}); check the "
+        f"network, or give a directory"
     )

@@ -2,45 +2,109 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sagellm.core import CheckpointError, get_logger
-from sagellm.engines.loading.json_file import check_is_plain, read_optional_json
+from sagellm.engines.loading.json_file import check_file, read_optional_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
+_CONFIG = "tokenizer_config.json"
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *_SENTENCEPIECE)
+TOKENIZER_FILES = (_CONFIG, *_VOCABULARIES)
+_ADVICE = "download what is missing, or name another tokenizer (model.tokenizer, --tokenizer)"
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """Return transformers' tokenizer of a directory, or None if it has none.
 
-    Raises CheckpointError if it is damaged or would need code of its own, which is never run.
+    Raises CheckpointError if it is damaged, has no vocabulary, or would need code of its own, which is
+    never run.
     """
     from transformers import AutoTokenizer
 
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
-    for name in TOKENIZER_FILES:
-        check_is_plain(path / name)
-    own_code = read_optional_json(path / "tokenizer_config.json").get("auto_map")
+    for name in (*TOKENIZER_FILES, "merges.txt"):
+        check_file(path / name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # damaged files surface as errors of many libraries
-        reason = f"; it brings code of its own ({own_code}), which is never run" if own_code else ""
-        raise CheckpointError(f"the tokenizer in {path} cannot be loaded{reason}: {error}") from error
+        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {_reason(path, error)}") from error
+    # Without a file of its own, transformers makes one that knows its special tokens and drops all text.
+    if len(tokenizer) <= len({*_added_tokens(tokenizer), *tokenizer.all_special_ids}):
+        raise CheckpointError(
+            f"the tokenizer in {path} has no vocabulary, only {len(tokenizer)} special tokens: "
+            f"{_what_lacks(path, tokenizer)}; {_ADVICE}"
+        )
     return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
+    """Compare a tokenizer with the rows of the model's embedding; more rows than tokens are usual.
+
+    Raises CheckpointError if words have no row. A few added tokens without one are common (a token for
+    padding, say) and no harm: prompts with them are refused.
+    """
+    if len(tokenizer) <= vocab_size:
+        return
+    beyond = {token_id for token_id in tokenizer.get_vocab().values() if token_id >= vocab_size}
+    added = {token_id: text for token_id, text in _added_tokens(tokenizer).items() if token_id in beyond}
+    if beyond - added.keys():
+        raise CheckpointError(
+            f"the tokenizer in {path} has {len(tokenizer)} tokens, the model's embedding {vocab_size} "
+            f"(vocab_size): they belong to different checkpoints, or config.json was changed; name the "
+            f"model's own tokenizer (model.tokenizer, --tokenizer)"
+        )
+    logger.warning(
+        "the embedding has no row for %s of the tokenizer in %s; prompts with it are refused",
+        ", ".join(added.values()),
+        path,
+    )
+
+
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the text of each token that was added to the vocabulary, most of them special."""
+    try:
+        return {token_id: str(token) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())}
+    except NotImplementedError:  # mistral-common's has none of its own
+        return {}
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Phrase why transformers could not load a tokenizer, from its files where they say more."""
+    own_code = read_optional_json(path / _CONFIG).get("auto_map")
+    if own_code:
+        return f"it brings code of its own ({own_code}), which is never run"
+    present = _present(path)
+    if not present:
+        return f"{_what_lacks(path, None)}; {_ADVICE}"
+    if set(present) <= set(_SENTENCEPIECE) and find_spec("sentencepiece") is None:
+        return (
+            f"{present[0]} needs the package sentencepiece (pip install sentencepiece), which is not "
+            f"installed; install it, or give a tokenizer.json"
+        )
+    return f"{error} ({type(error).__name__}); its vocabulary is in {', '.join(present)}"
+
+
+def _present(path: Path) -> list[str]:
+    return [name for name in _VOCABULARIES if (path / name).exists()]
+
+
+def _what_lacks(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Phrase which files of a vocabulary are missing, or which one is empty."""
+    if present := _present(path):
+        return f"{', '.join(present)} holds none that its class reads"
+    own = () if tokenizer is None else tokenizer.vocab_files_names.values()
+    others = [name for name in own if name != "tokenizer.json"]
+    instead = f", nor {' with '.join(others)}" if others else ""
+    return f"there is {_CONFIG}, but no tokenizer.json{instead}"
