@@ -9,7 +9,7 @@ from typing import Any
 
 from sagellm.core import BuildContext, CausalLM, HFConfig, ModelFamilyProtocol, ModelGeometry
 from sagellm.engines.models.decoder_config import DecoderConfig, DecoderTraits
-from sagellm.engines.models.decoder_loading import HEAD, DecoderBuilder, decoder_shapes
+from sagellm.engines.models.decoder_loading import DecoderBuilder, decoder_shapes
 from sagellm.engines.models.hf_config import architecture_of, read_hf_config
 
 # Old checkpoints carry the frequencies that the config already determines.
@@ -41,14 +41,11 @@ class DecoderFamily(ModelFamilyProtocol):
         self, config: HFConfig, tensor_names: frozenset[str] = frozenset()
     ) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor that the checkpoint must have, with its shape."""
-        return decoder_shapes(self._read(config))
+        return decoder_shapes(self._read(config), tensor_names)
 
     def ignored_tensors(self, config: HFConfig, tensor_names: frozenset[str]) -> frozenset[str]:
-        """Ignore stored rotary frequencies, and a head that is tied to the embedding."""
-        ignored = {name for name in tensor_names if _DERIVED.fullmatch(name)}
-        if self._read(config).geometry.tie_word_embeddings:
-            ignored.add(HEAD)
-        return frozenset(ignored)
+        """Ignore stored rotary frequencies."""
+        return frozenset(name for name in tensor_names if _DERIVED.fullmatch(name))
 
     def build(self, config: HFConfig, context: BuildContext) -> CausalLM:
         """Build the decoder."""

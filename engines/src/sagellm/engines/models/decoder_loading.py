@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sagellm.core import BuildContext, ModelFamilyMetrics
+from sagellm.core import BuildContext, ModelFamilyMetrics, get_logger
 from sagellm.engines.layers.linear import Linear, LinearLayer, PackedLinear, make_linear
 from sagellm.engines.layers.rms_norm import HeadNorm, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding
@@ -20,16 +20,23 @@ from sagellm.engines.models.decoder import (
 )
 from sagellm.engines.models.decoder_config import DecoderConfig
 
+logger = get_logger(__name__)
+
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return every tensor of the checkpoint with its shape."""
+def decoder_shapes(config: DecoderConfig, tensor_names: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Return every tensor that the checkpoint must have, with its shape.
+
+    Where head and embedding are tied, a checkpoint may have either or both.
+    """
     sizes = config.geometry
     embedding = (sizes.vocab_size, sizes.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: embedding, FINAL_NORM: (sizes.hidden_size,)}
-    if not sizes.tie_word_embeddings:
-        shapes[HEAD] = embedding
+    matrices = [EMBEDDING, HEAD]
+    if sizes.tie_word_embeddings:
+        matrices = [name for name in matrices if name in tensor_names] or [EMBEDDING]
+    shapes: dict[str, tuple[int, ...]] = {name: embedding for name in matrices}
+    shapes[FINAL_NORM] = (sizes.hidden_size,)
     layer = _layer_shapes(config)
     for index in range(sizes.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -67,7 +74,7 @@ class DecoderBuilder:
 
     def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
         self._config, self._context = config, context
-        self._shapes = decoder_shapes(config)
+        self._shapes = decoder_shapes(config, context.tensor_names)
         self._linears: list[LinearLayer] = []
         self._others: list[torch.Tensor] = []
         self._staging = torch.empty(0, dtype=context.dtype, device=context.device)
@@ -77,13 +84,25 @@ class DecoderBuilder:
         """Read every tensor and put the layers together."""
         config, sizes = self._config, self._config.geometry
         rotary = RotaryEmbedding(config.rope, self._context.device)
-        embedding = self._tensor(EMBEDDING)
+        embedding = self._tensor(EMBEDDING if EMBEDDING in self._shapes else HEAD)
         layers = [self._layer(index, rotary) for index in range(sizes.num_layers)]
         model = DecoderModel(embedding, layers, self._norm(FINAL_NORM), rotary)
-        head = (
-            Linear(embedding) if sizes.tie_word_embeddings else self._linear([HEAD.removesuffix(".weight")])
-        )
-        return Decoder(config, model, head, self._weigh())
+        return Decoder(config, model, self._head(embedding), self._weigh())
+
+    def _head(self, embedding: torch.Tensor) -> LinearLayer:
+        """Tie the head as transformers does: only if no other one is stored beside the embedding."""
+        if not {EMBEDDING, HEAD} <= self._shapes.keys():
+            return Linear(embedding)
+        weight = self._joined([HEAD], staged=self._packs)
+        if self._config.geometry.tie_word_embeddings:
+            if torch.equal(weight, embedding):
+                return Linear(embedding)
+            logger.warning(
+                "tie_word_embeddings is true in config.json, but the checkpoint has a %s that differs from "
+                "the embedding: it is used, as transformers does",
+                HEAD,
+            )
+        return self._made(weight, None)
 
     def _layer(self, index: int, rotary: RotaryEmbedding) -> DecoderLayer:
         prefix, traits = f"model.layers.{index}", self._config.traits
@@ -129,6 +148,9 @@ class DecoderBuilder:
         weight = self._joined([f"{module}.weight" for module in modules], staged=self._packs)
         biases = [f"{module}.bias" for module in modules]
         bias = self._joined(biases) if biases[0] in self._shapes else None
+        return self._made(weight, bias)
+
+    def _made(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearLayer:
         layer = make_linear(weight, bias, self._context.quantizer)
         self._linears.append(layer)
         return layer

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
 
+# Keys by which a checkpoint could choose code, such as kernels that transformers fetches from the hub.
+_CHOOSES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|custom_pipelines")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -75,7 +77,17 @@ def read_hf_config(config: HFConfig) -> Any:
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers makes a list of them all
         raise CheckpointError(f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be")
     try:
-        values = deepcopy(dict(config))  # the class changes nested values in place
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        return CONFIG_MAPPING[model_type].from_dict(_copy_without_code(config))
     except Exception as error:  # validation errors of many types, none of them ours to tell apart
         raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from error
+
+
+def _copy_without_code(value: Any) -> Any:
+    """Copy a config, as transformers changes nested values in place, without what chooses code."""
+    if isinstance(value, Mapping):
+        return {
+            key: _copy_without_code(nested)
+            for key, nested in value.items()
+            if not _CHOOSES_CODE.fullmatch(str(key))
+        }
+    return [_copy_without_code(nested) for nested in value] if isinstance(value, list) else value

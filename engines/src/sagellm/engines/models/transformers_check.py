@@ -10,6 +10,7 @@ import torch
 
 from sagellm.core import BuildContext, CausalLM, InputBatch, ModelGeometry, UnsupportedModelError
 from sagellm.engines.attention.naive import TorchNaiveBackend
+from sagellm.engines.models.refusal import refuse_on_error
 
 _BLOCK_SIZE = 4
 _NUM_TOKENS = 7
@@ -24,14 +25,12 @@ def check_consistency(model: CausalLM, geometry: ModelGeometry, context: BuildCo
     """
     runner = _SmallRunner(model, geometry, context)
     ids = [1 + 7919 * i % (geometry.vocab_size - 1) for i in range(_NUM_TOKENS)]
-    try:
+    with refuse_on_error("a trial run over paged KV failed"):
         expected = runner.run([(0, ids, len(ids))])[0]
         runner.clear()
         runner.run([(1, ids[::-1][:3], 3), (0, ids[:4], 4)])
         runner.run([(0, ids[4:6], 6), (1, ids[:1], 4)])
         got = runner.run([(1, ids[1:3], 6), (0, ids[6:], 7)])[1]
-    except Exception as error:  # whatever modelling code may raise
-        raise UnsupportedModelError(f"a trial run over paged KV failed: {error}") from error
     difference = float((got - expected).norm() / expected.norm().clamp_min(1e-6))
     if not difference <= _TOLERANCE.get(context.dtype, _TOLERANCE_HALF):
         raise UnsupportedModelError(

@@ -21,6 +21,7 @@ from sagellm.core import (
 )
 from sagellm.engines.models.hf_config import architecture_of, context_limit, read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
+from sagellm.engines.models.refusal import refuse_on_error
 from sagellm.engines.models.transformers_attention import ATTENTION, register
 from sagellm.engines.models.transformers_check import check_consistency
 from sagellm.engines.models.transformers_model import TransformersCausalLM, quantize_linears
@@ -35,7 +36,8 @@ class _Inspected:
     hf: Any
     use: AttentionUse
     geometry: ModelGeometry
-    shapes: dict[str, tuple[int, ...]]  # as the checkpoint names them
+    shapes: dict[str, tuple[int, ...]]  # as the checkpoint names them, without tied copies
+    tied: dict[str, str]  # copy → original, as the checkpoint names them
     base_prefix: str
     ignored_patterns: tuple[str, ...]
 
@@ -77,15 +79,26 @@ class TransformersFamily(ModelFamilyProtocol):
     def tensor_shapes(
         self, config: HFConfig, tensor_names: frozenset[str] = frozenset()
     ) -> Mapping[str, tuple[int, ...]]:
-        """Return the tensors that transformers would save; old checkpoints leave out the base's prefix."""
+        """Return the tensors that transformers would save, and tied copies that the checkpoint has.
+
+        A copy may stand in place of the original. Old checkpoints leave out the base's prefix.
+        """
         inspected = self._inspect(config)
-        prefix = inspected.base_prefix
-        return {
-            name
-            if name in tensor_names or name.removeprefix(prefix) not in tensor_names
-            else name.removeprefix(prefix): shape
-            for name, shape in inspected.shapes.items()
+
+        def spelling(name: str) -> str:
+            short = name.removeprefix(inspected.base_prefix)
+            return short if name not in tensor_names and short in tensor_names else name
+
+        shapes = {spelling(name): shape for name, shape in inspected.shapes.items()}
+        stored = {
+            spelling(copy): spelling(original)
+            for copy, original in inspected.tied.items()
+            if spelling(copy) in tensor_names
         }
+        shapes |= {copy: shapes[original] for copy, original in stored.items()}
+        for original in set(stored.values()) - tensor_names:
+            del shapes[original]
+        return shapes
 
     def ignored_tensors(self, config: HFConfig, tensor_names: frozenset[str]) -> frozenset[str]:
         """Ignore what the class itself says may be left over."""
@@ -104,7 +117,12 @@ class TransformersFamily(ModelFamilyProtocol):
         tensors = {name: _LazyTensor(name, shape, context.load) for name, shape in shapes.items()}
         register()
         # transformers changes modes of tensors that it makes; those of inference mode forbid it.
-        with torch.inference_mode(False), torch.no_grad(), quiet_transformers():
+        with (
+            refuse_on_error(f"transformers cannot load {inspected.model_class.__name__}"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            quiet_transformers(),
+        ):
             model = inspected.model_class.from_pretrained(
                 None,
                 config=inspected.hf,
@@ -123,7 +141,8 @@ class TransformersFamily(ModelFamilyProtocol):
     def _inspect(self, config: HFConfig) -> _Inspected:
         key = json.dumps(dict(config), sort_keys=True, default=str)
         if key not in self._inspected:
-            self._inspected[key] = _inspect(config)
+            with refuse_on_error("transformers' class cannot be examined"):
+                self._inspected[key] = _inspect(config)
         return self._inspected[key]
 
 
@@ -147,11 +166,13 @@ def _inspect(config: HFConfig) -> _Inspected:
     options = (
         {"experts_implementation": "batched_mm"} if model_class._can_set_experts_implementation() else {}
     )
-    try:
-        with torch.device("meta"), quiet_transformers():
-            model = model_class._from_config(hf, dtype=torch.float32, **options).eval()
-    except Exception as error:  # whatever modelling code may raise
-        raise UnsupportedModelError(f"transformers cannot build {model_class.__name__}: {error}") from error
+    building = refuse_on_error(f"transformers cannot build {model_class.__name__}")
+    with building, torch.device("meta"), quiet_transformers():
+        model = model_class._from_config(hf, dtype=torch.float32, **options).eval()
+    if not isinstance(getattr(model, model.base_model_prefix, None), torch.nn.Module):
+        raise UnsupportedModelError(
+            f"{model_class.__name__} has no {model.base_model_prefix}, which should hold its layers"
+        )
     if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
         raise UnsupportedModelError("it has convolutions over tokens, whose state paged KV does not hold")
     use = probe_attention(model, text.num_hidden_layers, getattr(text, "sliding_window", None))
@@ -159,8 +180,9 @@ def _inspect(config: HFConfig) -> _Inspected:
         model_class=model_class,
         hf=read_hf_config(config),  # building has written its own settings into the first
         use=use,
-        geometry=_geometry(text, use, tied=bool(hf.tie_word_embeddings)),
+        geometry=_geometry(text, use, tied=bool(getattr(hf, "tie_word_embeddings", False))),
         shapes=_saved_shapes(model),
+        tied=_saved_ties(model),
         base_prefix=f"{model.base_model_prefix}.",
         ignored_patterns=tuple(model._keys_to_ignore_on_load_unexpected or ()),
     )
@@ -170,14 +192,22 @@ def _check_class(model_class: Any, hf: Any) -> None:
     name = model_class.__name__
     if hf.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder with a decoder; only decoders are supported")
+    if model_class._is_stateful or _has_stateful_layers(hf.get_text_config()):
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state besides KV, which paged KV does not hold"
+        )
     if not model_class._supports_attention_backend:
         raise UnsupportedModelError(f"{name} does not support transformers' attention interface")
-    if model_class._is_stateful:
-        raise UnsupportedModelError(f"{name} keeps a state besides KV, which paged KV does not hold")
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModelError(
             f"{name} takes no position_ids, without which a flat batch has no positions"
         )
+
+
+def _has_stateful_layers(text: Any) -> bool:
+    """Say whether any layer is a convolution, a scan or linear attention, by the name of its kind."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return any("linear" in kind or "attention" not in kind for kind in map(str, kinds))
 
 
 def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
@@ -185,7 +215,7 @@ def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
     return ModelGeometry(
         num_layers=len(use.specs),
         hidden_size=text.hidden_size,
-        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        intermediate_size=_intermediate_size(text),
         num_heads=use.num_heads,
         num_kv_heads=use.num_kv_heads,
         head_dim=use.head_dim,
@@ -194,6 +224,12 @@ def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
         max_model_len_reason=limit.reason,
         tie_word_embeddings=tied,
     )
+
+
+def _intermediate_size(text: Any) -> int:
+    """Return the width of the feed-forward layers, of the widest where they differ."""
+    size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return int(max(size) if isinstance(size, list | tuple) else size)
 
 
 def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
@@ -210,3 +246,15 @@ def _saved_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     saved = revert_weight_conversion(model, state)
     return {name: tuple(tensor.shape) for name, tensor in saved.items()}
+
+
+def _saved_ties(model: Any) -> dict[str, str]:
+    """Return the original of each tied copy, both as transformers would save them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = model.state_dict()
+
+    def saved(name: str) -> str:
+        return str(next(iter(revert_weight_conversion(model, {name: state[name]}))))
+
+    return {saved(copy): saved(original) for copy, original in model.all_tied_weights_keys.items()}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sagellm.core import AttentionSpec, UnsupportedModelError
+from sagellm.engines.models.refusal import refuse_on_error
 
 _PROBE = "sagellm_probe"
 _NOTES = "sagellm_notes"
@@ -72,19 +73,14 @@ def probe_attention(model: Any, num_layers: int, config_window: int | None) -> A
     model.set_attn_implementation(_PROBE)
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device="meta")
     positions = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device="meta")
-    try:
-        with torch.inference_mode():
-            model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=torch.ones_like(ids),
-                use_cache=False,
-                **{_NOTES: notes},
-            )
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # whatever modelling code may raise without data
-        raise UnsupportedModelError(f"its attention could not be examined: {error}") from error
+    with refuse_on_error("its attention could not be examined"), torch.inference_mode():
+        model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=torch.ones_like(ids),
+            use_cache=False,
+            **{_NOTES: notes},
+        )
     return _judge(notes.calls, num_layers, config_window)
 
 
@@ -152,7 +148,8 @@ def _judge(calls: list[_Call], num_layers: int, config_window: int | None) -> At
         raise UnsupportedModelError("its layers have KV of different shapes; one geometry is supported")
     if first.key_dim != first.value_dim:
         raise UnsupportedModelError(
-            f"its keys have {first.key_dim} dimensions and its values {first.value_dim}"
+            f"its keys have {first.key_dim} dimensions and its values {first.value_dim}; equal ones are "
+            f"supported"
         )
     special = sorted({name for call in calls for name in call.others})
     if special:

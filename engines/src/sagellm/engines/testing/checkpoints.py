@@ -86,7 +86,7 @@ def make_checkpoint(
     model.generation_config.update(do_sample=False, pad_token_id=end_of_text, eos_token_id=end_turn)
     with quiet_transformers():
         model.save_pretrained(path)
-    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.model_max_length = values["max_position_embeddings"]
     tokenizer.save_pretrained(path)
     return path
 
@@ -98,7 +98,7 @@ def _make_config(family: str, values: dict[str, Any]) -> Any:
         known = nearest(family, CONFIG_MAPPING.keys())
         raise ConfigError(f"family is {family!r}; it must be a model type of transformers.{known}")
     try:
-        return CONFIG_MAPPING[family](bos_token_id=None, **values)
+        return CONFIG_MAPPING[family](**{"bos_token_id": None, **values})
     except Exception as error:  # validation errors of many types
         raise ConfigError(f"transformers refuses this {family} config: {error}") from error
 
