@@ -129,7 +129,7 @@ def test_loading_shows_its_bytes_on_a_terminal(checkpoint, monkeypatch):
     read = []
 
     @contextmanager
-    def bar(label, *, total, enabled=True):
+    def bar(label, *, total, unit, enabled=True):
         yield read.append
         assert (label, sum(read)) == ("loading weights", total)
 

@@ -26,6 +26,10 @@ class Result:
     def json(self) -> Any:
         return json.loads(self.out)
 
+    @property
+    def json_lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
 
 _MOON = """
 from sagellm.core import NullEvictionPolicy, Provider, hookimpl

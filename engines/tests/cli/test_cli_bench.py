@@ -115,7 +115,7 @@ def test_serve_tells_what_failed(sage, server):
         (("--base-url", "ftp://x"), 2, "base_url is 'ftp://x'"),
         (("--base-url", "http://127.0.0.1:9"), 1, "no server answers at http://127.0.0.1:9/v1"),
         (("--trace", "absent.csv", "--rate", "2"), 2, "--trace-speed instead of --rate"),
-        (("--save", "absent/r.json"), 2, "its folder is not there"),
+        (("--save", "absent/r.json"), 2, "absent does not exist"),
         (("--compare", "a.json"), 2, "a.json cannot be read"),
         (("--rate", "fast"), 2, "Invalid value for '--rate'"),
     ],
@@ -131,7 +131,7 @@ def test_a_wrong_model_is_told(sage, server):
 
 
 def test_a_plot_needs_matplotlib_and_says_so(sage, server, tmp_path, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.bench.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("sagellm.engines.cli.targets.find_spec", lambda name: None)
     result = sage("llm", "bench", "serve", "--base-url", server, "--plot", "p.png")
     assert (result.code, "sagellm-engines[plot]" in result.err) == (2, True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ class FakeEngine:
     """Answers each prompt with its words in capitals, one a step, the last prompt first."""
 
     made: ClassVar[list] = []
+    pause_s = 0.0
     chat_template = ChatTemplate(None)
     default_params = SamplingParams(temperature=0.6, top_k=11)
 
@@ -48,6 +50,7 @@ class FakeEngine:
         return any(not output.finished for output in self.requests.values())
 
     def step(self):
+        time.sleep(self.pause_s)
         output = [output for output in self.requests.values() if not output.finished][-1]
         words = output.prompt.split()
         for one in output.outputs:
@@ -88,15 +91,26 @@ def test_text_goes_to_stdout_and_timings_to_stderr(sage, engine):
 
 
 @pytest.mark.parametrize("mode", ["--stream", "--no-stream"])
-def test_several_prompts_come_in_order_under_headings(sage, engine, mode):
+def test_several_prompts_come_in_order_and_their_headings_are_no_output(sage, engine, mode):
     result = sage("llm", "generate", "one two", "three", "--model", "m", mode)
-    assert result.out == "[1/2] one two\nONE TWO \n\n[2/2] three\nTHREE \n"
-    assert len(result.err.strip().splitlines()) == 3
+    assert result.out == "ONE TWO \nTHREE \n"
+    assert result.err.startswith("[1/2] one two\n\n[2/2] three\n\nPROMPT")
+    assert len(result.err.strip().splitlines()) == 7
 
 
 def test_continuations_come_one_after_another(sage, engine):
     result = sage("llm", "generate", "one", "--model", "m", "-n", "2")
-    assert result.out == "[1/2] one\nONE \n\n[2/2] one\nONE \n"
+    assert (result.out, result.err.startswith("[1/2] one\n\n[2/2] one\n")) == ("ONE \nONE \n", True)
+
+
+def test_many_prompts_in_a_pipe_show_how_far_they_are(sage, engine, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.progress.PLAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(FakeEngine, "pause_s", 0.05)
+    result = sage("llm", "generate", "one two three", "one two", "--model", "m", "--max-tokens", "10")
+    assert "tokens), 0 s" in result.err
+    assert "generating: done" in result.err
+    assert result.out == "ONE TWO THREE \nONE TWO \n"
+    assert "generating" not in sage("llm", "generate", "one two", "--model", "m").err
 
 
 def test_prompts_are_read_from_stdin_one_a_line(sage, engine, monkeypatch):
@@ -113,7 +127,7 @@ def test_an_empty_stdin_is_told(sage, engine, monkeypatch):
 
 def test_json_holds_everything_and_nothing_else_is_printed(sage, engine):
     result = sage("llm", "generate", "one two", "--model", "m", "--json")
-    [entry] = result.json["outputs"]
+    [entry] = result.json_lines
     assert entry["prompt"] == "one two"
     assert entry["outputs"][0]["text"] == "ONE TWO "
     assert entry["outputs"][0]["finish_reason"] == "stop"
@@ -168,7 +182,7 @@ def test_without_a_model_the_embedded_one_answers_and_says_so(sage):
 def test_a_prompt_is_what_a_user_says_unless_it_is_raw(sage, checkpoint):
     prompt = "the quick brown fox"
     run = ("llm", "generate", prompt, "--model", checkpoint, *REAL, "--json")
-    [asked], [raw] = sage(*run).json["outputs"], sage(*run, "--raw").json["outputs"]
+    [asked], [raw] = sage(*run).json_lines, sage(*run, "--raw").json_lines
     tokenizer = load_tokenizer(checkpoint)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
     assert asked["num_prompt_tokens"] == len(chat["input_ids"])
@@ -198,7 +212,7 @@ def test_a_wrong_value_is_told_before_anything_is_loaded(sage, engine, arguments
 def test_a_prompt_that_fails_ends_with_one_after_the_others(sage, engine):
     result = sage("llm", "generate", "good", "to fail", "--model", "m")
     assert result.code == 1
-    assert "[1/2] good\nGOOD" in result.out
+    assert result.out.startswith("GOOD")
     assert result.err.endswith("Error: 1 of 2 prompts failed: it burst\n")
 
 
@@ -219,7 +233,7 @@ def test_a_printer_prints_only_what_is_new(capfd):
         metrics=RequestMetrics(arrival_ns=0),
     )
     printer.update(0, first)
-    assert capfd.readouterr().out == "[1/2] a\nHel"
+    assert capfd.readouterr() == ("Hel", "[1/2] a\n")
     printer.update(1, second)
     assert capfd.readouterr().out == ""
     first.outputs[0].text = "Hello"
@@ -227,7 +241,7 @@ def test_a_printer_prints_only_what_is_new(capfd):
     assert capfd.readouterr().out == "lo"
     first.outputs[0].finish_reason = "length"
     printer.update(0, first)
-    assert capfd.readouterr().out == "\n\n[2/2] b\n\n"
+    assert capfd.readouterr() == ("\n\n", "\n[2/2] b\n")
 
 
 def test_a_long_prompt_is_shortened_in_its_heading(capfd):
@@ -240,7 +254,7 @@ def test_a_long_prompt_is_shortened_in_its_heading(capfd):
         metrics=RequestMetrics(arrival_ns=0),
     )
     printer.update(0, output)
-    heading = capfd.readouterr().out.splitlines()[0]
+    heading = capfd.readouterr().err.splitlines()[0]
     assert (len(heading), heading[-1]) == (len("[1/2] ") + 60, "…")
 
 
@@ -257,7 +271,7 @@ def test_a_real_engine_streams_what_it_returns_whole(sage, checkpoint):
     whole = sage("llm", "generate", *prompts, "--model", checkpoint, *REAL, "--no-stream")
     assert (streamed.code, whole.code) == (0, 0), streamed.err + whole.err
     assert streamed.out == whole.out
-    shown = sage("llm", "generate", *prompts, "--model", checkpoint, *REAL, "--json").json["outputs"]
+    shown = sage("llm", "generate", *prompts, "--model", checkpoint, *REAL, "--json").json_lines
     assert [entry["prompt"] for entry in shown] == list(prompts)
     for entry in shown:
         assert 1 <= len(entry["outputs"][0]["token_ids"]) <= 8
@@ -268,8 +282,8 @@ def test_a_real_engine_streams_what_it_returns_whole(sage, checkpoint):
 def test_a_repeated_prompt_is_cached_between_requests_of_one_run(sage, checkpoint):
     prompt = "the quick brown fox jumps over the lazy dog " * 4
     limits = ("--block-size", "8", "--max-num-seqs", "1")
-    shown = sage("llm", "generate", prompt, prompt, "--model", checkpoint, *REAL, *limits, "--json").json
-    first, second = shown["outputs"]
+    shown = sage("llm", "generate", prompt, prompt, "--model", checkpoint, *REAL, *limits, "--json")
+    first, second = shown.json_lines
     assert first["num_cached_tokens"] == 0
     assert second["num_cached_tokens"] >= 8
 

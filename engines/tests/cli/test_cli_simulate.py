@@ -157,6 +157,6 @@ def test_a_trace_that_exists_is_overwritten_only_by_force(sage, tmp_path):
     path.write_text("precious\n")
     refused = sage("llm", "trace", "generate", path, "--num-requests", "2")
     assert (refused.code, path.read_text()) == (2, "precious\n")
-    assert f"{path} exists; name another file, or overwrite it with --force" in refused.err
-    assert sage("llm", "trace", "generate", path, "--num-requests", "2", "--force").code == 0
+    assert f"{path} exists; name another file, or overwrite it with --overwrite" in refused.err
+    assert sage("llm", "trace", "generate", path, "--num-requests", "2", "--overwrite").code == 0
     assert sage("llm", "trace", "show", path, "--json").json["num_requests"] == 2

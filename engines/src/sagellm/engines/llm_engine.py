@@ -194,25 +194,36 @@ class LLMEngine(EngineProtocol):
     def _run_to_end(
         self, requests: list[ProcessedRequest], *, progress: bool
     ) -> dict[RequestId, RequestOutput]:
-        from sagellm.engines.progress import progress_bar
+        from sagellm.engines.progress import RequestShares, progress_bar
 
+        shares = {processed.request_id: _num_expected_tokens(processed) for processed in requests}
         wanted = {processed.request_id for processed in requests}
         finished: dict[RequestId, RequestOutput] = {}
         try:
             for processed in requests:
                 self._queue(processed)
-            with progress_bar("generating", total=len(wanted), enabled=progress) as advance:
+            total = sum(shares.values())
+            with progress_bar("generating", total=total, unit="tokens", enabled=progress) as advance:
+                counted = RequestShares(shares, advance)
                 while len(finished) < len(wanted):
                     for output in self.step():
+                        num_tokens = len(output.prompt_token_ids) + output.metrics.num_output_tokens
+                        counted.take(output.request_id, num_tokens, is_finished=output.finished)
                         if output.finished and output.request_id in wanted:
                             finished[output.request_id] = output
-                            advance(1)
+                    counted.show()
         except BaseException:  # Ctrl-C must not leave requests behind that hold blocks
             for request_id in wanted - finished.keys():
                 if request_id in self._output:
                     self.abort_request(request_id)
             raise
         return finished
+
+
+def _num_expected_tokens(processed: ProcessedRequest) -> int:
+    """Return the tokens of a prompt, and all that may be generated for it."""
+    request = processed.request
+    return len(request.token_ids) + len(processed.sequences) * request.max_tokens
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -1,24 +1,129 @@
-"""A progress bar on terminals, nothing elsewhere."""
+"""Progress of long work on standard error: a bar for people who watch, a line now and then in a log."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TextIO
+
+from sagellm.core import RequestId
+
+PLAIN_INTERVAL_S = 5.0
+"""Time between two lines where there is no bar."""
+
+Advance = Callable[[float], None]
+"""Moves progress on by an amount, in the unit of the total."""
 
 
 @contextmanager
-def progress_bar(label: str, *, total: int, enabled: bool = True) -> Iterator[Callable[[float], None]]:
-    """Show a bar on standard error and yield the function that moves it on.
+def progress_bar(label: str, *, total: int, unit: str = "", enabled: bool = True) -> Iterator[Advance]:
+    """Show progress towards `total` and yield the function that moves it on.
 
-    Does nothing when disabled or when standard error is no terminal.
+    A bar on terminals, and in notebooks that have widgets; elsewhere a line every `PLAIN_INTERVAL_S`,
+    so that short work says nothing. `unit` is what a line counts: "tokens", "bytes".
     """
-    if not enabled or not sys.stderr.isatty():
+    if not enabled:
         yield lambda amount: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
+    elif _shows_bars():
+        from rich.console import Console
+        from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda amount: progress.advance(task, amount)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(label, total=total)
+            yield lambda amount: progress.advance(task, amount)
+    else:
+        lines = _PlainLines(label, total, unit, sys.stderr)
+        lines.start()
+        is_done = False
+        try:
+            yield lines.advance
+            is_done = True
+        finally:
+            lines.stop(is_done=is_done)
+
+
+def _shows_bars() -> bool:
+    """Say whether rich can draw: in a notebook only with widgets, else it warns again and again."""
+    return sys.stderr.isatty() or ("ipykernel" in sys.modules and find_spec("ipywidgets") is not None)
+
+
+class _PlainLines:
+    """A thread that writes how far the work is, also where one piece of it takes long."""
+
+    def __init__(self, label: str, total: int, unit: str, stream: TextIO) -> None:
+        self._label, self._total, self._unit, self._stream = label, total, unit, stream
+        self._done = 0.0
+        self._started_s = time.monotonic()
+        self._is_silent = True
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sagellm-progress", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def advance(self, amount: float) -> None:
+        """Count what has been done."""
+        self._done += amount
+
+    def stop(self, *, is_done: bool) -> None:
+        """Write no more, but for a last line under earlier ones."""
+        self._ended.set()
+        self._thread.join()
+        if is_done and not self._is_silent:
+            self._write(f"{self._label}: done in {self._elapsed_s:.0f} s")
+
+    def _run(self) -> None:
+        while not self._ended.wait(PLAIN_INTERVAL_S):
+            self._is_silent = False
+            self._write(self._line())
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _line(self) -> str:
+        elapsed_s, done, total = self._elapsed_s, self._done, self._total
+        if total <= 0:
+            return f"{self._label}: {elapsed_s:.0f} s"
+        left = f", about {elapsed_s * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        counted = "" if self._unit == "bytes" else f" ({done:,.0f} of {total:,} {self._unit}".rstrip() + ")"
+        return f"{self._label}: {min(1.0, done / total):.0%}{counted}, {elapsed_s:.0f} s{left}"
+
+    def _write(self, line: str) -> None:
+        try:
+            print(line, file=self._stream, flush=True)
+        except (OSError, ValueError):  # the stream is closed: nobody reads on
+            self._ended.set()
+
+
+class RequestShares:
+    """Adds up what requests have done; one that ends early has done all of its share.
+
+    `shares` are tokens by request. A call of `take` costs a few dictionary lookups, one of `show` what
+    `advance` costs: once a step is enough.
+    """
+
+    def __init__(self, shares: Mapping[RequestId, int], advance: Advance) -> None:
+        self._shares = shares
+        self._done = dict.fromkeys(shares, 0)
+        self._advance = advance
+        self._num_new = 0
+
+    def take(self, request: RequestId, num_tokens: int, *, is_finished: bool) -> None:
+        """Say how many tokens of a request are done so far. Requests without a share do not count."""
+        if (share := self._shares.get(request)) is None:
+            return
+        done = share if is_finished else min(share, num_tokens)
+        self._num_new += done - self._done[request]
+        self._done[request] = done
+
+    def show(self) -> None:
+        """Move the progress on by what was taken since the last time."""
+        if self._num_new:
+            self._advance(self._num_new)
+            self._num_new = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -41,8 +41,9 @@ class LoadDriver:
         self._client = client
         self._path = path
         self._timeout_s = timeout_s
-        self._num_running = 0
+        self._running: dict[int, RequestRecord] = {}
         self._max_running = 0
+        self._num_ended_tokens = 0
         self._late_s: list[float] = []
 
     async def run(
@@ -51,7 +52,6 @@ class LoadDriver:
         *,
         concurrency: int | None,
         is_closed_loop: bool,
-        on_end: Callable[[], None] = lambda: None,
     ) -> LoadRun:
         """Send all and wait for all answers. `concurrency` limits how many run at once.
 
@@ -70,9 +70,9 @@ class LoadDriver:
             queue = iter(pairs)
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency or 1):
-                    group.create_task(self._work_off(queue, on_end))
+                    group.create_task(self._work_off(queue))
         else:
-            await self._send_in_time(pairs, concurrency, on_end)
+            await self._send_in_time(pairs, concurrency)
         return LoadRun(
             records=records,
             start_ns=start_ns,
@@ -81,19 +81,21 @@ class LoadDriver:
             late_s=self._late_s,
         )
 
-    async def _work_off(
-        self, queue: Iterable[tuple[PlannedRequest, RequestRecord]], on_end: Callable[[], None]
-    ) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, an event counted as one; an ended answer counts as all that it was asked."""
+        running = self._running.values()
+        return self._num_ended_tokens + sum(
+            min(len(one.event_times_ns), one.num_asked_tokens) for one in running
+        )
+
+    async def _work_off(self, queue: Iterable[tuple[PlannedRequest, RequestRecord]]) -> None:
         for planned, record in queue:
             record.arrival_ns = time.perf_counter_ns()
             await self._send(planned, record)
-            on_end()
 
     async def _send_in_time(
-        self,
-        pairs: list[tuple[PlannedRequest, RequestRecord]],
-        concurrency: int | None,
-        on_end: Callable[[], None],
+        self, pairs: list[tuple[PlannedRequest, RequestRecord]], concurrency: int | None
     ) -> None:
         places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
         start_ns = time.perf_counter_ns()
@@ -101,7 +103,6 @@ class LoadDriver:
         async def one(planned: PlannedRequest, record: RequestRecord) -> None:
             async with places:
                 await self._send(planned, record)
-            on_end()
 
         async with asyncio.TaskGroup() as group:
             for planned, record in pairs:
@@ -115,8 +116,8 @@ class LoadDriver:
     async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
         answer = AnswerReader(record)
 
-        self._num_running += 1
-        self._max_running = max(self._max_running, self._num_running)
+        self._running[id(record)] = record
+        self._max_running = max(self._max_running, len(self._running))
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._client.request(self._path, answer.take, body=planned.body)
@@ -126,5 +127,6 @@ class LoadDriver:
         except RequestFailedError as error:
             record.fail(error)
         finally:
-            self._num_running -= 1
+            del self._running[id(record)]
+            self._num_ended_tokens += record.num_asked_tokens
             record.end_ns = time.perf_counter_ns()

@@ -96,7 +96,8 @@ def measure_latency(
     """Run batches of `num_prompts`, after `warmup` of them. Raises BenchmarkError if a prompt fails."""
     workload = _Workload(engine, settings)
     latencies_ms, ttfts_ms, tpots_ms = [], [], []
-    with progress_bar("batches", total=settings.warmup + settings.repeats, enabled=progress) as advance:
+    total = settings.warmup + settings.repeats
+    with progress_bar("measuring", total=total, unit="batches", enabled=progress) as advance:
         for repeat in range(-settings.warmup, settings.repeats):
             outputs, start_ns, end_ns = workload.run(settings.num_prompts)
             advance(1)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from sagellm.core import ConfigError
-from sagellm.engines.bench.results import Result, check_place
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise ConfigError when a plot is wanted and cannot be drawn or written."""
-    if path is not None and find_spec("matplotlib") is None:
-        raise ConfigError("a plot needs matplotlib: pip install 'sagellm-engines[plot]'")
-    check_place(path)
+from sagellm.engines.bench.results import Result
 
 
 def plot_result(result: Result, path: Path) -> None:

@@ -47,12 +47,6 @@ def request_rows(run: LoadRun) -> dict[str, list[Any]]:
     }
 
 
-def check_place(path: Path | None) -> None:
-    """Raise ConfigError when a file cannot be put there, before hours are spent on what goes into it."""
-    if path is not None and not (path.absolute().parent.is_dir() and not path.is_dir()):
-        raise ConfigError(f"{path} cannot be written: its folder is not there, or it is a folder itself")
-
-
 def save_result(result: Result, path: Path) -> None:
     """Write a result. Raises ConfigError where it cannot be written."""
     try:

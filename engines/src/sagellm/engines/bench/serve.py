@@ -14,7 +14,9 @@ from sagellm.engines.bench.plan import plan_load, plan_warmup
 from sagellm.engines.bench.server import find_model
 from sagellm.engines.bench.settings import PATHS, LoadSettings
 from sagellm.engines.bench.watch import ClientLoad, ClientWatch
-from sagellm.engines.progress import progress_bar
+from sagellm.engines.progress import Advance, progress_bar
+
+_SHOW_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +72,14 @@ async def _serve(settings: LoadSettings, *, progress: bool) -> ServeResult:
         plan = plan_load(settings, model.name)
         await _warm_up(settings, client, model.name)
         driver = LoadDriver(client, PATHS[settings.endpoint], timeout_s=settings.timeout_s)
-        with progress_bar("requests", total=len(plan), enabled=progress) as advance:
+        total = sum(one.num_asked_tokens for one in plan)
+        with progress_bar("measuring", total=total, unit="tokens", enabled=progress) as advance:
+            showing = asyncio.create_task(_show(driver, advance))
             async with ClientWatch() as watch:
                 run = await driver.run(
-                    plan,
-                    concurrency=settings.concurrency,
-                    is_closed_loop=settings.is_closed_loop,
-                    on_end=lambda: advance(1),
+                    plan, concurrency=settings.concurrency, is_closed_loop=settings.is_closed_loop
                 )
+            showing.cancel()
     finally:
         client.close()
     figures = serve_figures(run, settings.goodput)
@@ -88,6 +90,16 @@ async def _serve(settings: LoadSettings, *, progress: bool) -> ServeResult:
     return ServeResult(
         figures=figures, client=watch.load(num_events), server=model.facts, model=model.name, run=run
     )
+
+
+async def _show(driver: LoadDriver, advance: Advance) -> None:
+    """Move the progress on now and then: counting at every event would be part of what is measured."""
+    num_shown = 0
+    while True:
+        await asyncio.sleep(_SHOW_S)
+        num_tokens = driver.num_tokens
+        advance(num_tokens - num_shown)
+        num_shown = num_tokens
 
 
 async def _warm_up(settings: LoadSettings, client: HTTPClient, model: str) -> None:

@@ -83,7 +83,8 @@ def _follow(client: AdminClient, operation: str, label: str, as_json: bool, **ar
     progress = client.call(operation, **arguments)
     while progress["num_blocks"] == 0 and progress["phase"] != "done":
         progress = _go_on(client, progress)
-    with progress_bar(label, total=progress["num_blocks"], enabled=not as_json) as advance:
+    total = progress["num_blocks"]
+    with progress_bar(label, total=total, unit="blocks", enabled=not as_json) as advance:
         num_shown = 0
         while True:
             advance(progress["num_done"] - num_shown)

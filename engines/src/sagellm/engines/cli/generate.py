@@ -39,7 +39,9 @@ def generate(
         bool, typer.Option("--raw", help="Continue the text as it stands, whatever the model.")
     ] = False,
     stream: Annotated[bool, typer.Option(help="Print the text while it comes.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON at the end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON per prompt, at the end.")
+    ] = False,
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
@@ -47,7 +49,8 @@ def generate(
 
     A model with a chat template reads each prompt as what a user says; one without continues it.
 
-    The text goes to standard output, what it took to standard error.
+    The text goes to standard output; headings, where there are several, and what it took go to
+    standard error. --json keeps texts apart for programs.
     """
     engine_config, sampling = read_options(options, config, max_tokens=DEFAULT_MAX_TOKENS)
     texts = _read_prompts(prompts)
@@ -108,11 +111,21 @@ def _run(
 def _generate_streaming(
     engine: LLMEngine, asked: Sequence[Prompt], params: SamplingParams, printer: TextPrinter
 ) -> list[RequestOutput]:
+    from sagellm.engines.progress import RequestShares, progress_bar
+
     place = {engine.add_request(prompt, params): index for index, prompt in enumerate(asked)}
+    shares = dict.fromkeys(place, (params.max_tokens or 1) * params.n)
+    # Who sees the text come needs no bar, which would stand in the middle of it.
+    is_shown = len(asked) > 1 and not sys.stdout.isatty()
     outputs: dict[int, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            index = place[output.request_id]
-            outputs[index] = output
-            printer.update(index, output)
+    with progress_bar("generating", total=sum(shares.values()), unit="tokens", enabled=is_shown) as advance:
+        counted = RequestShares(shares, advance)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index = place[output.request_id]
+                outputs[index] = output
+                printer.update(index, output)
+                num_tokens = output.metrics.num_output_tokens
+                counted.take(output.request_id, num_tokens, is_finished=output.finished)
+            counted.show()
     return [outputs[index] for index in range(len(asked))]

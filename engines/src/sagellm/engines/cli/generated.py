@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.output import columns, print_json_line
 
 if TYPE_CHECKING:
     from sagellm.engines import CompletionOutput, RequestOutput
@@ -19,7 +19,7 @@ class TextPrinter:
     """Prints the continuations of all prompts one after another, each as far as it has come.
 
     Only one can be printed at a time; what the others have by then follows when it is their turn.
-    A single continuation has no heading.
+    Headings say whose text comes, on standard error, so that standard output has nothing but text.
     """
 
     def __init__(self, prompts: Sequence[str], num_continuations: int) -> None:
@@ -48,7 +48,7 @@ class TextPrinter:
     def _print(self, completion: CompletionOutput) -> None:
         is_due = bool(completion.text) or completion.finish_reason is not None
         if len(self._lanes) > 1 and self._num_printed == 0 and is_due:
-            typer.echo(self._heading())
+            typer.echo(self._heading(), err=True)
         typer.echo(completion.text[self._num_printed :], nl=False)
         self._num_printed = len(completion.text)
 
@@ -60,9 +60,9 @@ class TextPrinter:
 
 
 def print_outputs_json(outputs: Sequence[RequestOutput], prompts: Sequence[str]) -> None:
-    """Print everything that is known about each request."""
-    entries = [_entry(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]
-    print_json({"outputs": entries})
+    """Print everything that is known about each request, one line each."""
+    for output, prompt in zip(outputs, prompts, strict=True):
+        print_json_line(_entry(output, prompt))
 
 
 def print_timings(outputs: Sequence[RequestOutput]) -> None:

@@ -29,6 +29,11 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
 
 
+def print_json_line(value: object) -> None:
+    """Print a value as one line of JSON, for programs that read line by line."""
+    typer.echo(json.dumps(value, ensure_ascii=False, default=_plain))
+
+
 def _plain(value: object) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 

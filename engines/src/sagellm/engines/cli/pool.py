@@ -51,7 +51,8 @@ def _compact(client: AdminClient, *, show_bar: bool) -> dict[str, Any]:
     before = _read(client)
     num_moved = num_steps = 0
     moving_s = 0.0
-    with progress_bar("compacting", total=before.num_misplaced_blocks, enabled=show_bar) as advance:
+    total = before.num_misplaced_blocks
+    with progress_bar("compacting", total=total, unit="blocks", enabled=show_bar) as advance:
         while num_moved < before.num_used_blocks:
             done = client.call("pool_compact")
             if not done["num_moved_blocks"]:

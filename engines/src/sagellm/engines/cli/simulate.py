@@ -16,6 +16,7 @@ from sagellm.core import ConfigError
 from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
 
@@ -55,6 +56,7 @@ def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded or generated load.")],
     *,
     bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum.")] = True,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     config: ConfigFile = None,
     **options: Any,
@@ -64,12 +66,12 @@ def simulate(
     No model runs and no request runs beside another: what is saved depends on the cache alone.
     Options of an eviction policy are those of the first one that --eviction-policy names.
     """
-    from sagellm.engines.bench.plot import check_plot
     from sagellm.engines.simulation.runs import simulate as run, with_bounds
     from sagellm.engines.traces import read_trace
 
     plot, requests_file = options.get("plot"), options.get("requests")
     check_plot(plot)
+    check_targets(plot, requests_file, overwrite=overwrite)
     policies = _split(options.get("eviction_policy") or [])
     settings = load_config(_cache_settings(options, policies), config_file=config).config
     capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]
@@ -82,7 +84,7 @@ def simulate(
     settings = _with_block_size(settings, requests, options.get("block_size"))
     total = len(requests) * (1 + len(capacities) * len(policies))
     started = time.perf_counter()
-    with progress_bar("replaying", total=total) as advance:
+    with progress_bar("replaying", total=total, unit="requests") as advance:
         found = run(requests, settings, capacities=capacities, policies=policies, advance=advance)
     elapsed_s = time.perf_counter() - started
     if plot is not None:

@@ -12,6 +12,8 @@ from sagellm.core import ConfigError, percentile
 from sagellm.engines.cli.figures import figures_table
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.output import new_app, print_json
+from sagellm.engines.cli.targets import check_targets
+from sagellm.engines.progress import progress_bar
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest
@@ -51,7 +53,9 @@ def generate(
     arrivals: Annotated[
         Path | None, typer.Option(metavar="TRACE", help="Take the arrivals from a recorded trace.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", "--force", help="Overwrite FILE if it exists, without asking.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Simulate clients that converse, and write what they ask as a trace with token ids.
@@ -66,10 +70,10 @@ def generate(
         name: Lengths.parse(value) if name in _LENGTHS else value for name, value in options.items()
     }
     settings = ConversationSettings(**given)
-    if path.is_file() and not force:
-        raise ConfigError(f"{path} exists; name another file, or overwrite it with --force")
+    check_targets(path, overwrite=overwrite)
     recorded = None if arrivals is None else [one.arrival_s for one in read_trace(arrivals)]
-    requests = simulate_clients(settings, recorded)
+    with progress_bar("generating", total=settings.num_requests, unit="requests") as advance:
+        requests = simulate_clients(settings, recorded, advance)
     about = {field.name: getattr(settings, field.name) for field in fields(settings)}
     write_trace(
         path, requests, {"made_by": "sage llm trace generate", **{k: str(v) for k, v in about.items()}}

@@ -101,7 +101,7 @@ def load_checkpoint(
         check_tokenizer(tokenizer, selected.geometry.vocab_size, tokenizer_path or path)
     resolved = resolve_dtype(dtype, config)
     num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    with progress_bar("loading weights", total=num_bytes) as advance, torch.inference_mode():
+    with progress_bar("loading weights", total=num_bytes, unit="bytes") as advance, torch.inference_mode():
         context = BuildContext(
             dtype=resolved,
             device=device or torch.device("cpu"),

@@ -7,6 +7,7 @@ from itertools import islice
 from random import Random
 
 from sagellm.core import ConfigError, TraceRequest, pack
+from sagellm.engines.progress import Advance
 from sagellm.engines.traces.arrivals import arrival_times
 from sagellm.engines.traces.lengths import Lengths
 
@@ -48,19 +49,23 @@ class ConversationSettings:
 
 
 def simulate_clients(
-    settings: ConversationSettings, arrivals_s: list[float] | None = None
+    settings: ConversationSettings,
+    arrivals_s: list[float] | None = None,
+    advance: Advance = lambda amount: None,
 ) -> list[TraceRequest]:
     """Make `num_requests` requests in the order of their arrival; the same seed makes the same ones.
 
     With `arrivals_s`, recorded ones, the first request comes at the first of these, and so on: who
     comes before whom stays as it was. Raises ConfigError when these are fewer than the requests.
+    `advance` is told how many requests a conversation has made.
     """
     rng = Random(f"conversations {settings.seed}")
     system = _draw(rng, settings.system_len, settings.vocab_size)
     starts = arrival_times(settings.rate, 1.0, settings.seed)
     made: list[TraceRequest] = []
     for index, start_s in enumerate(islice(starts, settings.num_requests)):
-        made += _conversation(rng, settings, system, index, start_s)
+        made += (turns := _conversation(rng, settings, system, index, start_s))
+        advance(len(turns))
         if len(made) >= settings.num_requests:
             break
     made = sorted(made[: settings.num_requests], key=lambda one: one.arrival_s)

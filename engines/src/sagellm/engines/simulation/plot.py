@@ -33,8 +33,8 @@ def plot_replays(
     curve.axhline(100 * upper_bound, color="0.6", linestyle=":", label="unlimited")
     curve.set(xlabel="capacity (blocks)", ylabel="token saving (%)", xscale="log", ylim=(0, None))
     curve.legend()
-    for name, fractions in sharing.items():
-        histogram.hist([100 * one for one in fractions], bins=20, range=(0, 100), histtype="step", label=name)
+    shares = [[100 * one for one in fractions] for fractions in sharing.values()]
+    histogram.hist(shares, bins=10, range=(0, 100), label=list(sharing))  # side by side: none hides another
     histogram.set(xlabel="blocks of a prompt that were reused (%)", ylabel="requests", yscale="log")
     histogram.legend(fontsize="small")
     try:

@@ -9,6 +9,7 @@ import typer
 from sagellm.engines.cli.bench.flags import LATENCY_FLAGS, AsJSON, Compare, Save, latency_options
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.cli.variadic import VariadicCommand
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -19,6 +20,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def latency(
     *,
     save: Save = None,
+    overwrite: Overwrite = False,
     compare: Compare = None,
     as_json: AsJSON = False,
     config: ConfigFile = None,
@@ -36,4 +38,5 @@ def latency(
         print_comparison(compare, as_json=as_json)
         return
     own = latency_options(options)
+    check_targets(save, overwrite=overwrite)
     run_offline("latency", measure_latency, own, options, config=config, save=save, as_json=as_json)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.engines.bench.offline import OfflineSettings
-from sagellm.engines.bench.results import check_place, make_result, save_result
+from sagellm.engines.bench.results import make_result, save_result
 from sagellm.engines.cli.bench.show import print_result
 from sagellm.engines.cli.model import start_engine
 from sagellm.engines.config.sources import load_config
@@ -28,7 +28,6 @@ def run_offline(  # noqa: PLR0913  (what a command was given)
     """Load the engine, measure, print and save. Raises ConfigError before anything is loaded."""
     settings = OfflineSettings(**own)
     loaded = load_config(engine_settings, config_file=config)
-    check_place(save)
     started = time.perf_counter()
     engine = start_engine(loaded.config)
     start_s = time.perf_counter() - started

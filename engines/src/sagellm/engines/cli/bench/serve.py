@@ -12,6 +12,7 @@ from sagellm.core import ConfigError, nearest
 from sagellm.engines.bench.settings import Endpoint, LoadSettings, PromptForm
 from sagellm.engines.cli.bench.flags import SERVE_FLAGS, AsJSON, Compare, Save, parse_goodput
 from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.cli.variadic import VariadicCommand
 from sagellm.engines.traces.lengths import Lengths
 
@@ -26,6 +27,7 @@ def serve(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw all requests' times (needs matplotlib).")
     ] = None,
+    overwrite: Overwrite = False,
     compare: Compare = None,
     as_json: AsJSON = False,
     **options: Any,
@@ -41,12 +43,12 @@ def serve(
         print_comparison(compare, as_json=as_json)
         return
     settings = load_settings(options)
-    from sagellm.engines.bench.plot import check_plot, plot_result
-    from sagellm.engines.bench.results import check_place, make_result, request_rows, save_result
+    from sagellm.engines.bench.plot import plot_result
+    from sagellm.engines.bench.results import make_result, request_rows, save_result
     from sagellm.engines.bench.serve import run_serve
 
-    check_place(save)
     check_plot(plot)
+    check_targets(save, plot, overwrite=overwrite)
     measured = run_serve(settings, progress=True)
     result = make_result(
         "serve",

@@ -9,6 +9,7 @@ import typer
 from sagellm.engines.cli.bench.flags import THROUGHPUT_FLAGS, AsJSON, Compare, Save, throughput_options
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.cli.variadic import VariadicCommand
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -19,6 +20,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def throughput(
     *,
     save: Save = None,
+    overwrite: Overwrite = False,
     compare: Compare = None,
     as_json: AsJSON = False,
     config: ConfigFile = None,
@@ -36,4 +38,5 @@ def throughput(
         print_comparison(compare, as_json=as_json)
         return
     own = throughput_options(options)
+    check_targets(save, overwrite=overwrite)
     run_offline("throughput", measure_throughput, own, options, config=config, save=save, as_json=as_json)

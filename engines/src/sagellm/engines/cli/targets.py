@@ -1,0 +1,59 @@
+"""Files that a command is to write: checked before the work, and overwritten only when somebody says so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagellm.core import ConfigError, nearest
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite files that exist without asking.")]
+
+
+def check_targets(*paths: Path | None, overwrite: bool) -> None:
+    """Raise ConfigError for a file that cannot be written, or exists and is to be kept.
+
+    On a terminal it asks whether to overwrite; elsewhere `overwrite` has to say so.
+    """
+    for path in paths:
+        if path is not None:
+            _check_place(path)
+            _check_overwriting(path, overwrite=overwrite)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ConfigError when a picture is wanted and matplotlib is not there or cannot draw this format."""
+    if path is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a plot needs matplotlib: pip install 'sagellm-engines[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    given = path.suffix.removeprefix(".").lower()
+    if given not in known:
+        what = f"ends with .{given}" if given else "has no ending, which says the format"
+        raise ConfigError(f"--plot {path} {what}; there are {', '.join(known)}.{nearest(given, known)}")
+
+
+def _check_place(path: Path) -> None:
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a folder; name a file in it")
+    if not folder.is_dir():
+        raise ConfigError(f"{path} cannot be written: the folder {folder} does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")
+
+
+def _check_overwriting(path: Path, *, overwrite: bool) -> None:
+    if overwrite or not path.is_file():  # a pipe or a device is not lost when it is written
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{path} exists; name another file, or overwrite it with --overwrite")
+    typer.confirm(f"{path} exists; overwrite it?", abort=True, err=True)
