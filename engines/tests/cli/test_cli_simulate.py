@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sagellm.core import TraceRequest
+from sagellm.engines.simulation.plot import _draw_sharing
 from sagellm.engines.traces import write_trace
 
 OTHER_LRU = """
@@ -160,3 +161,13 @@ def test_a_trace_that_exists_is_overwritten_only_by_force(sage, tmp_path):
     assert f"{path} exists; name another file, or overwrite it with --overwrite" in refused.err
     assert sage("llm", "trace", "generate", path, "--num-requests", "2", "--overwrite").code == 0
     assert sage("llm", "trace", "show", path, "--json").json["num_requests"] == 2
+
+
+def test_policies_that_share_alike_are_all_seen():
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    _draw_sharing(axes, {name: [0.1, 0.1, 0.9] for name in ("reuse", "lru", "belady")})
+    spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches if bar.get_height())
+    assert len(spans) == 6
+    assert all(before[1] <= after[0] + 1e-9 for before, after in zip(spans, spans[1:], strict=False))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Point = tuple[int, float]
 """Capacity in blocks and token saving."""
@@ -26,18 +30,29 @@ def plot_replays(
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     curve, histogram = figure.subplots(1, 2)
-    for name, points in savings.items():
-        capacities, shares = zip(*sorted(points), strict=True)
-        style = "k--" if name == "belady" else "o-"
-        curve.plot(capacities, [100 * share for share in shares], style, label=name)
+    _draw_savings(curve, savings)
     curve.axhline(100 * upper_bound, color="0.6", linestyle=":", label="unlimited")
     curve.set(xlabel="capacity (blocks)", ylabel="token saving (%)", xscale="log", ylim=(0, None))
     curve.legend()
-    shares = [[100 * one for one in fractions] for fractions in sharing.values()]
-    histogram.hist(shares, bins=10, range=(0, 100), label=list(sharing))  # side by side: none hides another
-    histogram.set(xlabel="blocks of a prompt that were reused (%)", ylabel="requests", yscale="log")
-    histogram.legend(fontsize="small")
+    _draw_sharing(histogram, sharing)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {path}") from error
+
+
+def _draw_savings(axes: Axes, savings: Mapping[str, Seq[Point]]) -> None:
+    for index, (name, points) in enumerate(savings.items()):
+        capacities, shares = zip(*sorted(points), strict=True)
+        style = "k--" if name == "belady" else "o-"
+        size = max(4, 12 - 2 * index)  # where policies save the same, the earlier ones are seen around it
+        axes.plot(capacities, [100 * share for share in shares], style, markersize=size, label=name)
+
+
+def _draw_sharing(axes: Axes, sharing: Mapping[str, Seq[float]]) -> None:
+    """Draw the distributions side by side, so that none hides another."""
+    shares = [[100 * one for one in fractions] for fractions in sharing.values()]
+    axes.hist(shares, bins=10, range=(0, 100), label=list(sharing))
+    axes.set(xlabel="blocks of a prompt that were reused (%)", ylabel="requests", yscale="log")
+    axes.set_ylim(bottom=0.5)  # a bar of one request is seen
+    axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)  # above the bars
