@@ -81,7 +81,7 @@ def stream(port: int, num_tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> Ite
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port):
+def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port, tmp_path):
     started = sage_process(
         *("engine", "start", checkpoint, "--engine-kind", "llm", "--prefix-cache-size", "1000"),
         *("--prefix-cache-enable", "--port", port, "--num-blocks", "512"),
@@ -91,6 +91,8 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port):
         assert f"http://127.0.0.1:{port}/v1" in started.stdout
         for _ in range(2):
             assert sum(1 for _ in stream(port, 4, [7] * 40)) >= 1
+        log = (tmp_path / "runtime" / f"engine-{port}.log").read_text()
+        assert log.count("POST /v1/completions 200, 40 tokens in") == 2, log
         cache = json.loads(sage_process("cache", "stats", "--json").stdout)
         assert (cache["num_lookups"], cache["num_hits"]) == (2, 1), "what runs at the start does not count"
         (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -170,4 +171,4 @@ def test_policies_that_share_alike_are_all_seen():
     _draw_sharing(axes, {name: [0.1, 0.1, 0.9] for name in ("reuse", "lru", "belady")})
     spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches if bar.get_height())
     assert len(spans) == 6
-    assert all(before[1] <= after[0] + 1e-9 for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))

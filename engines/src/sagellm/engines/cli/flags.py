@@ -53,7 +53,8 @@ def command_help(text: str, default: object = None) -> str:
     return f"{sentence} [default: {str(default).lower() if isinstance(default, bool) else default}]"
 
 
-def switch(name: str, help_text: str) -> Any:
-    """Make the option of a flag that can be turned on and off."""
+def switch(name: str, help_text: str, *also: str, group: str | None = None) -> Any:
+    """Make the option of a flag that can be turned on and off; `also` are more spellings of it."""
     dashed = name.replace("_", "-")
-    return typer.Option(f"--{dashed}/--no-{dashed}", help=help_text, show_default=False)
+    spellings = (f"--{dashed}/--no-{dashed}", *also)
+    return typer.Option(*spellings, help=help_text, show_default=False, rich_help_panel=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,9 +60,12 @@ def run_service(
 ) -> None:
     """Serve in this process."""
     from sagellm.core.logging import configure
+    from sagellm.engines.server.access import logger as access_logger
     from sagellm.engines.serving.service import serve as run
 
     configure(log_level)
+    if config.server.access_log:  # a line per request is told at any level
+        access_logger.setLevel(logging.INFO)
     typer.echo(f"loading {config.model.name}", err=True)
     run(config, name=name, log_level=log_level, on_state=on_state)
 

@@ -223,3 +223,6 @@ class ServerConfig(Checked):
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86_400, description="seconds that running requests get at the end"
     )
+    access_log: bool = Field(
+        default=True, description="log a line per request: method, path, status, tokens, time"
+    )

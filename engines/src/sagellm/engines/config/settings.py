@@ -54,6 +54,7 @@ SERVER_NAMES: dict[str, str] = {
     "max_queued_requests": "server.max_queued_requests",
     "body_timeout": "server.body_timeout",
     "shutdown_timeout": "server.shutdown_timeout",
+    "access_log": "server.access_log",
 }
 """What `serve` has beside an engine's settings."""
 

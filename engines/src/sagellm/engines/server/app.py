@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from sagellm.core import ConfigError
 from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.server.access import AccessLog
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.body import BodyGate
 from sagellm.engines.server.door import Door, Keys, is_loopback
@@ -59,6 +60,8 @@ def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int 
     app.add_middleware(
         Door, keys=Keys(settings.api_keys), host=settings.host, allowed_hosts=settings.allowed_hosts
     )
+    if settings.access_log:
+        app.add_middleware(AccessLog)
     return app
 
 

@@ -36,8 +36,8 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = _printable(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…")
-        self.param = None if param is None else _printable(param)
+        self.message = printable(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…")
+        self.param = None if param is None else printable(param)
         self.code = code
 
     @property
@@ -61,7 +61,7 @@ class APIError(Exception):
         return [(b"connection", b"close")] if self.status in (408, 413) else []
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return text that does nothing to a terminal or a log, though a caller wrote parts of it."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 

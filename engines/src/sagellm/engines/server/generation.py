@@ -77,6 +77,7 @@ class Generation(ABC, Generic[B]):
                 timers = [
                     RequestTimer(self.service.metrics, arrived, request_id) for request_id in job.request_ids
                 ]
+                scope["state"]["timers"] = timers  # for the access log
                 async with running(receive, timers) as run:
                     seat.stop = run.stop
                     await run.open(self.service.front, job, namespace, -(body.priority or 0))

@@ -153,36 +153,36 @@ class RequestTimer:
         "_is_ended",
         "_last",
         "_metrics",
-        "_num_cached",
-        "_num_prompt",
-        "_num_tokens",
-        "_request_id",
+        "num_cached",
+        "num_prompt",
+        "num_tokens",
+        "request_id",
     )
 
     def __init__(self, metrics: ServerMetrics, arrived: float, request_id: str) -> None:
         self._metrics = metrics
-        self._request_id = request_id
+        self.request_id = request_id
         self._arrived = arrived
         self._first = self._last = 0.0
-        self._num_tokens = self._num_prompt = self._num_cached = 0
+        self.num_tokens = self.num_prompt = self.num_cached = 0
         self._is_ended = False
 
     def take(self, output: RequestOutput) -> None:
         """Count what is new in an output."""
         num_tokens = output.metrics.num_output_tokens
-        num_new = num_tokens - self._num_tokens
+        num_new = num_tokens - self.num_tokens
         if num_new > 0:
             now = time.perf_counter()
             histograms = self._metrics.histograms
-            if not self._num_tokens:
+            if not self.num_tokens:
                 self._first = now
-                self._num_prompt, self._num_cached = len(output.prompt_token_ids), output.num_cached_tokens
-                self._metrics.num_prompt_tokens += self._num_prompt
+                self.num_prompt, self.num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+                self._metrics.num_prompt_tokens += self.num_prompt
                 histograms["time_to_first_token_seconds"].observe(now - self._arrived)
             else:
                 histograms["inter_token_latency_seconds"].observe(now - self._last)
             self._last = now
-            self._num_tokens = num_tokens
+            self.num_tokens = num_tokens
             self._metrics.num_generation_tokens += num_new
         if output.finished:
             self._finish(output)
@@ -197,13 +197,13 @@ class RequestTimer:
     def _log(self, reason: str) -> None:
         logger.info(
             "%s: %s after %.3f s, first token after %.3f s; tokens: %d prompt (%d cached), %d generated",
-            self._request_id,
+            self.request_id,
             reason,
             time.perf_counter() - self._arrived,
             max(0.0, self._first - self._arrived),
-            self._num_prompt,
-            self._num_cached,
-            self._num_tokens,
+            self.num_prompt,
+            self.num_cached,
+            self.num_tokens,
         )
 
     def _finish(self, output: RequestOutput) -> None:
@@ -211,7 +211,7 @@ class RequestTimer:
         histograms = self._metrics.histograms
         histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - self._arrived)
         histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
-        histograms["request_generation_tokens"].observe(self._num_tokens)
+        histograms["request_generation_tokens"].observe(self.num_tokens)
         num_longest = output.metrics.num_longest_output_tokens
         if num_longest > 1:
             mean = (self._last - self._first) / (num_longest - 1)

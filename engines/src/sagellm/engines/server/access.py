@@ -1,0 +1,75 @@
+"""The access log: a line per request, with nothing of what was asked or answered in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sagellm.core import get_logger
+from sagellm.engines.server.door import LOOPBACK_PATHS, OPEN_PATHS
+from sagellm.engines.server.errors import printable
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from sagellm.engines.server.metrics import RequestTimer
+
+logger = get_logger("sagellm.access")
+
+_POLLED = OPEN_PATHS | LOOPBACK_PATHS
+_MAX_SHOWN = 100  # characters of a path or an id, which callers choose
+
+
+class AccessLog:
+    """ASGI middleware around everything, so that what is refused has its line too.
+
+    Method, path without its query, status, tokens, seconds, and the id of the answer. Successful probes
+    and scrapes are logged at DEBUG, all else at INFO. Endpoints that generate leave their timers in
+    `scope["state"]["timers"]`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and log it when it has ended."""
+        if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 0
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        finally:
+            is_polled = scope["path"] in _POLLED and 200 <= status < 300
+            level = logging.DEBUG if is_polled else logging.INFO
+            logger.log(level, "%s", access_line(scope, status, time.perf_counter() - started))
+
+
+def access_line(scope: MutableMapping[str, Any], status: int, seconds: float) -> str:
+    """Return the line of a request; status 0 is that of a client that left before there was an answer."""
+    timers: Sequence[RequestTimer] = scope.get("state", {}).get("timers", ())
+    parts = [f"{_shown(scope['method'])} {_shown(scope['path'])} {status or 'left'}"]
+    if timers:
+        num_prompt, num_cached, num_output = (
+            sum(getattr(one, name) for one in timers) for name in ("num_prompt", "num_cached", "num_tokens")
+        )
+        parts.append(f"{num_prompt} tokens in ({num_cached} cached), {num_output} out")
+    parts.append(f"{seconds:.3f} s")
+    if timers:
+        parts.append(_shown(timers[0].request_id))
+    return ", ".join(parts)
+
+
+def _shown(text: str) -> str:
+    """Return a caller's text short and harmless to terminals and to those who read a log by line."""
+    return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…")

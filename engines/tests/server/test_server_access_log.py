@@ -1,0 +1,91 @@
+"""The access log: a line per request, harmless, and without a word of what was said."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from sagellm.engines.server.access import access_line, logger
+
+COMPLETION = {"prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def lines(until):
+    """The lines of this test; `until` waits for one, as it comes after the answer."""
+    seen = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: seen.append((record.levelname, record.getMessage()))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield seen
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_a_request_has_a_line_with_its_status_tokens_time_and_id(server, lines, until):
+    answer = server.http.post("/v1/completions", json=COMPLETION)
+    until(lambda: lines)
+    [(level, line)] = lines
+    assert level == "INFO"
+    pattern = r"POST /v1/completions 200, 6 tokens in \(\d cached\), 4 out, \d+\.\d{3} s, (\S+)"
+    found = re.fullmatch(pattern, line)
+    assert found, line
+    assert found[1].partition("-")[0] in answer.json()["id"]
+
+
+def test_a_stream_and_many_prompts_are_counted_whole(server, lines, until):
+    body = {**COMPLETION, "prompt": [[5, 6, 7], [8, 9]], "stream": True, "n": 2}
+    server.http.post("/v1/completions", json=body).read()
+    until(lambda: lines)
+    assert re.match(r"POST /v1/completions 200, 5 tokens in \(\d cached\), 16 out, ", lines[0][1])
+
+
+def test_neither_prompts_nor_keys_nor_queries_are_logged(serve, lines, until):
+    server = serve(api_keys=("sesame-key",))
+    headers = {"Authorization": "Bearer sesame-key"}
+    chat = {"messages": [{"role": "user", "content": "my secret word"}], "max_tokens": 2}
+    server.http.post("/v1/chat/completions?token=hidden", json=chat, headers=headers)
+    server.http.post("/v1/chat/completions", json=chat, headers={"Authorization": "Bearer wrong-key"})
+    until(lambda: len(lines) == 2)
+    text = "\n".join(line for _, line in lines)
+    assert [word for word in ("secret", "sesame", "wrong", "hidden", "Bearer") if word in text] == []
+    assert text.startswith("POST /v1/chat/completions 200, ")
+    assert lines[1][1].startswith("POST /v1/chat/completions 401, 0.0")
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/a%0d%0aINFO%20forged", "/a??INFO forged"),
+        ("/%1b[2J", "/?[2J"),
+        ("/" + "x" * 5000, "/" + "x" * 99 + "…"),
+    ],
+)
+def test_a_path_cannot_forge_a_line(server, lines, until, path, shown):
+    assert server.http.get(path).status_code == 404
+    until(lambda: lines)
+    assert lines[0][1].startswith(f"GET {shown} 404, ")
+
+
+def test_probes_and_scrapes_that_succeed_are_noise(server, lines, until):
+    for path in ("/health", "/ready", "/version", "/metrics", "/v1/models"):
+        server.http.get(path)
+    until(lambda: len(lines) == 5)
+    assert [level for level, _ in lines] == ["DEBUG"] * 4 + ["INFO"]
+
+
+def test_a_client_that_left_is_told_from_one_that_was_answered():
+    assert access_line({"method": "POST", "path": "/v1/completions"}, 0, 1.5) == (
+        "POST /v1/completions left, 1.500 s"
+    )
+
+
+def test_it_can_be_turned_off(serve, lines):
+    server = serve(access_log=False)
+    assert server.http.get("/v1/models").status_code == 200
+    server.stop()
+    assert lines == []
