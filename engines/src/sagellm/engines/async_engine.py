@@ -51,6 +51,9 @@ class AsyncLLMEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.engine!r}{', closed' if self._closed else ''}>"
+
     async def __aenter__(self) -> Self:
         return self
 

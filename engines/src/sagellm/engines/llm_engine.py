@@ -67,6 +67,12 @@ class LLMEngine(EngineProtocol):
         self.default_params = assembled.default_params
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        model, kv = self.config.model, self.config.kv
+        memory = f"{kv.num_blocks:,} KV blocks of {kv.block_size} tokens"
+        state = ", closed" if self._is_closed else ""
+        return f"<{type(self).__name__} {model.name}: {model.dtype} on {model.device}, {memory}{state}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -136,6 +136,11 @@ class EvictionPolicyProtocol(ABC):
     def metrics(self) -> EvictionMetrics:
         """Return the counts so far."""
 
+    def __repr__(self) -> str:
+        counts = self.metrics()
+        shown = f"{counts.num_candidates:,} candidates, {counts.num_victims:,} victims so far"
+        return f"<{type(self).__name__} {shown}>"
+
 
 class NullEvictionPolicy(EvictionPolicyProtocol):
     """Protects everything: never names a victim, so a full cache stays as it is."""

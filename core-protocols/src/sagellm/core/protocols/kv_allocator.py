@@ -33,6 +33,9 @@ class KVAllocatorProtocol(ABC):
     `allocate`, `free` and `all_allocated` cost O(log total_blocks) a block or less.
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.num_free_blocks:,} blocks free>"
+
     @abstractmethod
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take blocks, all of them or none.

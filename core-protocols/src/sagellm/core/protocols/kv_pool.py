@@ -65,6 +65,9 @@ class KVPoolProtocol(ABC):
     evictor may call `free`.
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.total_blocks:,} blocks of {self.block_size} tokens>"
+
     @property
     @abstractmethod
     def total_blocks(self) -> int:

@@ -68,6 +68,9 @@ class KVTierProtocol(ABC):
     put that finds no room changes nothing. No error of a device raises: it is an outcome, and is counted.
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Begin. The buffers belong to the tier until `poll` has returned the result.

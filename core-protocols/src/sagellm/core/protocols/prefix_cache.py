@@ -42,6 +42,9 @@ class PrefixCacheProtocol(ABC):
     threads; `match_prefix` costs O(nodes on the path).
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def match_prefix(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> PrefixMatch:
         """Find the longest cached prefix: whole blocks, and perhaps the beginning of one more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -11,6 +12,13 @@ from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.kv_events import RemovalReason
 from sagellm.core.tokens import TokenIds
+
+_NUM_SHOWN = 8
+
+
+def _few(ids: Sequence[int]) -> str:
+    """Write the first ids of what may be thousands."""
+    return f"[{', '.join(map(str, ids[:_NUM_SHOWN]))}{', …' if len(ids) > _NUM_SHOWN else ''}]"
 
 
 class PartialMatch(NamedTuple):
@@ -30,6 +38,9 @@ class EvictedBlocks(NamedTuple):
     block_ids: list[BlockId]
     headers: list[BlockHeader]
 
+    def __repr__(self) -> str:
+        return f"EvictedBlocks({len(self.block_ids)} blocks {_few(self.block_ids)})"
+
 
 class CachedRun(NamedTuple):
     """A run of full blocks that belong together: the tokens in them, and which run of a list they follow."""
@@ -38,6 +49,10 @@ class CachedRun(NamedTuple):
     block_ids: list[BlockId]
     namespace: Namespace
     parent: int | None  # index in the list; None at the beginning of a prompt
+
+    def __repr__(self) -> str:
+        blocks = f"{len(self.block_ids)} blocks {_few(self.block_ids)}"
+        return f"CachedRun({self.token_ids!r}, {blocks}, {self.namespace!r}, parent={self.parent})"
 
 
 class PrefixMatch(NamedTuple):
@@ -53,6 +68,11 @@ class PrefixMatch(NamedTuple):
     node: CachedNode | None = None
     version: int = 0
     partial: PartialMatch | None = None
+
+    def __repr__(self) -> str:
+        blocks = f"{len(self.block_ids)} blocks {_few(self.block_ids)}"
+        partial = f", partial={self.partial!r}" if self.partial else ""
+        return f"PrefixMatch({self.match_length} tokens, {blocks}{partial}, {self.namespace!r})"
 
 
 class InsertResult(NamedTuple):
@@ -70,6 +90,13 @@ class InsertResult(NamedTuple):
     duplicate_block_ids: list[BlockId]
     partial_block_id: BlockId | None = None
     released_block_ids: tuple[BlockId, ...] = ()
+
+    def __repr__(self) -> str:
+        lists = ("block_ids", "duplicate_block_ids", "released_block_ids")
+        shown = [f"{name}={_few(getattr(self, name))}" for name in lists if getattr(self, name)]
+        partial = [] if self.partial_block_id is None else [f"partial_block_id={self.partial_block_id}"]
+        counts = f"{len(self.block_ids)} blocks, {self.num_new_blocks} new"
+        return f"InsertResult({', '.join([counts, *shown, *partial])})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,9 @@ class MultiGranularKVPool:
         self._free_tokens = config.total_tokens
         self._num_fallbacks = 0
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._free_tokens:,} of {self.config.total_tokens:,} tokens free>"
+
     def allocate(self, num_tokens: int) -> list[Extent]:
         """Return pieces for exactly so many tokens, all of them or none.
 

@@ -72,6 +72,11 @@ class PagedKVPool(KVPoolProtocol):
         self._num_evicted_blocks = 0
         self._num_moved_blocks = 0
 
+    def __repr__(self) -> str:
+        num_free = self._allocator.num_free_blocks  # without the lock: a debugger may ask while it is held
+        sizes = f"{num_free:,} of {self._total_blocks:,} blocks of {self._block_size} tokens free"
+        return f"<{type(self).__name__} {sizes}, {type(self._allocator).__name__}>"
+
     @property
     def total_blocks(self) -> int:
         """Blocks in the pool, free or not."""

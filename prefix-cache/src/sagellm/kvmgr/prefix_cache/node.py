@@ -19,7 +19,7 @@ class PartialBlock:
     """A block that is not full, behind the end of a node; nobody writes to it any more."""
 
     block_id: BlockId
-    tokens: bytes
+    tokens: bytes = field(repr=False)
     node: PrefixNode = field(repr=False)
 
 
@@ -35,8 +35,8 @@ class PrefixNode(CachedNode):
     # tokens of a path, by node:
     # [0, start)      the ancestors' edges
     # [start, depth)  this edge, in `block_ids`
-    edge: bytes
-    block_ids: list[BlockId]
+    edge: bytes = field(repr=False)  # long, as the blocks may be; their number is shown
+    block_ids: list[BlockId] = field(repr=False)
     parent: PrefixNode | None = field(default=None, repr=False)
     children: dict[bytes, PrefixNode] = field(default_factory=dict, repr=False)
     heads: dict[bytes, bytes] = field(default_factory=dict, repr=False)  # first token → first block

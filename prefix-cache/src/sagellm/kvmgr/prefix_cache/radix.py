@@ -99,6 +99,12 @@ class RadixPrefixCache(PrefixCacheProtocol):
         self._lookups = Lookups(self._tree.ledger)
         self._num_inserted = self._num_inserted_partials = self._num_evicted = 0
 
+    def __repr__(self) -> str:
+        tree = self._tree  # without the lock: a debugger may ask while it is held
+        policy = type(tree.leaves.order.current).__name__
+        used = f"{len(tree.cached):,} of {self.max_blocks:,} blocks of {self.block_size} tokens"
+        return f"<{type(self).__name__} {used}, {tree.num_nodes:,} nodes, {policy}>"
+
     def match_prefix(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> PrefixMatch:
         """Find the longest cached prefix. Changes nothing, counts nothing."""
         data = pack(token_ids).data

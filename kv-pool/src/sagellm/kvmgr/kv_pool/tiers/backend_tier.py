@@ -68,6 +68,11 @@ class BackendTier(KVTierProtocol):
         self._metrics = KVTierMetrics(max_bytes=backend.total_bytes)
         self._fast, self._slow = TransferRate(_FAST_BYTES_PER_S), TransferRate(_SLOW_BYTES_PER_S)
 
+    def __repr__(self) -> str:
+        sizes = f"{self._metrics.num_bytes:,} of {self._metrics.max_bytes:,} bytes"
+        backend = type(self.backend).__name__
+        return f"<{type(self).__name__} {len(self._records):,} blocks in {sizes} on {backend}>"
+
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Do it."""
         check_requests(requests)

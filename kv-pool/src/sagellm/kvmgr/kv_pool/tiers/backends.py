@@ -26,6 +26,9 @@ class TierBackend(ABC):
     def __init__(self, total_bytes: int, alignment: int = 64) -> None:
         self._ranges = OffsetAllocator(total_bytes, alignment)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.free_bytes:,} of {self.total_bytes:,} bytes free>"
+
     @property
     def total_bytes(self) -> int:
         """Bytes of the device, allocated or not."""

@@ -101,6 +101,10 @@ class RedisTier(KVTierProtocol):
         self._rate = TransferRate(_BYTES_PER_S)
         self._connect()
 
+    def __repr__(self) -> str:
+        kept = f"{len(self._sizes):,} blocks in {self._num_bytes:,} of {self._metrics.max_bytes:,} bytes"
+        return f"<{type(self).__name__} {kept}>"
+
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Send a command for each request that the server has to be asked about."""
         check_requests(requests)

@@ -103,6 +103,10 @@ class TieredKVStorage(KVTierProtocol):
         for level, tier in enumerate(self._tiers):
             self._adopt(level, tier.stored())
 
+    def __repr__(self) -> str:
+        tiers = ", ".join(f"{name}: {tier!r}" for name, tier in zip(self.names, self._tiers, strict=True))
+        return f"<{type(self).__name__} {tiers}>"
+
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Begin all requests that nothing is in the way of."""
         check_requests(requests)
