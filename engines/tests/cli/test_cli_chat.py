@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ import pytest
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
-from sagellm.engines.cli.chat.conversation import Conversation
+from sagellm.engines.cli.chat.conversation import Conversation, Turn
 from sagellm.engines.cli.chat.session import ChatSession
+from sagellm.engines.text import ChatMessage
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temperature", "0")
@@ -104,7 +106,8 @@ def test_commands_change_the_conversation(engine, tmp_path):
     assert told[6] == f"{path} cannot be written: File exists"
     assert told[7:9] == ["name a file: /save FILE", "a new conversation begins"]
     assert "Did you mean '/save'?" in told[9]
-    assert [f"/{name}" in told[10] for name in ("reset", "system", "undo", "save", "exit")] == [True] * 5
+    names = ("/reset", "/system", "/undo", "/regen", "/save", "/load", "/exit", '"""')
+    assert [name in told[10] for name in names] == [True] * len(names)
     saved = json.loads(path.read_text())
     assert [each["role"] for each in saved] == ["system", "user", "assistant"]
     assert engine.chat(saved[:2], PARAMS)[0].outputs[0].text == saved[2]["content"]
@@ -123,11 +126,91 @@ def test_turns_that_no_longer_fit_go_after_it_was_said(make_engine, all_blocks_a
     kinds = [kind for kind, _ in session.terminal.shown]
     told = session.terminal.texts("told")
     assert told, "eight turns do not fit"
-    assert "97 that there is room for; the oldest turn is left out from here on" in told[0]
+    assert "97 that there is room for; the oldest" in told[0]
     assert kinds.index("told") < len(kinds) - 1 - kinds[::-1].index("answer")
     assert 0 < len(session.conversation.turns) < 8
     assert session.conversation.turns[-1].question.content == "Question 7"
     assert all_blocks_are_back(engine)
+
+
+def test_behind_a_full_window_most_of_a_prompt_is_cached(make_engine):
+    engine = make_engine(num_blocks=64, block_size=8)  # 513 tokens
+    params = replace(PARAMS, max_tokens=24, ignore_eos=True)
+    questions = (f"Question number {number}, and so on" for number in range(20))
+    session = converse(engine, *questions, params=params)
+    told = "\n".join(session.terminal.texts("whispered"))
+    found = re.findall(r"(\d+) of (\d+) prompt tokens cached", told)
+    cached, prompts = ([int(each[column]) for each in found] for column in (0, 1))
+    assert len(cached) == 20
+    num_drops = len(session.terminal.texts("told"))
+    assert 1 <= num_drops <= 4, "turns go together, not one at a time"
+    assert sum(cached) / sum(prompts) > 0.7
+    num_poor = sum(2 * one < whole for one, whole in zip(cached, prompts, strict=True))
+    assert num_poor <= 1 + num_drops, "only the first prompt and those after a gap are computed anew"
+
+
+def test_the_latest_turn_stays_though_it_is_longer_than_half_of_the_window(engine):
+    conversation = Conversation(engine.chat_template)
+    for length in (5, 5, 40):
+        conversation.turns.append(
+            Turn(ChatMessage("user", "far " * length), ChatMessage("assistant", "Yes."))
+        )
+    whole, last = (len(conversation.render("And?", num_dropped=number)) for number in (0, 2))
+    assert conversation.num_excess_turns("And?", whole - 1) == 2
+    assert conversation.num_excess_turns("And?", last - 1) == 3
+    assert conversation.num_excess_turns("And?", 2 * whole) == 0
+
+
+def test_the_last_question_is_answered_again(engine):
+    params = replace(PARAMS, temperature=1.0)
+    session = converse(engine, "/regen", "Hello", "Is it far?", "/regen", params=params)
+    first, second = session.conversation.turns
+    assert [turn.question.content for turn in (first, second)] == ["Hello", "Is it far?"]
+    assert session.terminal.texts("told") == ["there is no question to answer again"]
+    assert len(session.terminal.texts("whispered")) == 3, "three answers"
+    assert "the same answer" in converse(engine, "Hello", "/regen").terminal.texts("whispered")[1]
+
+
+def test_a_conversation_goes_on_where_it_was_saved(engine, tmp_path):
+    path = tmp_path / "chat.json"
+    saved = converse(engine, "Hello", "Is it far?", f"/save {path}", system="Be brief.").conversation
+    loaded = converse(engine, "Another one", f"/load {path}").conversation
+    assert loaded.messages() == [replace(each, token_ids=()) for each in saved.messages()]
+    pending = tmp_path / "pending.json"
+    pending.write_text(json.dumps([{"role": "user", "content": "Is it far?"}]))
+    session = converse(engine, f"/load {pending}")
+    assert [turn.question.content for turn in session.conversation.turns] == ["Is it far?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "not JSON as /save writes it"),
+        ("[]", "messages is empty"),
+        ('[{"role": "assistant", "content": "a"}]', "message 0 is of role 'assistant'; 'user' has its turn"),
+        (
+            '[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user"'
+            ', "content": "b"}]',
+            "message 2 is of role 'user'; 'assistant' has its turn there",
+        ),
+        ('[{"role": "user"}]', "content is of type NoneType"),
+    ],
+)
+def test_what_is_no_conversation_is_not_loaded(engine, tmp_path, content, told):
+    path = tmp_path / "chat.json"
+    if content is not None:
+        path.write_text(content)
+    session = converse(engine, "Hello", f"/load {path}", "/load")
+    assert told in session.terminal.texts("told")[0]
+    assert session.terminal.texts("told")[1] == "name a file: /load FILE"
+    assert len(session.conversation.turns) == 1
+
+
+def test_many_lines_that_begin_with_a_slash_are_a_question_unless_they_begin_with_a_command(engine):
+    session = converse(engine, "/usr/bin/env fails:\nwhy?", "/system Be brief.\nBe kind.")
+    assert session.conversation.turns[0].question.content == "/usr/bin/env fails:\nwhy?"
+    assert session.conversation.system == "Be brief.\nBe kind."
 
 
 def test_a_question_that_is_too_long_is_told_and_the_conversation_goes_on(make_engine):

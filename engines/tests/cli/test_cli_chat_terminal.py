@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
 import termios
@@ -113,3 +115,22 @@ def test_a_second_ctrl_c_at_the_prompt_leaves(checkpoint):
     program.wait_for("so does another Ctrl-C")
     program.wait_for("> ")
     assert program.end("\x03") == 0
+
+
+def test_what_is_pasted_is_one_question_and_words_stay_whole(checkpoint, tmp_path):
+    program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "8")
+    fcntl.ioctl(program.keys, termios.TIOCSWINSZ, struct.pack("4H", 24, 30, 0, 0))
+    program.wait_for("> ")
+    program.type("\x1b[200~First line\nsecond line\x1b[201~\n")
+    program.wait_for("cached")
+    program.type('"""One\n\ntwo"""\n')
+    program.wait_for("cached")
+    program.type("/regen\n")
+    program.wait_for("cached")
+    program.type(f"/save {tmp_path / 'chat.json'}\n")
+    program.wait_for("4 messages")
+    program.type(f"/load {tmp_path / 'chat.json'}\n")
+    program.wait_for("4 messages are loaded")
+    assert program.end("\x04") == 0
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert [each["content"] for each in saved[::2]] == ["First line\nsecond line", "One\n\ntwo"]

@@ -25,7 +25,7 @@ def chat(
     model_argument: ModelArgument = None,
     *,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Say how the model shall behave.")
+        str | None, typer.Option(metavar="TEXT", help="System message: how the model is to behave.")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(metavar="INT", help="Most tokens of an answer.")
@@ -35,7 +35,8 @@ def chat(
 ) -> None:
     """Converse with a model.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands. From a pipe each line is a question,
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands, three quotes begin and end a question of
+    several lines. From a pipe each line is a question,
     and only the answers are printed.
     """
     settings = with_model(options, model_argument)

@@ -5,56 +5,81 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from sagellm.core import nearest
+from sagellm.core import InvalidRequestError, nearest
 from sagellm.engines.cli.chat.conversation import Conversation
+from sagellm.engines.text.messages import read_messages
 
 _EXITS = ("/exit", "/quit")
 
 
-def run_command(line: str, conversation: Conversation) -> str | None:
-    """Run a command and return what there is to say; None leaves the session."""
-    name, _, argument = line.partition(" ")
+class Outcome(NamedTuple):
+    """What follows from a command: something to say, a question to ask now, or the end of the session."""
+
+    told: str = ""
+    question: str | None = None
+    leaves: bool = False
+
+
+def is_command(line: str) -> bool:
+    """Say whether a line is a command; many lines that begin with a path are a question."""
+    return line.startswith("/") and ("\n" not in line or line.split(maxsplit=1)[0] in _COMMANDS)
+
+
+def run_command(line: str, conversation: Conversation) -> Outcome:
+    """Run a command and return what follows."""
+    name, *rest = line.split(maxsplit=1)
     if name in _EXITS:
-        return None
+        return Outcome(leaves=True)
     command = _COMMANDS.get(name)
     if command is None:
-        return f"there is no command {name}; /help lists them.{nearest(name, [*_COMMANDS, *_EXITS])}"
-    return command(conversation, argument.strip())
+        hint = nearest(name, [*_COMMANDS, *_EXITS])
+        return Outcome(f"there is no command {name}; /help lists them.{hint}")
+    return command(conversation, rest[0].strip() if rest else "")
 
 
-def _help(_conversation: Conversation, _argument: str) -> str:
-    return (
+def _help(_conversation: Conversation, _argument: str) -> Outcome:
+    return Outcome(
         "/reset          forget what has been said\n"
-        "/system [TEXT]  say how the model shall behave; without TEXT show it\n"
+        "/system [TEXT]  set the system message; without TEXT show it\n"
         "/undo           take back the last question and its answer\n"
+        "/regen          answer the last question again\n"
         "/save FILE      write the conversation as JSON\n"
-        "/exit           leave, as Ctrl-D does; Ctrl-C stops an answer"
+        "/load FILE      go on with a conversation that was saved\n"
+        "/exit           leave, as Ctrl-D does; Ctrl-C stops an answer\n"
+        '"""             begins and ends a question of several lines; a pasted one needs none'
     )
 
 
-def _reset(conversation: Conversation, _argument: str) -> str:
+def _reset(conversation: Conversation, _argument: str) -> Outcome:
     conversation.turns.clear()
-    return "a new conversation begins"
+    return Outcome("a new conversation begins")
 
 
-def _system(conversation: Conversation, text: str) -> str:
+def _system(conversation: Conversation, text: str) -> Outcome:
     if not text:
-        return conversation.system or "there is no system message"
+        return Outcome(conversation.system or "there is no system message")
     conversation.system = text
-    return "the system message is set"
+    return Outcome("the system message is set")
 
 
-def _undo(conversation: Conversation, _argument: str) -> str:
+def _undo(conversation: Conversation, _argument: str) -> Outcome:
     if not conversation.turns:
-        return "there is nothing to take back"
+        return Outcome("there is nothing to take back")
     question = conversation.turns.pop().question.content
-    return f"taken back: {question}"
+    return Outcome(f"taken back: {question}")
 
 
-def _save(conversation: Conversation, name: str) -> str:
+def _regen(conversation: Conversation, _argument: str) -> Outcome:
+    if not conversation.turns:
+        return Outcome("there is no question to answer again")
+    return Outcome(question=conversation.turns.pop().question.content)
+
+
+def _save(conversation: Conversation, name: str) -> Outcome:
     if not name:
-        return "name a file: /save FILE"
+        return Outcome("name a file: /save FILE")
     messages = [{"role": each.role, "content": each.content} for each in conversation.messages()]
     path = Path(name).expanduser()
     try:
@@ -62,14 +87,32 @@ def _save(conversation: Conversation, name: str) -> str:
             json.dump(messages, file, indent=2, ensure_ascii=False)
             file.write("\n")
     except OSError as error:
-        return f"{path} cannot be written: {error.strerror}"
-    return f"{len(messages)} messages are in {path}"
+        return Outcome(f"{path} cannot be written: {error.strerror}")
+    return Outcome(f"{len(messages)} messages are in {path}")
 
 
-_COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
+def _load(conversation: Conversation, name: str) -> Outcome:
+    if not name:
+        return Outcome("name a file: /load FILE")
+    path = Path(name).expanduser()
+    try:
+        messages = read_messages(json.loads(path.read_text(encoding="utf-8")))
+        question = conversation.load(messages)
+    except OSError as error:
+        return Outcome(f"{path} cannot be read: {error.strerror}")
+    except InvalidRequestError as error:
+        return Outcome(f"{path} is not a conversation: {error}")
+    except (ValueError, RecursionError):
+        return Outcome(f"{path} is not a conversation: it is not JSON as /save writes it")
+    return Outcome(f"{len(messages)} messages are loaded from {path}", question)
+
+
+_COMMANDS: dict[str, Callable[[Conversation, str], Outcome]] = {
     "/help": _help,
     "/reset": _reset,
     "/system": _system,
     "/undo": _undo,
+    "/regen": _regen,
     "/save": _save,
+    "/load": _load,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from sagellm.core import InvalidRequestError
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.text.chat import ChatTemplate
 from sagellm.engines.text.messages import ChatMessage
@@ -40,11 +42,38 @@ class Conversation:
         return self.template.render([*self.messages(num_dropped), ChatMessage("user", question)])
 
     def num_excess_turns(self, question: str, max_tokens: int) -> int:
-        """Return how many of the oldest turns have to go for the next prompt to fit."""
+        """Return how many of the oldest turns to drop for the next prompt to fit.
+
+        More than have to go: down to half of `max_tokens`, though the latest turn stays if it fits. The
+        cache has nothing behind the first gap, so that dropping a turn at a time would compute every
+        prompt anew.
+        """
+        fits = None
         for num_dropped in range(len(self.turns)):
-            if len(self.render(question, num_dropped=num_dropped)) <= max_tokens:
-                return num_dropped
-        return len(self.turns)
+            num_tokens = len(self.render(question, num_dropped=num_dropped))
+            if num_tokens <= max_tokens:
+                fits = num_dropped
+            if num_tokens <= max_tokens // 2:
+                break
+        return len(self.turns) if fits is None else fits
+
+    def load(self, messages: Sequence[ChatMessage]) -> str | None:
+        """Go on with this conversation instead; return the question at its end that has no answer yet.
+
+        Raises InvalidRequestError unless questions and answers take turns, perhaps after a system message.
+        """
+        system = messages[0].content if messages[0].role == "system" else None
+        said = messages[0 if system is None else 1 :]
+        for index, message in enumerate(said):
+            role = "assistant" if index % 2 else "user"
+            if message.role != role:
+                raise InvalidRequestError(
+                    f"message {len(messages) - len(said) + index} is of role {message.role!r}; "
+                    f"{role!r} has its turn there"
+                )
+        self.system = system
+        self.turns = [Turn(*pair) for pair in zip(said[::2], said[1::2], strict=False)]
+        return said[-1].content if len(said) % 2 else None
 
     def add(self, question: str, output: RequestOutput) -> None:
         """Keep a turn, also one whose answer was stopped on its way."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sagellm.core import EngineError, InvalidInputError
 from sagellm.engines.cli.chat.answer import ctrl_c_stops, stream_answer
-from sagellm.engines.cli.chat.commands import run_command
+from sagellm.engines.cli.chat.commands import is_command, run_command
 from sagellm.engines.cli.chat.conversation import Conversation
 from sagellm.engines.cli.chat.terminal import Terminal
 from sagellm.engines.outputs import RequestOutput
@@ -31,13 +31,20 @@ class ChatSession:
     def run(self) -> None:
         """Converse until the end of the input. Raises what a question did wrong only in a pipe."""
         while (line := self.terminal.read()) is not None:
-            if self.terminal.is_interactive and line.startswith("/"):
-                if (told := run_command(line, self.conversation)) is None:
+            question: str | None = line
+            if self.terminal.is_interactive and is_command(line):
+                outcome = run_command(line, self.conversation)
+                if outcome.leaves:
                     return
-                self.terminal.tell(told)
+                if outcome.told:
+                    self.terminal.tell(outcome.told)
+                question = outcome.question
+                if question is not None and (self.params.temperature == 0 or self.params.seed is not None):
+                    self.terminal.whisper("the same prompt gets the same answer: no randomness, or a seed")
+            if question is None:
                 continue
             try:
-                self._answer(line)
+                self._answer(question)
             except (InvalidInputError, EngineError) as error:
                 if not self.terminal.is_interactive:
                     raise

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import suppress
 
 import typer
 
-_PROMPT = "> "
+from sagellm.engines.cli.chat.wrapping import WordWrap
+
+_PROMPT, _PROMPT_WITHIN = "> ", ". "
+_QUOTES = '"""'
 _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -19,17 +23,23 @@ class Terminal:
         self._shows_output = sys.stdout.isatty()
         if self.is_interactive and self._shows_output:
             with suppress(ImportError):  # line editing, and the lines typed before
-                import readline  # noqa: F401
+                import readline
+
+                # What is pasted comes as one line, newlines and all; Python turns that off. Without GNU
+                # readline the lines come one by one, and quotes keep them together.
+                readline.parse_and_bind("set enable-bracketed-paste on")
+        self._wrap = WordWrap(_columns)
 
     def read(self) -> str | None:
-        """Return the next line that is not blank, or None at the end and on a second Ctrl-C in a row.
+        """Return what is asked next, not blank, or None at the end and on a second Ctrl-C in a row.
 
-        The first one may have been meant for an answer that has just ended.
+        The first one may have been meant for an answer that has just ended. On a terminal, three quotes
+        begin a text of several lines, and end it.
         """
         is_interrupted = False
         while True:
             try:
-                line = self._read_line().strip()
+                line = self._read_text().strip()
             except (EOFError, KeyboardInterrupt) as end:
                 if self.is_interactive:
                     typer.echo(err=True)
@@ -43,28 +53,50 @@ class Terminal:
             is_interrupted = False
 
     def write(self, text: str) -> None:
-        """Write a piece of an answer; a model cannot move a terminal's cursor or change its colours."""
-        typer.echo(text.translate(_HARMLESS) if self._shows_output else text, nl=False)
+        """Write a piece of an answer, on a terminal with lines broken between words.
+
+        A model cannot move a terminal's cursor or change its colours.
+        """
+        typer.echo(self._wrap.feed(text.translate(_HARMLESS)) if self._shows_output else text, nl=False)
 
     def end_answer(self) -> None:
         """End an answer's line."""
-        typer.echo()
+        typer.echo(self._wrap.end() if self._shows_output else "")
 
     def tell(self, text: str) -> None:
         """Say something that belongs to no answer."""
-        typer.echo(text, err=True)
+        typer.echo(self._wrapped(text), err=True)
 
     def whisper(self, text: str) -> None:
         """Say something by the way, to people alone."""
         if self.is_interactive and self._shows_output:
-            typer.echo(typer.style(text, dim=True), err=True)
+            typer.echo(typer.style(self._wrapped(text), dim=True), err=True)
 
-    def _read_line(self) -> str:
+    def _wrapped(self, text: str) -> str:
+        if not self._shows_output:
+            return text
+        wrap = WordWrap(_columns)
+        return wrap.feed(text) + wrap.end()
+
+    def _read_text(self) -> str:
+        line = self._read_line(_PROMPT)
+        if not self.is_interactive or not line.lstrip().startswith(_QUOTES):
+            return line
+        text = line.lstrip().removeprefix(_QUOTES)
+        while not text.rstrip().endswith(_QUOTES):
+            text += "\n" + self._read_line(_PROMPT_WITHIN).rstrip("\n")
+        return text.rstrip().removesuffix(_QUOTES)
+
+    def _read_line(self, prompt: str) -> str:
         if self.is_interactive and self._shows_output:
-            return input(_PROMPT)
+            return input(prompt)
         if self.is_interactive:
-            typer.echo(_PROMPT, nl=False, err=True)
+            typer.echo(prompt, nl=False, err=True)
         line = sys.stdin.readline()
         if not line:
             raise EOFError
         return line
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns

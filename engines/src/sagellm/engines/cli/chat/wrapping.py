@@ -1,0 +1,70 @@
+"""Breaks lines between words while text still comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.cells import cell_len
+
+_TAB = 8
+
+
+class WordWrap:
+    """Takes pieces of text and returns what can be shown, with lines broken where a word begins.
+
+    A word is held back until it is whole, as only then is it known whether it fits; `end` returns the
+    last one. Lines may also be broken beside characters that take two columns. `width` is asked for at every
+    word, since windows change.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0  # of what was returned
+        self._space = ""  # before the word
+        self._word = ""
+
+    def feed(self, text: str) -> str:
+        """Take a piece and return what is whole by now."""
+        shown: list[str] = []
+        for char in text:
+            if char == "\n":
+                shown += [self._take_word(), "\n"]
+                self._column, self._space = 0, ""
+            elif char in " \t":
+                shown.append(self._take_word())
+                self._space += char
+            else:
+                if self._word and (_is_wide(char) or _is_wide(self._word[-1])):
+                    shown.append(self._take_word())
+                self._word += char
+        return "".join(shown)
+
+    def end(self) -> str:
+        """Return what was held back; the next piece begins a line."""
+        last = self._take_word() + self._space
+        self._column, self._space = 0, ""
+        return last
+
+    def _take_word(self) -> str:
+        word, self._word = self._word, ""
+        if not word:
+            return ""
+        space, self._space = self._space, ""
+        width = max(1, self._width())
+        begin = self._after(space)
+        if begin + cell_len(word) <= width:
+            self._column = begin + cell_len(word)
+            return space + word
+        # A terminal cuts what is longer than a line, which can be copied whole then.
+        self._column = (cell_len(word) - 1) % width + 1
+        return f"\n{word}" if begin else word
+
+    def _after(self, space: str) -> int:
+        column = self._column
+        for char in space:
+            column += _TAB - column % _TAB if char == "\t" else 1
+        return column
+
+
+def _is_wide(char: str) -> bool:
+    return cell_len(char) == 2
