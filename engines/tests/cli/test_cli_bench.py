@@ -190,3 +190,10 @@ def test_options_take_all_values_that_follow():
     assert list(repeat_options(given, ("--goodput", "--compare"))) == [
         *("--goodput", "a", "--goodput", "b", "--json", "--compare", "x", "--rate", "2")
     ]
+
+
+@pytest.mark.parametrize(("given", "rate"), [("40", 40.0), ("inf", None)])
+def test_rates_are_written_as_in_vllm_too(sage, server, given, rate):
+    load = ("--base-url", server, *SHORT, "--num-prompts", "2", "--request-rate", given)
+    result = sage("llm", "bench", "serve", *load, "--json")
+    assert (result.code, result.json["settings"]["rate"]) == (0, rate), result.err

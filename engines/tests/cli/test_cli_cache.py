@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
+from sagellm.engines.cli.names import complete_engine, complete_save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SYSTEM = list(range(10, 42))
@@ -183,3 +187,50 @@ def test_a_save_is_loaded_by_the_next_engine(make_engine, run_engine, sage, tmp_
     assert (loaded["phase"], loaded["num_blocks"], loaded["num_left_out"]) == ("done", 4, 0)
     answer = other.generate([*SYSTEM, 3], GREEDY)[0]
     assert (answer.outputs[0].token_ids, answer.num_cached_tokens) == (expected, 32)
+
+
+@pytest.fixture
+def saved(make_engine, run_engine, sage, tmp_path):
+    """An engine with two saves, and their folder."""
+    folder = tmp_path / "kv"
+    engine = make_engine(num_blocks=64, block_size=8, kv_save_folder=str(folder))
+    engine.generate([*SYSTEM, 3], GREEDY)
+    run_engine(engine, steps=False)
+    for name in ("monday", "tuesday"):
+        assert sage("llm", "cache", "save", name).code == 0
+    return folder
+
+
+def test_a_save_is_deleted_by_name_when_that_is_said(sage, saved):
+    outside = saved.parent / "outside.kv"
+    outside.write_text("precious")
+    refused = sage("llm", "cache", "delete", "monday")
+    assert (refused.code, "say so with --yes" in refused.err) == (2, True)
+    for name in ("../outside", str(outside), "..", "monday.kv"):
+        assert "no path" in sage("llm", "cache", "delete", name, "--yes").err
+    missing = sage("llm", "cache", "delete", "wednesday", "--yes")
+    assert (missing.code, "there is no save 'wednesday'" in missing.err) == (1, True)
+    assert "deleted monday, 3" in sage("llm", "cache", "delete", "monday", "--yes").out
+    assert sage("llm", "cache", "delete", "tuesday", "-y", "--json").json["name"] == "tuesday"
+    assert (list(saved.iterdir()), outside.exists()) == ([], True)
+
+
+def test_on_a_terminal_deleting_is_asked(sage, saved, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for answer, left in (("n\n", 2), ("y\n", 1)):
+        keyboard = io.StringIO(answer)
+        keyboard.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        result = sage("llm", "cache", "delete", "monday")
+        assert "for good? [y/N]" in result.out + result.err
+        assert len(list(saved.iterdir())) == left
+
+
+def test_the_tab_key_completes_engines_and_saves(sage, saved):
+    assert complete_engine("o") == ["one"]
+    assert complete_engine("x") == []
+    context = SimpleNamespace(params={"engine": None})
+    assert complete_save(context, "") == ["monday", "tuesday"]
+    assert complete_save(context, "tu") == ["tuesday"]
+    context.params["engine"] = "absent"
+    assert complete_save(context, "tu") == []

@@ -6,6 +6,8 @@ from importlib.metadata import version
 
 import pytest
 
+from sagellm.core import PluginRegistry
+from sagellm.engines.cli.names import complete_kind, complete_plugin, complete_providers
 from sagellm.engines.cli.plugins import CORE
 
 WORKING = """
@@ -215,3 +217,39 @@ def test_check_completes_the_names_of_distributions(install):
     install("moon-plugin", BROKEN)
     assert complete_distribution("moon") == ["moon-plugin"]
     assert "sagellm-kv-pool" in complete_distribution("")
+
+
+def test_info_lists_the_options_with_types_and_defaults(sage):
+    shown = sage("plugins", "info", "qos").out
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "OPTION TYPE DEFAULT" in rows
+    assert "weights Mapping[str, float] | None None" in rows
+    assert "default_weight float 1.0" in rows
+    assert "within str 'lru'" in rows
+    assert "as in --eviction-options '{weights: …}'" in rows
+    (found,) = sage("plugins", "info", "qos", "--json").json["providers"]
+    assert found["options"][1] == {
+        "name": "default_weight", "type": "float", "is_required": False, "default": 1.0,
+    }  # fmt: skip
+
+
+def test_info_leaves_out_what_an_engine_gives_and_says_what_is_required(sage):
+    assert "OPTION" not in sage("plugins", "info", "lru", "--kind", "eviction_policy").out
+    shown = sage("plugins", "info", "file").out
+    assert [word in shown for word in ("max_bytes", "required", "--kv-tiers '{file: {max_bytes: …}}'")] == [
+        True
+    ] * 3
+    assert "runtime" not in shown
+
+
+def test_every_provider_that_is_installed_can_be_told_about(sage):
+    for entry in PluginRegistry.load().providers():
+        name = entry.qualified_name
+        assert sage("plugins", "info", name, "--kind", entry.provider.kind).code == 0, name
+
+
+def test_the_tab_key_completes_providers_distributions_and_kinds(install):
+    assert complete_plugin("qo") == ["qos"]
+    assert "sagellm-kv-pool" in complete_plugin("sagellm-")
+    assert complete_kind("kv_t") == ["kv_tier"]
+    assert complete_providers("eviction_policy")("lru,s3") == ["lru,s3fifo"]

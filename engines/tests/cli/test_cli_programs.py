@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from sagellm.core import CheckpointError
 from sagellm.engines import __version__
 from sagellm.engines.cli import main_llm, plugins
+from sagellm.engines.cli.command import _HINTS
 
 # typer itself takes pydantic as soon as a command has an option
 HEAVY = ("torch", "transformers", "numpy", "rich", "yaml")
@@ -207,3 +209,64 @@ def test_the_tab_key_completes(words, expected):
         check=False,
     )
     assert done.stdout.split() == expected.split()
+
+
+@pytest.mark.parametrize("command", [("generate",), ("chat",), ("serve",), ("engine", "start")])
+def test_help_of_many_flags_is_in_groups(sage, command):
+    shown = sage("llm", *command, "--help").out
+    groups = [line.rstrip(":") for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    for group in ("Options", "Model", "KV memory", "Prefix cache", "Scheduling", "Forward pass"):
+        assert group in groups
+    assert ("HTTP server" in groups) == (command[-1] in ("serve", "start"))
+    assert groups.index("Options") < groups.index("Model")
+    text = " ".join(shown.split())
+    own = text[text.index(" Options:") : text.index(" Model:")]
+    assert ("--help" in own, "--block-size" in own) == (True, False)
+    kv = text[text.index(" KV memory:") : text.index(" Prefix cache:")]
+    assert ("--block-size" in kv, "--kv-tiers" in kv, "--model" in kv) == (True, True, False)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("generate", "x"), ("bench", "throughput")])
+def test_one_device_is_what_there_is(sage, command, tmp_path):
+    asked = ("--model", tmp_path / "absent", "--tensor-parallel-size")
+    refused = sage("llm", *command, *asked, "2")
+    assert (refused.code, "runs a model on one device" in refused.err) == (2, True)
+    accepted = sage("llm", *command, *asked, "1")
+    assert "absent" in accepted.err, "it went on to the model"
+    assert "on one device" in sage("llm", *command, "-tp", "4").err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("serve", "--swap-space", "4"), "--kv-tiers '{host: 4GiB}'"),
+        (("serve", "--num-gpu-blocks-override=100"), "write --num-blocks"),
+        (("generate", "x", "--trust-remote-code"), "no code of a checkpoint is ever run"),
+        (("bench", "serve", "--random-input-len", "5"), "write --input-len"),
+        (("bench", "serve", "--dataset-path", "x"), "--trace FILE"),
+    ],
+)
+def test_flags_of_others_say_what_to_write(sage, arguments, told):
+    result = sage("llm", *arguments)
+    assert (result.code, told in " ".join(result.err.split())) == (2, True), result.err
+
+
+def test_a_hint_names_no_flag_that_is_not_there(sage):
+    there = "".join(
+        sage("llm", *one, "--help").out for one in (("serve",), ("bench", "serve"), ("generate",))
+    )
+    named = {flag for hint in _HINTS.values() for flag in re.findall(r"--[a-z-]+", hint)}
+    assert [flag for flag in named if flag not in there] == []
+    ours = set(re.findall(r"--[a-z-]+", sage("llm", "serve", "--help").out))
+    assert not ours & _HINTS.keys()
+
+
+def test_completing_names_loads_no_torch():
+    source = (
+        "import sys\nfrom sagellm.engines.cli.names import complete_engine, complete_plugin, complete_save\n"
+        "from types import SimpleNamespace\n"
+        "complete_engine(''), complete_plugin(''), complete_save(SimpleNamespace(params={}), '')\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

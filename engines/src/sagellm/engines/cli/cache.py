@@ -1,4 +1,4 @@
-"""`cache stats|why|pin|pins|unpin|clear|evict|save|load|saves`: the prefix cache of an engine that runs."""
+"""`cache …`: looks into the prefix cache of an engine that runs, and changes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core import InvalidInputError
-from sagellm.engines.cli.cache_saves import load as load, save as save, saves as saves
+from sagellm.engines.cli.cache_saves import delete as delete, load as load, save as save, saves as saves
 from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import columns, print_json

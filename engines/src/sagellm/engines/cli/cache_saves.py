@@ -1,12 +1,15 @@
-"""`cache save|load|saves`: the prefix cache of an engine that runs, to a file and back."""
+"""`cache save|load|saves|delete`: the prefix cache of an engine that runs, to a file and back."""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Annotated, Any
 
 import typer
 
+from sagellm.core import ConfigError
+from sagellm.engines.cli.names import complete_save
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.cli.stats import cache as app
@@ -17,6 +20,10 @@ from sagellm.engines.sizes import format_bytes
 _POLL_S = 0.05
 
 SaveName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the save; never a path.")]
+ExistingName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Name of the save; never a path.", autocompletion=complete_save),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -42,7 +49,7 @@ def save(
 
 @app.command()
 def load(
-    name: SaveName,
+    name: ExistingName,
     *,
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Refuse a save that has more than this tenant's.")
@@ -76,6 +83,35 @@ def saves(*, engine: EngineName = None, as_json: AsJson = False) -> None:
         return
     rows = [(each["name"], format_bytes(each["num_bytes"])) for each in found]
     typer.echo(columns(("NAME", "SIZE"), rows) if rows else "nothing is saved")
+
+
+@app.command()
+def delete(
+    name: ExistingName,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete it without asking.")] = False,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a save, of the folder `kv.save_folder`; what is cached stays."""
+    _, client = connect(engine)
+    with client:
+        if not yes:
+            _confirm(name, sizes={each["name"]: each["num_bytes"] for each in client.call("cache_saves")})
+        done = client.call("cache_delete", name=name)
+    if as_json:
+        print_json(done)
+        return
+    typer.echo(f"deleted {name}, {format_bytes(done['num_bytes'])}")
+
+
+def _confirm(name: str, *, sizes: dict[str, int]) -> None:
+    """Ask on a terminal; elsewhere a flag has to say so. What is not there, the engine refuses."""
+    if name not in sizes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"the save {name} would be deleted for good; say so with --yes")
+    typer.confirm(f"delete the save {name} ({format_bytes(sizes[name])}) for good?", abort=True, err=True)
 
 
 def _follow(client: AdminClient, operation: str, label: str, as_json: bool, **arguments: Any) -> Any:  # noqa: FBT001

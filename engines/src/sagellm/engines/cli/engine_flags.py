@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from sagellm.core import PluginRegistry
+from sagellm.engines.cli.command import PARALLEL_FLAGS
 from sagellm.engines.cli.flags import command_help, make_flag, switch
+from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.config.explain import kind_of
 from sagellm.engines.config.settings import FLAT_NAMES, PROVIDER_KINDS, flag_of
 from sagellm.engines.config.text import field_of
@@ -19,40 +20,59 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Configuration file (YAML).")
 ]
 
+_GROUPS = {
+    "model": "Model",
+    "kv": "KV memory",
+    "prefix_cache": "Prefix cache",
+    "scheduler": "Scheduling",
+    "predictor": "Scheduling",
+    "forward": "Forward pass",
+    "sampling": "Sampling",
+    "server": "HTTP server",
+}
+"""Section of the schema → the group of its flags in the help."""
+
 _METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", dict: "MAPPING"}
 
 
-def setting_flag(name: str, key: str) -> inspect.Parameter:
-    """Make the flag of a setting; its text is read by the schema."""
+def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
+    """Make the flag of a setting, with more spellings of it; its text is read by the schema."""
     field = field_of(key)
     kind, _ = kind_of(field)
     help_text = command_help(field.description or "", field.get_default(call_default_factory=True))
     if kind is bool:
-        return make_flag(name, bool, switch(name, help_text))
+        return make_flag(name, bool, switch(name, help_text, *also, group=group_of(key)))
     completion = _completion(key, kind)
     metavar = _METAVARS.get(get_origin(kind) or kind, "TEXT")
     option: Any = typer.Option(
-        flag_of(name), help=help_text, metavar=metavar, show_default=False, autocompletion=completion
+        flag_of(name),
+        *also,
+        help=help_text,
+        metavar=metavar,
+        show_default=False,
+        autocompletion=completion,
+        rich_help_panel=group_of(key),
     )
     return make_flag(name, str, option)
 
 
+def group_of(key: str) -> str:
+    """Return under which heading of the help a setting's flag stands."""
+    return _GROUPS[key.partition(".")[0]]
+
+
 def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
     """Complete choices, and names of what is installed; of mappings nothing."""
-    if get_origin(kind) is dict or (get_origin(kind) is not Literal and key not in PROVIDER_KINDS):
+    if get_origin(kind) is dict:
         return None
-
-    def complete(incomplete: str) -> list[str]:
-        if key not in PROVIDER_KINDS:
-            names: list[str] = list(get_args(kind))
-        else:
-            names = [entry.provider.name for entry in PluginRegistry.load().providers(PROVIDER_KINDS[key])]
-        return [name for name in names if name.startswith(incomplete)]
-
-    return complete
+    if key in PROVIDER_KINDS:
+        return complete_providers(PROVIDER_KINDS[key])
+    if get_origin(kind) is not Literal:
+        return None
+    return lambda incomplete: [name for name in get_args(kind) if name.startswith(incomplete)]
 
 
-ENGINE_FLAGS = tuple(setting_flag(name, key) for name, key in FLAT_NAMES.items())
+ENGINE_FLAGS = (*(setting_flag(name, key) for name, key in FLAT_NAMES.items()), *PARALLEL_FLAGS)
 """All but switches arrive as text, so that one place, the schema, says what a value may be."""
 
 MODEL_FLAG = ENGINE_FLAGS[:1]

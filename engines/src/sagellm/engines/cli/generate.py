@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sagellm.core import ConfigError, EngineError
+from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import params_of, read_options, start_engine
@@ -24,7 +25,7 @@ STDIN = "-"
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_flags(MODEL_FLAG, SAMPLING_FLAGS, ENGINE_FLAGS)
 def generate(
     prompts: Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.embedded import EMBEDDED
+from sagellm.engines.progress import progress_bar
 
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine, SamplingParams
@@ -52,9 +52,9 @@ def read_options(
 
 
 def start_engine(config: EngineConfig) -> LLMEngine:
-    """Load the model; on a terminal it shows that something goes on."""
+    """Load the model, and show that something goes on meanwhile."""
     say_if_embedded(config.model.name)
-    with status_line("starting") if sys.stderr.isatty() else nullcontext():
+    with status_line("starting") if sys.stderr.isatty() else progress_bar("starting", total=0):
         from sagellm.engines import LLMEngine
     return LLMEngine(config)
 

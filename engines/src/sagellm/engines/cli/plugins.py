@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +20,7 @@ from sagellm.core import (
     UnknownProviderError,
     nearest,
 )
+from sagellm.engines.cli.names import complete_kind, complete_plugin
 from sagellm.engines.cli.output import columns, new_app, print_json
 from sagellm.engines.cli.plugin_check import check
 
@@ -25,6 +28,35 @@ CORE = "sagellm-core-protocols"
 
 app = new_app("List installed plugins, tell about one, or test it.")
 app.command("check")(check)
+
+
+_GIVEN: dict[str, frozenset[str]] = {
+    "attention_backend": frozenset({"spec"}),
+    "eviction_policy": frozenset({"lifetime_predictor", "next_use"}),
+    "kv_allocator": frozenset({"total_blocks"}),
+    "kv_pool": frozenset({"total_blocks", "block_size", "allocator", "clock"}),
+    "kv_tier": frozenset({"runtime", "tiers", "name"}),
+    "prefix_cache": frozenset({"max_blocks", "block_size", "eviction_policy", "clock", "identity"}),
+    "scheduler": frozenset({"max_num_batched_tokens", "max_num_seqs", "block_size", "probe", "clock"}),
+}
+"""What an engine hands to the factories of a kind by itself, so that nobody sets it."""
+
+_SETTINGS = {
+    "eviction_policy": "--eviction-options '{{{option}: …}}'",
+    "kv_tier": "--kv-tiers '{{{name}: {{{option}: …}}}}'",
+    "prefix_cache": "--prefix-cache-options '{{{option}: …}}'",
+}
+"""How options of a kind are written on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProviderOption:
+    """One option of a provider's factory, as its signature has it."""
+
+    name: str
+    type: str
+    is_required: bool
+    default: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +74,17 @@ class ProviderInfo:
     api: int  # the protocol version that it was written for
     api_installed: int
     description: str = ""  # first line of the target's docstring
+    options: tuple[ProviderOption, ...] = ()
     error: str | None = None
 
 
 @app.command("list")
 def list_plugins(
     *,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only providers of this kind.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Only providers of this kind.", autocompletion=complete_kind),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List providers, and broken plugins."""
@@ -77,10 +113,18 @@ def list_plugins(
 @app.command()
 def info(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Provider (lru, DISTRIBUTION:lru) or distribution.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Provider (lru, DISTRIBUTION:lru) or distribution.",
+            autocompletion=complete_plugin,
+        ),
     ],
     *,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only the provider of this kind.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Only the provider of this kind.", autocompletion=complete_kind),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell about one provider or distribution."""
@@ -125,10 +169,11 @@ def _provider_entry(entry: InstalledProvider) -> dict[str, str]:
 
 
 def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
-    description, error = "", None
+    description, error, options = "", None, tuple[ProviderOption, ...]()
     try:
         target = registry.resolve(entry.provider.kind, entry.qualified_name)
         description = next(iter((target.__doc__ or "").strip().splitlines()), "")
+        options = _options(target, entry.provider.kind) if callable(target) else ()
     except PluginImportError as problem:
         error = str(problem)
     return ProviderInfo(
@@ -140,7 +185,33 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
         api=_api(registry, entry.distribution),
         api_installed=SAGELLM_API,
         description=description,
+        options=options,
         error=error,
+    )
+
+
+def _options(factory: Callable[..., object], kind: str) -> tuple[ProviderOption, ...]:
+    """Return what a factory takes beside what the engine gives it; nothing if it does not tell."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    given = _GIVEN.get(kind, frozenset())
+    return tuple(
+        _option(one)
+        for one in parameters
+        if one.name not in given and one.name[0] != "_" and one.kind is not one.VAR_POSITIONAL
+    )
+
+
+def _option(parameter: inspect.Parameter) -> ProviderOption:
+    is_rest, annotation = parameter.kind is parameter.VAR_KEYWORD, parameter.annotation
+    has_default = parameter.default is not parameter.empty
+    return ProviderOption(
+        name=f"**{parameter.name}" if is_rest else parameter.name,
+        type="any" if annotation is parameter.empty else str(getattr(annotation, "__name__", annotation)),
+        is_required=not has_default and not is_rest,
+        default=parameter.default if has_default else None,
     )
 
 
@@ -180,4 +251,14 @@ def _provider_text(entry: ProviderInfo) -> str:
         f"protocol version {entry.api}, core has {entry.api_installed}",
         f"  error         {entry.error}" if entry.error else f"  description   {entry.description}",
     ]
+    if entry.options:
+        lines += ["", columns(("  OPTION", "TYPE", "DEFAULT"), [_option_row(each) for each in entry.options])]
+        if written := _SETTINGS.get(entry.kind):
+            first = entry.options[0].name.strip("*")
+            lines += ["", f"  as in {written.format(name=entry.name, option=first)}"]
     return "\n".join(lines)
+
+
+def _option_row(option: ProviderOption) -> tuple[str, str, str]:
+    default = "required" if option.is_required else "-" if option.name[0] == "*" else repr(option.default)
+    return f"  {option.name}", option.type, default

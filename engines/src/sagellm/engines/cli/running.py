@@ -6,13 +6,17 @@ from typing import Annotated
 
 import typer
 
+from sagellm.engines.cli.names import complete_engine
 from sagellm.engines.serving import AdminClient, RunningEngine
 
 ANSWER_S = 15.0
 """An engine answers between two steps; one that takes longer is loading, or stuck."""
 
 EngineName = Annotated[
-    str | None, typer.Option("--engine", metavar="NAME", help="Which engine, where several run.")
+    str | None,
+    typer.Option(
+        "--engine", metavar="NAME", help="Which engine, where several run.", autocompletion=complete_engine
+    ),
 ]
 
 

@@ -44,14 +44,21 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)} | {
 
 _OF_CHECKPOINT = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
+_GROUP = "Sampling"
 _METAVARS = {int: "INT", list[int]: "INT", float: "FLOAT"}
 
 
 def _option(name: str, kind: Any, help_text: str) -> Any:
     if kind is bool:
-        return switch(name, help_text)
+        return switch(name, help_text, group=_GROUP)
     flags = ("-n", "--n") if name == "n" else (f"--{name.replace('_', '-')}",)
-    return typer.Option(*flags, help=help_text, metavar=_METAVARS.get(kind, "TEXT"), show_default=False)
+    return typer.Option(
+        *flags,
+        help=help_text,
+        metavar=_METAVARS.get(kind, "TEXT"),
+        show_default=False,
+        rich_help_panel=_GROUP,
+    )
 
 
 def _default(name: str) -> object:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
@@ -36,7 +37,7 @@ LogLevel = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_flags(MODEL_FLAG, SERVER_FLAGS, ENGINE_FLAGS)
 def serve(
     model_argument: ModelArgument = None,

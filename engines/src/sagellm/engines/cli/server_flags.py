@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from sagellm.engines.cli.engine_flags import setting_flag
+from sagellm.engines.cli.engine_flags import group_of, setting_flag
 from sagellm.engines.cli.flags import command_help, make_flag
 from sagellm.engines.config.settings import SERVER_NAMES
 from sagellm.engines.config.text import field_of
@@ -20,6 +20,7 @@ def _repeatable(name: str, key: str, metavar: str) -> inspect.Parameter:
         help=f"{help_text} May be given more than once.",
         metavar=metavar,
         show_default=False,
+        rich_help_panel=group_of(key),
     )
     return make_flag(name, list[str], option)
 
@@ -31,7 +32,13 @@ _REPEATABLE = {
     "served_model_name": "NAME",
 }
 
-SERVER_FLAGS = tuple(
-    _repeatable(name, key, _REPEATABLE[name]) if name in _REPEATABLE else setting_flag(name, key)
-    for name, key in SERVER_NAMES.items()
-)
+_ALSO = {"access_log": (" /--disable-uvicorn-access-log",)}  # as vLLM writes it
+
+
+def _flag(name: str, key: str) -> inspect.Parameter:
+    if name in _REPEATABLE:
+        return _repeatable(name, key, _REPEATABLE[name])
+    return setting_flag(name, key, *_ALSO.get(name, ()))
+
+
+SERVER_FLAGS = tuple(_flag(name, key) for name, key in SERVER_NAMES.items())

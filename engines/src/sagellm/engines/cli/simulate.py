@@ -15,6 +15,7 @@ import typer
 from sagellm.core import ConfigError
 from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
 from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.config.sources import load_config
@@ -39,11 +40,23 @@ def _flag(name: str, kind: Any, metavar: str, text: str, **limits: Any) -> inspe
 
 SIMULATE_FLAGS = (
     _flag("capacity", list[str], "LIST", "Blocks of KV: 1000,5000,10000."),
-    _flag("eviction_policy", list[str], "LIST", "Policies: lru,fifo; belady is the optimum, off no cache."),
+    _flag(
+        "eviction_policy",
+        list[str],
+        "LIST",
+        "Policies: lru,fifo; belady is the optimum, off no cache.",
+        autocompletion=complete_providers("eviction_policy"),
+    ),
     setting_flag("eviction_options", "prefix_cache.eviction_options"),
     setting_flag("prefix_cache_options", "prefix_cache.options"),
     _flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
-    _flag("reader", str, "NAME", "The trace's reader; else the file shows its format."),
+    _flag(
+        "reader",
+        str,
+        "NAME",
+        "The trace's reader; else the file shows its format.",
+        autocompletion=complete_providers("trace_reader"),
+    ),
     _flag("limit", int, "INT", "Replay so many requests of it.", min=1),
     _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
     _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),

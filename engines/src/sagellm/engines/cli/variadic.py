@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from typer.core import TyperCommand
+from sagellm.engines.cli.command import GroupedCommand
 
 
-class VariadicCommand(TyperCommand):
+class VariadicCommand(GroupedCommand):
     """A command without arguments of its own, so that what follows an option can belong to it."""
 
     variadic: ClassVar[tuple[str, ...]] = ("--compare", "--goodput")

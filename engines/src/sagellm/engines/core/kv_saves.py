@@ -67,6 +67,17 @@ class KVSaves:
         """Return what can be loaded: names and bytes."""
         return [{"name": name, "num_bytes": self._folder.size(name) or 0} for name in self._folder.names()]
 
+    def delete(self, name: str) -> dict[str, object]:
+        """Delete a save and return its name and bytes.
+
+        Raises InvalidInputError for a name that is not there, or that is being saved or loaded.
+        """
+        if self._is_under_way and self._progress.name == name:
+            raise InvalidInputError(
+                f"{name!r} is being saved or loaded at this moment; wait until that is done"
+            )
+        return {"name": name, "num_bytes": self._folder.remove(name)}
+
     def save(self, name: str, tenant: str | None = None) -> SaveProgress:
         """Begin to save what is cached, of one tenant or of all; `go_on` until it is done.
 
@@ -109,8 +120,13 @@ class KVSaves:
             self._job.close()
             self._job = None
 
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether somebody still goes on with a save or load."""
+        return self._job is not None and self._clock.now_ns() - self._went_on_ns < _GIVEN_UP_AFTER_NS
+
     def _begin(self, name: str, job: Callable[[SaveProgress], _Job]) -> SaveProgress:
-        if self._job is not None and self._clock.now_ns() - self._went_on_ns < _GIVEN_UP_AFTER_NS:
+        if self._is_under_way:
             raise InvalidInputError(
                 f"{self._progress.name!r} is being saved or loaded at this moment; wait until that is done"
             )

@@ -54,6 +54,18 @@ class SaveFolder:
                 f"there is no save {name!r} in {self.path}; saved: {known}.{nearest(name, names)}"
             )
 
+    def remove(self, name: str) -> int:
+        """Delete a save and return its bytes. Raises InvalidInputError if it is not there or cannot go."""
+        self.find(name)
+        num_bytes = self.size(name) or 0
+        try:
+            self._files.remove(self._path_of(name))
+        except OSError as error:
+            raise InvalidInputError(
+                f"the save {name!r} in {self.path} cannot be deleted: {error.strerror}"
+            ) from None
+        return num_bytes
+
     @contextmanager
     def new(self, name: str, num_bytes: int) -> Iterator[str]:
         """Yield the name under which a save is written before it is whole; nothing is left of it then.

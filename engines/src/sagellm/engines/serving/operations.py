@@ -59,6 +59,7 @@ def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
         "cache_saves": core.parts.saves.saves,
         "cache_save": core.parts.saves.save,
         "cache_load": core.parts.saves.load,
+        "cache_delete": core.parts.saves.delete,
         "cache_go_on": core.parts.saves.go_on,
         "pool_compact": pool.compact,
     }

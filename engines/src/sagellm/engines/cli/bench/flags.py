@@ -56,7 +56,7 @@ _SERVE = {
         str, "auto|ids|text", "token ids, or words for servers that take none; auto sends words to chat alone"
     ),
     "vocab_size": _Row(int, "INT", "draw token ids below this number"),
-    "rate": _Row(float, "FLOAT", "requests a second; without rate, trace and concurrency all come at once"),
+    "rate": _Row(float, "FLOAT", "requests a second; inf, or no rate, trace and concurrency: all at once"),
     "burstiness": _Row(float, "FLOAT", "regularity of arrivals: 1 is Poisson, less comes in bursts"),
     "concurrency": _Row(int, "INT", "callers of a closed loop; with a rate or trace, most requests at once"),
     "trace": _Row(Path, "FILE", "take arrivals and lengths from a trace: Azure's CSV, or JSONL"),
@@ -87,17 +87,28 @@ _LATENCY = {
 }
 
 
+_ALSO = {"rate": ("--request-rate",), "concurrency": ("--max-concurrency",)}  # as vLLM writes it
+
+_GROUPS = {
+    **dict.fromkeys(("base_url", "model", "api_key", "endpoint", "timeout_s"), "Server"),
+    **dict.fromkeys(("rate", "burstiness", "concurrency", "trace", "trace_format", "trace_speed"), "Load"),
+}
+_REST = "Requests"
+
+
 def _flag(name: str, row: _Row, default: object) -> inspect.Parameter:
     help_text = command_help(row.text, default)
     if row.kind is bool:
-        return make_flag(name, bool, switch(name, help_text))
+        return make_flag(name, bool, switch(name, help_text, group=_REST))
     option: Any = typer.Option(
         "--" + name.removesuffix("_s").replace("_", "-"),
+        *_ALSO.get(name, ()),
         help=help_text,
         metavar=row.metavar,
         show_default=False,
         envvar="OPENAI_API_KEY" if name == "api_key" else None,
         show_envvar=False,
+        rich_help_panel=_GROUPS.get(name, _REST),
     )
     return make_flag(name, row.kind, option)
 

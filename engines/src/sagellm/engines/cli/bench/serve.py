@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -72,6 +73,7 @@ def load_settings(options: dict[str, Any]) -> LoadSettings:
         "input_len": Lengths.parse,
         "output_len": Lengths.parse,
         "goodput": parse_goodput,
+        "rate": lambda value: None if value == inf else value,
         "extra_body": _parse_object,
         "endpoint": lambda value: _choice("--endpoint", value, get_args(Endpoint)),
         "prompt_form": lambda value: _choice("--prompt-form", value, get_args(PromptForm)),

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, params_of, read_options, start_engine, with_model
@@ -19,7 +20,7 @@ CHAT_FLAGS = tuple(flag for flag in SAMPLING_FLAGS if flag.name not in _NOT_FOR_
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_flags(MODEL_FLAG, CHAT_FLAGS, ENGINE_FLAGS)
 def chat(
     model_argument: ModelArgument = None,

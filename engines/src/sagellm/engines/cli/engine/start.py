@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sagellm.core import ConfigError, EngineError, PluginRegistry
+from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
@@ -43,7 +44,7 @@ SYNONYMS = (
 """Spellings that people may know; what they mean stands in `_in_our_words`."""
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_flags(MODEL_FLAG, SERVER_FLAGS, ENGINE_FLAGS, SYNONYMS)
 def start(
     model_argument: ModelArgument = None,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from sagellm.core import ConfigError, EngineError
+from sagellm.engines.cli.names import complete_engine
 from sagellm.engines.cli.running import EngineName
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.serving import RunningEngine
@@ -24,7 +25,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def stop(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Which engine; the only one by default.")
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="Which engine; the only one by default.", autocompletion=complete_engine
+        ),
     ] = None,
     *,
     engine: EngineName = None,
