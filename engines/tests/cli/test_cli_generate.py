@@ -103,6 +103,12 @@ def test_continuations_come_one_after_another(sage, engine):
     assert (result.out, result.err.startswith("[1/2] one\n\n[2/2] one\n")) == ("ONE \nONE \n", True)
 
 
+def test_a_terminal_that_does_not_show_the_text_gets_no_headings(sage, engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    result = sage("llm", "generate", "one", "two", "--model", tmp_path)
+    assert (result.out, "[1/2]" in result.err) == ("ONE \nTWO \n", False)
+
+
 def test_many_prompts_in_a_pipe_show_how_far_they_are(sage, engine, monkeypatch):
     monkeypatch.setattr("sagellm.engines.progress.PLAIN_INTERVAL_S", 0.01)
     monkeypatch.setattr(FakeEngine, "pause_s", 0.05)

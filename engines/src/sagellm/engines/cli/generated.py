@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class TextPrinter:
         self._latest: dict[int, RequestOutput] = {}
         self._lane = 0
         self._num_printed = 0  # characters of the current lane
+        # On a terminal that does not show the text, a heading is noise and would cut the progress bar.
+        self._has_headings = len(self._lanes) > 1 and (sys.stdout.isatty() or not sys.stderr.isatty())
 
     def update(self, prompt: int, output: RequestOutput) -> None:
         """Take the state of a prompt's request and print what is new and due."""
@@ -47,7 +50,7 @@ class TextPrinter:
 
     def _print(self, completion: CompletionOutput) -> None:
         is_due = bool(completion.text) or completion.finish_reason is not None
-        if len(self._lanes) > 1 and self._num_printed == 0 and is_due:
+        if self._has_headings and self._num_printed == 0 and is_due:
             typer.echo(self._heading(), err=True)
         typer.echo(completion.text[self._num_printed :], nl=False)
         self._num_printed = len(completion.text)
