@@ -146,7 +146,7 @@ def test_behind_a_full_window_most_of_a_prompt_is_cached(make_engine):
     assert 1 <= num_drops <= 4, "turns go together, not one at a time"
     assert sum(cached) / sum(prompts) > 0.7
     num_poor = sum(2 * one < whole for one, whole in zip(cached, prompts, strict=True))
-    assert num_poor <= 1 + num_drops, "only the first prompt and those after a gap are computed anew"
+    assert num_poor <= 1 + num_drops, "only the first prompt and those after a gap are recomputed"
 
 
 def test_the_latest_turn_stays_though_it_is_longer_than_half_of_the_window(engine):
@@ -197,7 +197,7 @@ def test_a_conversation_goes_on_where_it_was_saved(engine, tmp_path):
         ('[{"role": "user"}]', "content is of type NoneType"),
     ],
 )
-def test_what_is_no_conversation_is_not_loaded(engine, tmp_path, content, told):
+def test_an_invalid_conversation_is_not_loaded(engine, tmp_path, content, told):
     path = tmp_path / "chat.json"
     if content is not None:
         path.write_text(content)

@@ -45,8 +45,8 @@ class Conversation:
         """Return how many of the oldest turns to drop for the next prompt to fit.
 
         More than have to go: down to half of `max_tokens`, though the latest turn stays if it fits. The
-        cache has nothing behind the first gap, so that dropping a turn at a time would compute every
-        prompt anew.
+        cache has nothing behind the first gap, so that dropping one turn each time would recompute
+        every prompt.
         """
         fits = None
         for num_dropped in range(len(self.turns)):
