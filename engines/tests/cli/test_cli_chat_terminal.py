@@ -123,14 +123,21 @@ def test_what_is_pasted_is_one_question_and_words_stay_whole(checkpoint, tmp_pat
     program.wait_for("> ")
     program.type("\x1b[200~First line\nsecond line\x1b[201~\n")
     program.wait_for("cached")
-    program.type('"""One\n\ntwo"""\n')
+    program.wait_for("> ")
+    for line in ('"""One\n', "\n"):
+        program.type(line)
+        program.wait_for(". ")
+    program.type('two"""\n')
     program.wait_for("cached")
-    program.type("/regen\n")
-    program.wait_for("cached")
-    program.type(f"/save {tmp_path / 'chat.json'}\n")
-    program.wait_for("4 messages")
-    program.type(f"/load {tmp_path / 'chat.json'}\n")
-    program.wait_for("4 messages are loaded")
+    for line, told in (
+        ("/regen", "cached"),
+        (f"/save {tmp_path / 'chat.json'}", "4 messages"),
+        (f"/load {tmp_path / 'chat.json'}", "4 messages"),
+    ):
+        program.wait_for("> ")
+        program.type(f"{line}\n")
+        program.wait_for(told)
+    program.wait_for("> ")
     assert program.end("\x04") == 0
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert [each["content"] for each in saved[::2]] == ["First line\nsecond line", "One\n\ntwo"]

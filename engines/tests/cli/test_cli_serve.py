@@ -91,13 +91,13 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port, 
         assert f"http://127.0.0.1:{port}/v1" in started.stdout
         for _ in range(2):
             assert sum(1 for _ in stream(port, 4, [7] * 40)) >= 1
-        log = (tmp_path / "runtime" / f"engine-{port}.log").read_text()
-        assert log.count("POST /v1/completions 200, 40 tokens in") == 2, log
         cache = json.loads(sage_process("cache", "stats", "--json").stdout)
         assert (cache["num_lookups"], cache["num_hits"]) == (2, 1), "what runs at the start does not count"
         (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]
         assert (engine["name"], engine["num_running"]) == (f"engine-{port}", 0)
         second = sage_process("engine", "start", checkpoint, "--port", port)
+        log = (tmp_path / "runtime" / f"engine-{port}.log").read_text()
+        assert log.count("POST /v1/completions 200, 40 tokens in") == 2, log
         assert (second.returncode, "--port" in second.stderr) == (2, True)
         assert f"your engine-{port} does" in second.stderr
     finally:
