@@ -95,8 +95,34 @@ def test_an_answer_that_the_template_edits_is_the_templates(tokenizer, template)
 def test_variables_reach_the_template(tokenizer, template):
     tokenizer.chat_template = "{{ messages[0].content }}{% if brief %} Be brief.{% endif %}"
     assert tokenizer.decode(template.render(ask("Hi."), options={"brief": True})) == "Hi. Be brief."
-    with pytest.raises(InvalidRequestError, match="'tokenize' is no variable"):
+    with pytest.raises(InvalidRequestError, match="'tokenize' is not a variable"):
         template.render(ask("Hi."), options={"tokenize": True})
+
+
+def test_control_tokens_in_a_variable_are_text(tokenizer, template):
+    tokenizer.chat_template = "{{ messages[0].content }} {{ style }}"
+    plain = template.render(ask("Hi."), options={"style": "brief"})
+    sly = template.render(ask("Hi."), options={"style": "<|im_end|>"})
+    assert tokenizer.eos_token_id not in sly
+    assert tokenizer.decode(sly) == "Hi. <|im_end|>"
+    assert len(sly) > len(plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "eos_token", "template", "raise_exception", "add_generation_prompt"]
+)
+def test_what_every_template_is_given_is_not_a_variable_of_the_caller(template, name):
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is not a variable"):
+        template.render(ask("Hi."), options={name: "x"})
+
+
+def test_a_template_says_which_variables_it_may_read(tokenizer, template):
+    tokenizer.chat_template = {
+        "default": "\n{% if enable_thinking is defined %}{% endif %}",
+        "tool_use": "{{ documents }}",
+    }
+    names = ("enable_thinking", "documents", "thinking", "enable_thinkin", "n")
+    assert [name for name in names if template.reads(name)] == ["enable_thinking", "documents"]
 
 
 def test_what_a_template_says_is_passed_on_and_nothing_of_its_insides(tokenizer, template):

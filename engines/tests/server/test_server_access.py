@@ -18,7 +18,7 @@ PATHS = [
     "/v1/models/small",
     "/v1/completions",
     "/v1/chat/completions",
-    "/",
+    "/index.html",
     "/nothing",
     "//v1/models",
     "/v1//models",
@@ -40,6 +40,10 @@ PATHS = [
     "/invocations",
     "/v2/models",
     "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/ping/",
+    "//",
 ]
 
 
@@ -186,6 +190,13 @@ def test_this_machines_names_are_answered(server, host):
     assert status(server, "/health", f"Host: {host}") == 200
 
 
+def test_a_refused_host_is_told_how_it_can_be_allowed(server):
+    error = server.http.get("/health", headers={"host": "llm.example"}).json()["error"]
+    assert error["code"] == "bad_host"
+    assert "'llm.example'" in error["message"]
+    assert "--allowed-hosts" in error["message"]
+
+
 def test_two_hosts_are_refused(server):
     assert status(server, "/health", "Host: localhost", "Host: evil.example") == 403
 
@@ -207,6 +218,80 @@ def test_the_own_origin_is_answered_and_no_answer_opens_to_others(server):
     answer = server.http.get("/v1/models", headers={"origin": server.url})
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+UI = "https://ui.example"
+
+
+@pytest.fixture(scope="module")
+def with_ui(serve):
+    return serve(api_keys=("key",), allowed_origins=(UI, "http://other.example:3000"))
+
+
+def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(with_ui):
+    for headers, code in (({"authorization": "Bearer key"}, 200), ({}, 401)):
+        answer = with_ui.http.get("/v1/models", headers={"origin": UI, **headers})
+        assert answer.status_code == code
+        assert answer.headers["access-control-allow-origin"] == UI
+        assert answer.headers["vary"] == "Origin"
+        assert "access-control-allow-credentials" not in answer.headers
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_browser_that_asks_ahead_needs_no_key(with_ui):
+    asks = {
+        "origin": UI,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    answer = with_ui.http.options("/v1/chat/completions", headers=asks)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == UI
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-os"
+    assert answer.headers["access-control-allow-methods"] == "GET, POST"
+    odd = with_ui.http.options("/v1/models", headers={**asks, "access-control-request-headers": "a;b"})
+    assert odd.headers["access-control-allow-headers"] == "authorization, content-type"
+    assert with_ui.http.options("/v1/models", headers={"origin": UI}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [f"{UI}.evil.example", f"{UI}:8443", "http://ui.example", "null", f"{UI}/", "https://evil.example"],
+)
+def test_an_origin_is_compared_whole(with_ui, origin):
+    for method in ("GET", "OPTIONS"):
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        answer = with_ui.http.request(method, "/v1/models", headers=headers)
+        assert answer.status_code == 403
+        assert "--allowed-origins" in answer.json()["error"]["message"]
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_what_this_machine_alone_may_see_is_shown_to_no_page(serve, with_ui):
+    assert with_ui.http.get("/metrics").status_code == 200
+    assert with_ui.http.get("/metrics", headers={"origin": UI}).status_code == 403
+    everybody = serve(allowed_origins=("*",))
+    assert everybody.http.get("/metrics", headers={"origin": UI}).status_code == 403
+
+
+def test_a_star_allows_every_origin_and_sends_nobody_s_cookies(serve):
+    answer = serve(allowed_origins=("*",)).http.get("/v1/models", headers={"origin": "null"})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_an_allowed_origin_opens_no_other_host(with_ui):
+    headers = {"origin": UI, "host": "evil.example"}
+    assert with_ui.http.get("/health", headers=headers).json()["error"]["code"] == "bad_host"
+
+
+@pytest.mark.parametrize(
+    "origin", ["ui.example", "https://ui.example/", "https://*.example", '["*"]', "*.com"]
+)
+def test_what_is_not_an_origin_is_refused_when_the_server_is_configured(origin):
+    with pytest.raises(ConfigError, match=r"server\.allowed_origins .* scheme://host"):
+        ServerConfig(allowed_origins=(origin,))
 
 
 def test_metrics_are_shown_on_this_machine_alone(locked):

@@ -47,15 +47,30 @@ LISTS = {
     "ignore_eos": [1, "true"],
     "skip_special_tokens": [0, "x"],
     "include_stop_str_in_output": [1],
-    "stream_options": [1, [], {"include_usage": 1}],
+    "stream_options": [1, [], {"include_usage": 1}, {"continuous_usage_stats": "yes"}],
     "cache_salt": ["", 1, "a" * 257],
-    "user": [1, "a" * 1025],
+    "extra_args": [
+        1,
+        [],
+        {"a": {}},
+        {"a": [[1]]},
+        {"a": "b" * 1025},
+        {"a b": 1},
+        {"a\n": 1},
+        {"a" * 65: 1},
+        {"a": 2**60},
+        {"a": [1] * 1025},
+        {f"a{number}": 1 for number in range(33)},
+        {f"a{number}": ["b" * 1000] * 100 for number in range(2)},
+    ],
+    "vllm_xargs": [1, {"a": {}}],
     "model": [1, "a" * 1025],
 }
 COMMON = [(name, value) for name, values in NUMBERS.items() for value in values + NOT_NUMBERS]
 COMMON += [(name, value) for name, values in LISTS.items() for value in values]
 OF_COMPLETIONS = [("logprobs", value) for value in (-1, 21, 1.5, "x", True)]
 OF_COMPLETIONS += [("echo", 1), ("max_tokens", 0)]
+OF_COMPLETIONS += [("best_of", value) for value in (0, -1, 129, 1.5, "2", True)]
 OF_COMPLETIONS += [
     ("prompt", value)
     for value in (
@@ -77,7 +92,25 @@ OF_COMPLETIONS += [
     )
 ]
 OF_CHATS = [("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 2), ("max_completion_tokens", 0)]
-OF_CHATS += [("max_tokens", 0), ("add_generation_prompt", 1)]
+OF_CHATS += [("max_tokens", 0), ("add_generation_prompt", 1), ("best_of", 2)]
+OF_CHATS += [
+    ("chat_template_kwargs", value)
+    for value in (
+        1,
+        [],
+        {"a": {}},
+        {"a": []},
+        {"a": 10**7},
+        {"a": "b" * 1025},
+        {"a-b": 1},
+        {"__class__": 1},
+        {f"a{number}": 1 for number in range(17)},
+        *({name: "x"} for name in ("chat_template", "template", "messages", "tools", "documents")),
+        *({name: True} for name in ("add_generation_prompt", "continue_final_message", "tokenize", "range")),
+        {"eos_token": "x"},
+        {"raise_exception": 1},
+    )
+]
 OF_CHATS += [
     ("messages", value)
     for value in (

@@ -54,6 +54,36 @@ def test_a_streamed_completion_has_the_same_logprobs_and_usage(client):
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
 
 
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_usage_may_stand_in_every_chunk(client, kind):
+    options = {"model": "small", "max_tokens": 9, "temperature": 0, "n": 2, "stream": True}
+    options["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if kind == "chat":
+        chunks = list(client.chat.completions.create(messages=MESSAGES, **options))
+    else:
+        chunks = list(client.completions.create(prompt="The river", **options))
+    whole = chunks.pop()
+    assert whole.choices == []
+    counts = [[], []]
+    for chunk in chunks:
+        usage = chunk.usage
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        counts[chunk.choices[0].index].append(usage.completion_tokens)
+    for each in counts:
+        assert each == sorted(each)
+        assert (each[0] == 0) == (kind == "chat")  # its first chunk has the role alone
+        assert each[-1] == 9
+    assert whole.usage.completion_tokens == 18
+
+
+def test_usage_in_every_chunk_needs_usage_at_all(client):
+    """As in vLLM."""
+    options = {"model": "small", "prompt": "a", "max_tokens": 2, "stream": True}
+    options["stream_options"] = {"continuous_usage_stats": True}
+    assert all(chunk.usage is None for chunk in client.completions.create(**options))
+
+
 def test_a_streamed_echo_begins_with_the_prompt(client):
     options = {"model": "small", "prompt": "The river", "max_tokens": 4, "temperature": 0, "echo": True}
     whole = client.completions.create(**options).choices[0].text

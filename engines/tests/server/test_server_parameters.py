@@ -273,8 +273,70 @@ def test_a_cache_salt_narrows_what_is_shared(complete):
     assert cached() == 0
 
 
-def test_the_user_is_read_and_passed_over(complete):
-    assert text(complete(PROMPT, temperature=0, user="somebody")) == text(complete(PROMPT, temperature=0))
+THINKING = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts){% endif %}"
+)
+
+
+def test_variables_of_the_template_change_the_prompt(serve):
+    server = serve()
+    server.front.tokenizer.chat_template = THINKING
+    messages = [{"role": "user", "content": "Is it far?"}]
+
+    def prompt(**fields):
+        body = {"messages": messages, "max_tokens": 1, "prompt_logprobs": 0, **fields}
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        scored = answer.json()["prompt_logprobs"][1:]
+        ids = [int(token_id) for entry in scored for token_id in entry]
+        return server.front.tokenizer.decode(ids), answer.headers.get("x-sagellm-ignored")
+
+    assert prompt() == (" it far?", None)
+    assert prompt(chat_template_kwargs={"enable_thinking": False}) == (" it far?(no thoughts)", None)
+    assert prompt(chat_template_kwargs={"enable_thinking": True}) == (" it far?", None)
+    assert prompt(chat_template_kwargs={"enable_thinking": None}) == (" it far?", None)
+    ignored = "chat_template_kwargs.thinking_budget"
+    assert prompt(chat_template_kwargs={"thinking_budget": 99}) == (" it far?", ignored)
+
+
+def test_best_of_shows_the_likeliest_first(complete):
+    fields = {"temperature": 1.5, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    all_of_them = complete(PROMPT, n=6, logprobs=0, **fields)["choices"]
+    values = [sum(choice["logprobs"]["token_logprobs"]) / 6 for choice in all_of_them]
+    best = sorted(zip(values, (choice["text"] for choice in all_of_them), strict=True), reverse=True)
+    assert best[0][1] != all_of_them[0]["text"]  # else the order would show nothing
+    answer = complete(PROMPT, n=2, best_of=6, **fields)
+    assert [choice["text"] for choice in answer["choices"]] == [each[1] for each in best[:2]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert answer["usage"]["completion_tokens"] == 36  # all that was generated
+    with_logprobs = complete([PROMPT, PROMPT], best_of=6, logprobs=1, **fields)
+    assert [choice["text"] for choice in with_logprobs["choices"]] == [best[0][1]] * 2
+    assert [choice["index"] for choice in with_logprobs["choices"]] == [0, 1]
+    shown = with_logprobs["choices"][0]["logprobs"]["token_logprobs"]
+    assert sum(shown) / 6 == pytest.approx(best[0][0], abs=1e-3)
+
+
+def test_a_best_of_that_equals_n_may_be_streamed_and_keeps_the_order(complete, server):
+    fields = {"temperature": 1, "seed": 3, "n": 2}
+    expected = [choice["text"] for choice in complete(PROMPT, **fields)["choices"]]
+    assert [choice["text"] for choice in complete(PROMPT, best_of=2, **fields)["choices"]] == expected
+    body = {"prompt": PROMPT, "max_tokens": 4, "best_of": 2, "n": 2, "stream": True}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 128}, "n"),
+    ],
+)
+def test_a_best_of_out_of_bounds_is_refused(server, fields, param):
+    answer = server.http.post("/v1/completions", json={"prompt": ["a"] * 9, "max_tokens": 1, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_priority_is_vllms_smaller_is_first(scripted):

@@ -1,4 +1,4 @@
-"""What is not supported is refused by name, and what asks for nothing is passed over."""
+"""What would change the answer is refused by name; what would not is ignored, and listed in a header."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 
 from sagellm.engines.server.schema import ChatBody, CompletionBody, Message
 from sagellm.engines.server.unsupported import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
     UNSUPPORTED,
     UNSUPPORTED_IN_MESSAGES,
-    UNSUPPORTED_STREAM_OPTIONS,
     asks_for_nothing,
 )
 
@@ -72,12 +73,66 @@ def test_an_unsupported_field_of_a_message_is_named(server, name):
     assert (error["param"], error["code"]) == (f"messages[1].{name}", "unsupported_parameter")
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED_STREAM_OPTIONS)
-def test_an_unsupported_option_of_a_stream_is_named(server, name):
-    error = refused(
-        server, "/v1/completions", {"prompt": "a", "stream": True, "stream_options": {name: True}}
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_what_does_not_change_the_answer_is_listed(server, path, name):
+    body = {**BODIES[path][1], "temperature": 0}
+    plain = server.http.post(path, json=body)
+    assert "x-sagellm-ignored" not in plain.headers
+    for value in ({"some": "thing"}, True, "flex"):
+        answer = server.http.post(path, json={**body, name: value})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-sagellm-ignored"] == name
+        assert answer.json()["choices"] == plain.json()["choices"]
+    assert "x-sagellm-ignored" not in server.http.post(path, json={**body, name: None}).headers
+
+
+def test_streams_and_refusals_list_what_is_ignored(server):
+    body = {"prompt": "a", "max_tokens": 1, "metadata": {"run": "7"}, "store": True}
+    streamed = server.http.post("/v1/completions", json={**body, "stream": True})
+    assert streamed.headers["x-sagellm-ignored"] == "metadata, store"
+    refused_later = server.http.post("/v1/completions", json={**body, "model": "other"})
+    assert refused_later.headers["x-sagellm-ignored"] == "metadata, store"
+
+
+def test_what_accompanied_an_earlier_answer_is_listed_once(server):
+    def ask(**fields):
+        turn = {"role": "assistant", "content": "Yes.", **fields}
+        messages = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}, turn]
+        body = {"messages": messages, "max_tokens": 2, "temperature": 0}
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    plain = ask()
+    for name in sorted(IGNORED_IN_MESSAGES):
+        answer = ask(**{name: "Let me think."})
+        assert answer.headers["x-sagellm-ignored"] == f"messages.{name}"
+        assert answer.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+
+
+def test_unknown_options_of_a_stream_are_listed_and_no_name_spoils_the_header(server):
+    options = {"include_obfuscation": False, "a\r\nset-cookie: b": 1, "ü": 2, "c" * 1000: 3}
+    body = {"prompt": "a", "max_tokens": 1, "stream": True, "stream_options": options}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-sagellm-ignored"] == (
+        f"stream_options.include_obfuscation, ?, stream_options.{'c' * 64}"
     )
-    assert error["param"] == f"stream_options.{name}"
+    assert "set-cookie" not in answer.headers
+    many = {**body, "stream_options": {f"option{number}": 1 for number in range(10_000)}}
+    listed = server.http.post("/v1/completions", json=many).headers["x-sagellm-ignored"]
+    assert listed.endswith("option31, ...")
+    assert len(listed) < 2000
+
+
+def test_tools_are_refused_though_parallel_ones_would_be_ignored(server):
+    body = {
+        **BODIES["/v1/chat/completions"][1],
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function"}],
+    }
+    assert refused(server, "/v1/chat/completions", body)["param"] == "tools"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal", "video_url"])
@@ -94,5 +149,5 @@ def test_messages_of_tools_are_refused(server, role):
 
 
 def test_false_is_not_zero_and_one_is_not_true():
-    assert not asks_for_nothing(UNSUPPORTED["store"], 0)
+    assert not asks_for_nothing(UNSUPPORTED["use_beam_search"], 0)
     assert not asks_for_nothing(UNSUPPORTED["best_of"], True)

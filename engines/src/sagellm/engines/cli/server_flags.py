@@ -28,6 +28,7 @@ def _repeatable(name: str, key: str, metavar: str) -> inspect.Parameter:
 _REPEATABLE = {
     "api_key": "KEY",
     "allowed_hosts": "HOST",
+    "allowed_origins": "ORIGIN",
     "public_namespaces": "NAME",
     "served_model_name": "NAME",
 }

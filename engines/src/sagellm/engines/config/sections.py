@@ -17,6 +17,7 @@ from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s,*?#@]+")
 _MAX_SEED = 2**63 - 1
 
 
@@ -205,6 +206,11 @@ class ServerConfig(Checked):
     allowed_hosts: Names = Field(
         default=(), description="names in the Host header that are answered, beside the address itself"
     )
+    allowed_origins: Names = Field(
+        default=(),
+        description="origins whose pages may use the server from a browser, such as https://ui.example; "
+        "* allows all",
+    )
     public_namespaces: Names = Field(
         default=(), description="namespaces in which all who name one in cache_namespace share prefixes"
     )
@@ -226,3 +232,10 @@ class ServerConfig(Checked):
     access_log: bool = Field(
         default=True, description="log a line per request: method, path, status, tokens, time"
     )
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(origin == "*" or _ORIGIN.fullmatch(origin) for origin in value):
+            raise ValueError("* or origins as browsers send them, scheme://host or scheme://host:port")
+        return value

@@ -49,6 +49,7 @@ SERVER_NAMES: dict[str, str] = {
     "port": "server.port",
     "api_key": "server.api_keys",
     "allowed_hosts": "server.allowed_hosts",
+    "allowed_origins": "server.allowed_origins",
     "public_namespaces": "server.public_namespaces",
     "served_model_name": "server.served_model_name",
     "max_queued_requests": "server.max_queued_requests",

@@ -1,4 +1,4 @@
-"""The application: its routes, and the two gates that every request passes before them."""
+"""The application: its routes, and what every request passes before them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from sagellm.engines.server.access import AccessLog
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.body import BodyGate
 from sagellm.engines.server.door import Door, Keys, is_loopback
-from sagellm.engines.server.errors import APIError, as_api_error
+from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.front import EngineFront
-from sagellm.engines.server.generation import Chats, Completions, Service
+from sagellm.engines.server.generation import Chats, Completions
 from sagellm.engines.server.health import EngineProbe
 from sagellm.engines.server.metrics import ServerMetrics
+from sagellm.engines.server.origins import Origins
 from sagellm.engines.server.prompts import PromptEncoder
 from sagellm.engines.server.reply import encode_json
+from sagellm.engines.server.response_headers import ResponseHeaders
+from sagellm.engines.server.service import Service
+from sagellm.engines.server.start_page import StartPage
+from sagellm.engines.server.tokenizing import Detokenize, Tokenize, tokenizer_info
 
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -52,22 +57,59 @@ def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int 
         encoder=PromptEncoder(front.tokenizer, front.max_model_len),
         public_namespaces=settings.public_namespaces,
     )
-    app.state.admission = service.admission
-    _add_routes(app, service)
+    app.state.admission, app.state.service = service.admission, service
+    start_page = StartPage(
+        names[0], needs_key=bool(settings.api_keys), has_template=service.encoder.has_template
+    )
+    _add_probes(app, service)
+    _add_routes(app, service, start_page)
     app.add_exception_handler(HTTPException, _answer)
-    app.add_exception_handler(Exception, _answer)
     app.add_middleware(BodyGate, timeout_s=settings.body_timeout)
     app.add_middleware(
-        Door, keys=Keys(settings.api_keys), host=settings.host, allowed_hosts=settings.allowed_hosts
+        Door,
+        keys=Keys(settings.api_keys),
+        host=settings.host,
+        allowed_hosts=settings.allowed_hosts,
+        origins=Origins(settings.allowed_origins),
     )
+    app.add_middleware(ResponseHeaders)
     if settings.access_log:
         app.add_middleware(AccessLog)
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
-    probe = EngineProbe(service.front)
+def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
     models = [_model(name, service.front.max_model_len) for name in service.model_names]
+
+    async def list_models(_: Request) -> Response:
+        return _json({"object": "list", "data": models})
+
+    async def get_model(request: Request) -> Response:
+        for model in models:
+            if model["id"] == request.path_params["name"]:
+                return _json(model)
+        raise HTTPException(404)
+
+    async def show_tokenizer(_: Request) -> Response:
+        return _json(tokenizer_info(service.front.tokenizer))
+
+    app.add_route("/", start_page.show, methods=["GET"])
+    app.add_route("/v1/models", list_models, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", get_model, methods=["GET"])
+    app.add_route("/tokenizer_info", show_tokenizer, methods=["GET"])
+    posts = {
+        "/v1/completions": Completions(service),
+        "/v1/chat/completions": Chats(service),
+        "/tokenize": Tokenize(service),
+        "/detokenize": Detokenize(service),
+    }
+    for path, application in posts.items():
+        app.add_route(path, application, methods=["POST"])  # type: ignore[arg-type]
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    """Add what tells how the server is, to whoever runs it."""
+    probe = EngineProbe(service.front)
 
     async def health(_: Request) -> Response:
         return Response(status_code=503 if await probe.ask() is None else 200)
@@ -83,27 +125,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         await probe.ask(max_age_s=0.0)
         return Response(service.metrics.render(probe.last), headers={"content-type": _METRICS_TYPE})
 
-    async def list_models(_: Request) -> Response:
-        return _json({"object": "list", "data": models})
-
-    async def get_model(request: Request) -> Response:
-        for model in models:
-            if model["id"] == request.path_params["name"]:
-                return _json(model)
-        raise HTTPException(404)
-
-    gets = {
-        "/health": health,
-        "/ready": ready,
-        "/version": version,
-        "/metrics": metrics,
-        "/v1/models": list_models,
-        "/v1/models/{name:path}": get_model,
-    }
-    for path, endpoint in gets.items():
+    pages = {"/health": health, "/ping": health, "/ready": ready, "/version": version, "/metrics": metrics}
+    for path, endpoint in pages.items():
         app.add_route(path, endpoint, methods=["GET"])
-    app.add_route("/v1/completions", Completions(service), methods=["POST"])  # type: ignore[arg-type]
-    app.add_route("/v1/chat/completions", Chats(service), methods=["POST"])  # type: ignore[arg-type]
 
 
 def _model(name: str, max_model_len: int) -> dict[str, Any]:
@@ -121,9 +145,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 async def _answer(_: Request, error: Exception) -> Response:
-    """Answer what was raised outside the generating endpoints, in the same words."""
-    if isinstance(error, HTTPException):
-        known = {404: "there is no such page", 405: "this page takes another method"}
-        error = APIError(error.status_code, known.get(error.status_code, "the request is refused"))
-    told = as_api_error(error)
-    return _json(told.body, told.status)
+    """Answer what the routing refuses, in the words of the other errors."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = {404: "there is no such page", 405: "this page takes another method"}
+    return _json(APIError(status, known.get(status, "the request is refused")).body, status)

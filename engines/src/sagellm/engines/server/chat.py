@@ -59,7 +59,7 @@ class ChatShape(Shape):
                 (
                     cursor.prefix,
                     b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]',
-                    self._tail,
+                    self.tail(cursor, 0),
                 )
             )
             if not text and not token_ids and output.finish_reason is None:
@@ -73,6 +73,6 @@ class ChatShape(Shape):
                 b'},"logprobs":',
                 logprobs,
                 end,
-                self._tail,
+                self.tail(cursor, len(output.token_ids)),
             )
         )

@@ -24,7 +24,7 @@ class CompletionShape(Shape):
         """Return a finished continuation."""
         raise_if_failed(output)
         job = self.job
-        prompt = job.prompts[index // job.params.n]
+        prompt = job.prompts[index // job.num_choices]
         echoed = (prompt.text or "") if job.echoes else ""
         written = {
             "index": index,
@@ -55,9 +55,8 @@ class CompletionShape(Shape):
         if not cursor.has_started:
             cursor.has_started = True
             text = ((cursor.prompt.text or "") if self.job.echoes else "") + text
-        return b"".join(
-            (cursor.prefix, b'"text":', encode_json(text), b',"logprobs":', logprobs, end, self._tail)
-        )
+        tail = self.tail(cursor, len(output.token_ids))
+        return b"".join((cursor.prefix, b'"text":', encode_json(text), b',"logprobs":', logprobs, end, tail))
 
     def _streamed_logprobs(self, cursor: Cursor, output: CompletionOutput, token_ids: Sequence[int]) -> bytes:
         assert output.logprobs is not None
@@ -69,7 +68,7 @@ class CompletionShape(Shape):
         return encode_json(written)
 
     def _logprobs(self, output: CompletionOutput, request: RequestOutput) -> dict[str, Any] | None:
-        if output.logprobs is None:
+        if output.logprobs is None or self.job.hides_logprobs:
             return None
         token_ids: list[int] = [] if self.job.hides_output else list(output.token_ids)
         entries: list[Any] = [] if self.job.hides_output else list(output.logprobs)

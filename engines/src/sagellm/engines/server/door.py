@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from sagellm.core import DEFAULT, Namespace
 from sagellm.engines.server.errors import APIError
-from sagellm.engines.server.reply import send_error
+from sagellm.engines.server.origins import Origins, preflight_headers
+from sagellm.engines.server.reply import send_bytes, send_error
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version"})
 LOOPBACK_PATHS = frozenset({"/metrics"})
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _MAX_HEADER_BYTES = 4096
@@ -57,14 +58,18 @@ class Keys:
 
 
 class Door:
-    """ASGI middleware around everything: host, origin and key, in this order.
+    """ASGI middleware around the application: host, origin and key, in this order.
 
-    It leaves the caller's Namespace in `scope["state"]["namespace"]`.
+    It leaves the caller's Namespace in `scope["state"]["namespace"]`, and adds to `scope["state"]["headers"]`
+    what a browser needs of an answer to another origin that is allowed.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, host: str, allowed_hosts: tuple[str, ...]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, host: str, allowed_hosts: tuple[str, ...], origins: Origins
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._origins = origins
         names = (*allowed_hosts, *(_LOCAL_NAMES if is_loopback(host) else ()))
         own = f"[{host}]" if ":" in host else host
         self._hosts = frozenset(name.lower().encode() for name in (*names, own)) if names else None
@@ -78,21 +83,47 @@ class Door:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            self._check_origin(scope)
-            scope.setdefault("state", {})["namespace"] = self._identify(scope)
+            is_foreign = self._check_origin(scope)
+            if is_foreign and _is_preflight(scope):
+                wanted = _values(scope, b"access-control-request-headers")
+                await send_bytes(send, b"", headers=preflight_headers(wanted))
+                return
+            scope["state"]["namespace"] = self._identify(scope)
         except APIError as error:
             await send_error(send, error)
             return
         await self._app(scope, receive, send)
 
-    def _check_origin(self, scope: Scope) -> None:
-        """Refuse what a browser sends for another site, also under a name that was bent to this address."""
+    def _check_origin(self, scope: Scope) -> bool:
+        """Say whether a browser sends this for another site; refuse it unless its origin is allowed.
+
+        A name that was bent to this address is refused, too.
+        """
         hosts = _values(scope, b"host")
         if self._hosts is not None and (len(hosts) != 1 or _without_port(hosts[0]) not in self._hosts):
-            raise APIError(403, "the Host header names no host of this server", code="bad_host")
-        for origin in _values(scope, b"origin"):
-            if not hosts or origin.partition(b"://")[2] != hosts[0]:
-                raise APIError(403, "requests of other origins are not answered", code="bad_origin")
+            named = _shown(hosts[0]) if len(hosts) == 1 else f"{len(hosts)} names"
+            raise APIError(
+                403,
+                f"the Host header has {named}, which is not a host of this server; if it should be one, "
+                f"start the server with --allowed-hosts",
+                code="bad_host",
+            )
+        foreign = [
+            origin
+            for origin in _values(scope, b"origin")
+            if not hosts or origin.partition(b"://")[2] != hosts[0]
+        ]
+        for origin in foreign:
+            # What only this machine may see is for no page of another site.
+            if len(foreign) > 1 or scope["path"] in LOOPBACK_PATHS or not self._origins.allow(origin):
+                raise APIError(
+                    403,
+                    f"requests from the origin {_shown(origin)} are not answered; if they should be, start "
+                    f"the server with --allowed-origins",
+                    code="bad_origin",
+                )
+            scope["state"]["headers"] += self._origins.headers(origin)
+        return bool(foreign)
 
     def _identify(self, scope: Scope) -> Namespace:
         path = scope["path"]
@@ -115,3 +146,11 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 def _without_port(host: bytes) -> bytes:
     name, colon, port = host.rpartition(b":")
     return (name if colon and port.isdigit() else host).lower()
+
+
+def _is_preflight(scope: Scope) -> bool:
+    return scope["method"] == "OPTIONS" and bool(_values(scope, b"access-control-request-method"))
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:100].decode("latin-1"))

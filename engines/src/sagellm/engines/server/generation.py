@@ -5,25 +5,23 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, get_logger
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.chat import ChatShape
 from sagellm.engines.server.completion import CompletionShape
-from sagellm.engines.server.errors import APIError, as_api_error, invalid
+from sagellm.engines.server.errors import as_api_error, invalid
 from sagellm.engines.server.events import EventReply
-from sagellm.engines.server.front import EngineFront
-from sagellm.engines.server.metrics import RequestTimer, ServerMetrics
+from sagellm.engines.server.metrics import RequestTimer
 from sagellm.engines.server.params import chat_params, check_budget, completion_params
-from sagellm.engines.server.parsing import parse
-from sagellm.engines.server.prompts import EncodedPrompt, PromptEncoder
+from sagellm.engines.server.prompts import EncodedPrompt
 from sagellm.engines.server.reply import send_json
 from sagellm.engines.server.run import ClientGoneError, Run, running
-from sagellm.engines.server.schema import Body, ChatBody, CompletionBody
+from sagellm.engines.server.schema import Body, ChatBody, CompletionBody, StreamOptions
+from sagellm.engines.server.service import Service
 from sagellm.engines.server.shape import Job, Shape
 
 if TYPE_CHECKING:
@@ -33,18 +31,6 @@ B = TypeVar("B", bound=Body)
 
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """What all endpoints share."""
-
-    front: EngineFront
-    model_names: tuple[str, ...]
-    admission: Admission
-    metrics: ServerMetrics
-    encoder: PromptEncoder
-    public_namespaces: tuple[str, ...]
 
 
 class Generation(ABC, Generic[B]):
@@ -70,10 +56,12 @@ class Generation(ABC, Generic[B]):
         reply = EventReply(send)
         try:
             with self.service.admission.seat() as seat:
-                body = await parse(scope["state"]["body"].take(), self.kind)
-                job = await self._job(body)
+                body = await self.service.read(scope, self.kind)
+                job = await self._job(body, request_id=scope["state"]["id"])
                 seat.take(len(job.prompts) * job.params.n)
                 namespace = self._namespace(scope["state"]["namespace"], body)
+                if scope["state"]["request_id"] != job.id:
+                    logger.info("%s: came as %s", job.id, scope["state"]["request_id"])
                 timers = [
                     RequestTimer(self.service.metrics, arrived, request_id) for request_id in job.request_ids
                 ]
@@ -104,29 +92,28 @@ class Generation(ABC, Generic[B]):
             raise invalid("cache_namespace", f"no public namespace {name!r}; there is {there}")
         return Namespace.public(name)
 
-    async def _job(self, body: B) -> Job:
+    async def _job(self, body: B, *, request_id: str) -> Job:
         service = self.service
-        if body.model is not None and body.model not in service.model_names:
-            raise APIError(
-                404,
-                f"the model {body.model[:200]!r} is not served; there is {service.model_names[0]!r}",
-                param="model",
-                code="model_not_found",
-            )
+        model = service.check_model(body.model)
         params = self.params(body, service.front.default_params)
         prompts = await self.prompts(body)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         check_budget(params, len(prompts), num_tokens, service.front.max_model_len)
-        options = body.stream_options
+        options = body.stream_options or StreamOptions()
+        is_ranked = isinstance(body, CompletionBody) and body.best_of is not None
         return Job(
             prompts=prompts,
             params=params,
-            model=body.model or service.model_names[0],
+            model=model,
             is_streamed=bool(body.stream),
-            includes_usage=options is not None and bool(options.include_usage),
+            num_choices=(body.n or service.front.default_params.n) if is_ranked else params.n,
+            includes_usage=bool(options.include_usage),
+            has_usage_in_chunks=bool(options.include_usage and options.continuous_usage_stats),
             echoes=isinstance(body, CompletionBody) and bool(body.echo),
             hides_output=body.max_tokens == 0,
+            hides_logprobs=is_ranked and body.logprobs is None,
             text_of=service.encoder.text_of,
+            id=request_id,
         )
 
 

@@ -8,11 +8,13 @@ from typing import Any
 from sagellm.core import InvalidRequestError
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.server.errors import as_api_error, invalid
+from sagellm.engines.server.reply import encode_json
 from sagellm.engines.server.schema import ChatBody, CompletionBody, SamplingBody
 
 MAX_SEQUENCES = 1024
 MAX_OUTPUT_TOKENS = 1 << 21
 MAX_LOGPROB_ENTRIES = 1 << 21
+MAX_EXTRA_BYTES = 64 << 10
 
 _COMPLETION_TOKENS = 16  # as OpenAI documents
 _AS_THEY_ARE = (
@@ -45,11 +47,23 @@ def completion_params(body: CompletionBody, defaults: SamplingParams) -> Samplin
         raise invalid("max_tokens", "max_tokens: expected `int` >= 1; 0 is for echo alone")
     given["max_tokens"] = max(max_tokens, 1)  # with 0, the token is computed and not shown
     given["logprobs"] = body.logprobs
+    if body.best_of is not None:
+        given |= _ranked(body, body.best_of, given.get("n", defaults.n))
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise invalid("logprobs", "logprobs: not given for a streamed echo; leave out stream or echo")
         given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return _made(defaults, given)
+
+
+def _ranked(body: CompletionBody, best_of: int, num_choices: int) -> dict[str, Any]:
+    """Return what makes more continuations than are shown, with what they are ranked by."""
+    if best_of < num_choices:
+        raise invalid("best_of", f"best_of: expected `int` >= n ({num_choices})")
+    if best_of > num_choices and body.stream:
+        raise invalid("best_of", "best_of: only the whole texts can be ranked; leave out stream")
+    is_ranked = best_of > num_choices and body.logprobs is None
+    return {"n": best_of, **({"logprobs": 0} if is_ranked else {})}
 
 
 def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
@@ -67,11 +81,12 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, max_model_len: int) -> None:
-    """Refuse a body whose parts are in range and whose product is not. Raises APIError."""
+    """Refuse a body whose parts are in range and whose product is not; `n` is best_of. Raises APIError."""
     num_sequences = num_prompts * params.n
     if num_sequences > MAX_SEQUENCES:
         raise invalid(
-            "n", f"n: {num_prompts} prompts × n {params.n} are more than {MAX_SEQUENCES} continuations"
+            "n",
+            f"n: {num_prompts} prompts × n or best_of {params.n} are more than {MAX_SEQUENCES} continuations",
         )
     longest = min(params.max_tokens or max_model_len, max_model_len)
     if num_sequences * longest > MAX_OUTPUT_TOKENS:
@@ -99,8 +114,21 @@ def _given(body: SamplingBody) -> dict[str, Any]:
         raise invalid("stream_options", "stream_options: only for stream=true")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs: not given for a stream")
+    if body.extra_args and body.vllm_xargs:
+        raise invalid("vllm_xargs", "vllm_xargs: is another name of extra_args; give one of them")
+    if extra_args := body.extra_args or body.vllm_xargs:
+        given["extra_args"] = _checked_arguments(extra_args)
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    return given
+
+
+def _checked_arguments(extra_args: dict[str, Any]) -> dict[str, Any]:
+    """Return those that are there, if they are small; they travel with every sequence."""
+    given = {name: value for name, value in extra_args.items() if value is not None}
+    num_bytes = len(encode_json(given))
+    if num_bytes > MAX_EXTRA_BYTES:
+        raise invalid("extra_args", f"extra_args: {num_bytes} bytes; there may be at most {MAX_EXTRA_BYTES}")
     return given
 
 

@@ -6,38 +6,50 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from sagellm.core import nearest
 from sagellm.engines.server.body import LONG_BODY_BYTES
 from sagellm.engines.server.errors import APIError, invalid, unsupported
-from sagellm.engines.server.schema import Body, ChatBody, Message, StreamOptions
+from sagellm.engines.server.schema import Message, StreamOptions
 from sagellm.engines.server.unsupported import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
     UNSUPPORTED,
     UNSUPPORTED_IN_MESSAGES,
-    UNSUPPORTED_STREAM_OPTIONS,
     Refusal,
     asks_for_nothing,
 )
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Struct)
 
 _decode = msgspec.json.Decoder().decode
-_WHERE = re.compile(r"(.*?)(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
+_WHERE = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
+_PATTERN = re.compile(r"matching regex '.*'")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-async def parse(data: bytes, kind: type[B]) -> B:
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[B]):
+    """A body that has passed the schema, and the names of what was ignored in it."""
+
+    body: B
+    ignored: Collection[str]
+
+
+async def parse(data: bytes, kind: type[B]) -> Parsed[B]:
     """Check a body and return it. Long ones are read on another thread. Raises APIError."""
     if len(data) > LONG_BODY_BYTES:
         return await asyncio.to_thread(parse_now, data, kind)
     return parse_now(data, kind)
 
 
-def parse_now(data: bytes, kind: type[B]) -> B:
+def parse_now(data: bytes, kind: type[B]) -> Parsed[B]:
     """Check a body and return it. Raises APIError."""
     try:
         values = _decode(data)
@@ -45,40 +57,62 @@ def parse_now(data: bytes, kind: type[B]) -> B:
         raise _explain_json(data) from error
     if not isinstance(values, dict):
         raise APIError(400, "the body must be a JSON object", code="invalid_json")
-    values = _known(values, kind.__struct_fields__, UNSUPPORTED, "")
+    ignored: dict[str, None] = {}  # a set in the order of the body
+    fields = kind.__struct_fields__
+    values = _read(values, _Known(fields, IGNORED, UNSUPPORTED), "", ignored)
     if isinstance(values.get("stream_options"), dict):
-        options = values["stream_options"]
-        values["stream_options"] = _known(
-            options, StreamOptions.__struct_fields__, UNSUPPORTED_STREAM_OPTIONS, "stream_options."
-        )
-    if kind is ChatBody and isinstance(values.get("messages"), list):
-        values["messages"] = [_known_message(*entry) for entry in enumerate(values["messages"])]
+        values["stream_options"] = _read_options(values["stream_options"], ignored)
+    if "messages" in fields and isinstance(values.get("messages"), list):
+        values["messages"] = [_read_message(*entry, ignored) for entry in enumerate(values["messages"])]
     try:
-        return msgspec.convert(values, kind)
+        return Parsed(msgspec.convert(values, kind), ignored)
     except msgspec.ValidationError as error:
         raise _explain(error) from None
 
 
-def _known(
-    values: dict[str, Any], fields: tuple[str, ...], table: Mapping[str, Refusal], prefix: str
-) -> dict[str, Any]:
-    """Return the values without those that ask for nothing; refuse the rest of what is no field."""
-    known = {}
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The names that one object of a body may have: its fields, what is ignored, what is refused."""
+
+    fields: tuple[str, ...]
+    ignored: frozenset[str]
+    refused: Mapping[str, Refusal]
+
+
+_MESSAGE = _Known(Message.__struct_fields__, IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES)
+
+
+def _read(values: dict[str, Any], known: _Known, prefix: str, ignored: dict[str, None]) -> dict[str, Any]:
+    """Return the fields; add what is ignored to `ignored`, and refuse the rest if it asks for something."""
+    fields = {}
     for name, value in values.items():
-        if name in fields:
-            known[name] = value
-            continue
-        shown = f"{prefix}{name[:64]}"
-        refusal = table.get(name)
-        if refusal is None:
-            message = f"unknown parameter {shown!r}.{nearest(name[:64], [*fields, *table])}"
-            raise invalid(shown, message, code="unknown_parameter")
-        if not asks_for_nothing(refusal, value):
-            raise unsupported(shown, refusal.why)
-    return known
+        if name in known.fields:
+            fields[name] = value
+        elif name in known.ignored:
+            if value is not None:
+                ignored[f"{prefix.partition('[')[0]}.{name}" if prefix else name] = None
+        else:
+            _require_nothing(f"{prefix}{name[:64]}", name, value, known)
+    return fields
 
 
-def _known_message(index: int, message: Any) -> Any:
+def _require_nothing(shown: str, name: str, value: Any, known: _Known) -> None:
+    refusal = known.refused.get(name)
+    if refusal is None:
+        near = nearest(name[:64], [*known.fields, *known.ignored, *known.refused])
+        raise invalid(shown, f"unknown parameter {shown!r}.{near}", code="unknown_parameter")
+    if not asks_for_nothing(refusal, value):
+        raise unsupported(shown, refusal.why)
+
+
+def _read_options(options: dict[str, Any], ignored: dict[str, None]) -> dict[str, Any]:
+    """Return the options of a stream that there are; whatever else, the text is the same."""
+    fields = StreamOptions.__struct_fields__
+    ignored |= {f"stream_options.{name[:64]}": None for name in options if name not in fields}
+    return {name: value for name, value in options.items() if name in fields}
+
+
+def _read_message(index: int, message: Any, ignored: dict[str, None]) -> Any:
     if not isinstance(message, dict):
         return message
     where = f"messages[{index}]"
@@ -89,7 +123,7 @@ def _known_message(index: int, message: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise unsupported(f"{where}.content[{number}].type", "the models here read and write text")
-    return _known(message, Message.__struct_fields__, UNSUPPORTED_IN_MESSAGES, f"{where}.")
+    return _read(message, _MESSAGE, f"{where}.", ignored)
 
 
 def _explain(error: msgspec.ValidationError) -> APIError:
@@ -99,6 +133,7 @@ def _explain(error: msgspec.ValidationError) -> APIError:
         where = f"{where}.{missing[1]}".lstrip(".")
         return invalid(where, f"the parameter {where!r} is missing", code="missing_parameter")
     where = where.removesuffix("[...]")
+    what = _PATTERN.sub("of at most 64 letters, digits and _ as key", what)
     return invalid(where, f"{where}: {what[:1].lower()}{what[1:]}")
 
 

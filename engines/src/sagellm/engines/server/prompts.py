@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.input_processor import LONG_TEXT
 from sagellm.engines.server.errors import invalid
-from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody
+from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
 from sagellm.engines.text import ChatMessage, ChatTemplate
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._template = ChatTemplate(tokenizer)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model answers conversations."""
+        return self._template.exists
+
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
         """Return the prompts of a completion: one of a text or of ids, many of a list. Raises APIError."""
         prompts = _prompts(body.prompt)
@@ -48,9 +53,44 @@ class PromptEncoder:
 
     async def encode_chat(self, body: ChatBody) -> EncodedPrompt:
         """Return the prompt that the model's chat template makes of the messages. Raises APIError."""
-        num_characters = sum(len(message.text) for message in body.messages)
-        self._check_length(num_characters, "messages")
-        return await _aside(lambda: self._render(body), num_characters + 64 * len(body.messages))
+        token_ids = await self._rendered(
+            body.messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+        )
+        return EncodedPrompt(token_ids=self._checked(token_ids, "messages"))
+
+    async def tokenize(self, body: TokenizeBody) -> list[int]:
+        """Return the tokens of a text or of messages, however many. Raises APIError."""
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "prompt: give a prompt or messages, and not both")
+        if body.messages is not None:
+            if body.add_special_tokens:
+                raise invalid(
+                    "add_special_tokens", "add_special_tokens: the template writes them for messages"
+                )
+            return await self._rendered(
+                body.messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            )
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise invalid(name, f"{name}: only messages go through a template")
+        text, is_special = body.prompt or "", body.add_special_tokens is not False
+        self._check_length(len(text), "prompt")
+        return await _aside(lambda: self._token_ids(text, add_special_tokens=is_special), len(text))
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, control tokens included. Raises APIError."""
+        self._check_tokens(token_ids)
+        return await _aside(lambda: self.decode(token_ids), len(token_ids))
+
+    async def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as it stands in the vocabulary."""
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "it made the ids"
+        return await _aside(lambda: list(tokenizer.convert_ids_to_tokens(list(token_ids))), len(token_ids))
+
+    def unread(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the names of variables that the model's template does not read."""
+        return [name for name in options if not self._template.reads(name)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a prompt that came as ids."""
@@ -82,21 +122,49 @@ class PromptEncoder:
             )
         return token_ids
 
-    def _token_ids(self, text: str) -> list[int]:
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        if self._tokenizer is None:
+            raise invalid("tokens", "tokens: the model has no tokenizer")
+        if len(token_ids) > self._max_characters:
+            message = f"tokens: {len(token_ids)} tokens; there may be at most {self._max_characters}"
+            raise invalid("tokens", message, code="context_length_exceeded")
+        largest, most = max(token_ids, default=0), len(self._tokenizer) - 1
+        if largest > most:
+            raise invalid("tokens", f"tokens: {largest} is not in the vocabulary; its tokens are 0 to {most}")
+
+    def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._tokenizer is None:
             raise invalid("prompt", "prompt: the model has no tokenizer; give token ids")
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
-    def _render(self, body: ChatBody) -> EncodedPrompt:
+    async def _rendered(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool | None,
+    ) -> list[int]:
         """Apply the model's template. What looks like a control token in a message stays text."""
-        messages = [ChatMessage(message.role, message.text, message.name) for message in body.messages]
+        read = [ChatMessage(message.role, message.text, message.name) for message in messages]
+        num_characters = sum(len(message.content) for message in read)
+        self._check_length(num_characters, "messages")
+        given = {name: value for name, value in (options or {}).items() if value is not None}
         try:
-            token_ids = self._template.render(
-                messages, add_generation_prompt=body.add_generation_prompt is not False
-            )
+            self._template.check_options(given)
         except InvalidRequestError as error:
-            raise invalid("messages", f"messages: {error}") from error
-        return EncodedPrompt(token_ids=self._checked(token_ids, "messages"))
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
+        used = {name: value for name, value in given.items() if self._template.reads(name)}
+
+        def render() -> list[int]:
+            try:
+                return self._template.render(
+                    read, add_generation_prompt=add_generation_prompt is not False, options=used
+                )
+            except InvalidRequestError as error:
+                raise invalid("messages", f"messages: {error}") from error
+
+        # Variables may make work.
+        return await _aside(render, LONG_TEXT + 1 if used else num_characters + 64 * len(read))
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:

@@ -13,9 +13,13 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_LIST = 1024
+MAX_TEMPLATE_NUMBER = 1_000_000
+"""A template could repeat something that often."""
+_EXACT = 2**53 - 1  # integers that a JSON reader keeps, whatever it is written in
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 
+ModelName = Annotated[str, Meta(max_length=1024)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_LIST)]
@@ -25,18 +29,29 @@ Count = Annotated[int, Meta(ge=0, le=_INT32)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Biases = Annotated[dict[Annotated[str, Meta(max_length=10)], Bias], Meta(max_length=MAX_LIST)]
+Scalar = (
+    bool | Annotated[int, Meta(ge=-_EXACT, le=_EXACT)] | float | Annotated[str, Meta(max_length=MAX_LIST)]
+)
+Identifier = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}\Z")]
+ExtraArgs = Annotated[
+    dict[Identifier, Scalar | Annotated[list[Scalar], Meta(max_length=MAX_LIST)] | None], Meta(max_length=32)
+]
+TemplateNumber = Annotated[int, Meta(ge=-MAX_TEMPLATE_NUMBER, le=MAX_TEMPLATE_NUMBER)]
+TemplateOption = bool | TemplateNumber | float | Annotated[str, Meta(max_length=MAX_LIST)] | None
+TemplateOptions = Annotated[dict[Identifier, TemplateOption], Meta(max_length=16)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream has beside its chunks."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take. None is what an absent field means."""
 
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -62,13 +77,15 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_namespace: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    user: Annotated[str, Meta(max_length=MAX_LIST)] | None = None
+    extra_args: ExtraArgs | None = None
+    vllm_xargs: ExtraArgs | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
 
@@ -95,14 +112,37 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "\n".join(part.text for part in self.content)
 
 
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /tokenize: a prompt or messages."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    model: ModelName | None = None
+    tokens: list[TokenId]
 
 
 Body = CompletionBody | ChatBody

@@ -26,9 +26,12 @@ class Job:
     params: SamplingParams
     model: str
     is_streamed: bool
+    num_choices: int  # of each prompt; `params.n` are generated, and the likeliest of them are shown
     includes_usage: bool = False
+    has_usage_in_chunks: bool = False
     echoes: bool = False
     hides_output: bool = False  # max_tokens was 0
+    hides_logprobs: bool = False  # they are there to rank by
     text_of: Callable[[int], str] = str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -63,6 +66,19 @@ class Shape(ABC):
         self.job = job
         self._tail = b',"usage":null}\n\n' if job.includes_usage else b"}\n\n"
 
+    def tail(self, cursor: Cursor, num_tokens: int) -> bytes:
+        """Return the end of a chunk, after so many tokens of its continuation."""
+        if not self.job.has_usage_in_chunks:
+            return self._tail
+        num_prompt = len(cursor.prompt.token_ids)
+        if self.job.hides_output:
+            num_tokens = 0
+        return b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
+            num_prompt,
+            num_tokens,
+            num_prompt + num_tokens,
+        )
+
     @abstractmethod
     def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
         """Return a finished continuation as it stands in a whole answer."""
@@ -86,11 +102,11 @@ class Shape(ABC):
 
     def whole(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""
-        num = self.job.params.n
+        num = self.job.num_choices
         choices = [
-            self.choice(position * num + output.index, output, request)
+            self.choice(position * num + rank, output, request)
             for position, request in enumerate(requests)
-            for output in request.outputs
+            for rank, output in enumerate(likeliest(request.outputs, num))
         ]
         return {
             **self._head(self.object_name),
@@ -116,6 +132,19 @@ class Shape(ABC):
             "created": job.created,
             "model": job.model,
         }
+
+
+def likeliest(outputs: Sequence[CompletionOutput], num: int) -> Sequence[CompletionOutput]:
+    """Return those with the highest mean log-probability of a token, the best first; all as they are."""
+    if len(outputs) == num:
+        return outputs
+    for output in outputs:
+        raise_if_failed(output)
+    return sorted(outputs, key=_mean_logprob, reverse=True)[:num]
+
+
+def _mean_logprob(output: CompletionOutput) -> float:
+    return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
 def usage(requests: Sequence[RequestOutput], job: Job) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Parameters that OpenAI's or vLLM's documentation lists and that are refused by name.
+"""Parameters that OpenAI's or vLLM's documentation lists and that do nothing here.
 
-A parameter is passed over where its value asks for nothing: null, or one of the values in the table.
+What would change the answer is refused by name, unless its value asks for nothing: null, or one of the
+values in the table. What would not change it is ignored, and the answer lists it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,25 @@ class Refusal(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",  # tools themselves are refused
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Of a body. They say who asks, what to keep or how soon to answer."""
+
+IGNORED_IN_MESSAGES = frozenset({"annotations", "reasoning", "reasoning_content"})
+"""What an answer was accompanied by. The templates of models leave it out of earlier turns."""
+
 UNSUPPORTED: Mapping[str, Refusal] = {
     # OpenAI
     "audio": Refusal(_TEXT),
@@ -31,27 +51,16 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "functions": Refusal(_TOOLS, ([],)),
     "tools": Refusal(_TOOLS, ([],)),
     "tool_choice": Refusal(_TOOLS, ("none",)),
-    "parallel_tool_calls": Refusal(_TOOLS),
     "response_format": Refusal(_GRAMMAR, ({"type": "text"},)),
-    "best_of": Refusal("ask for n", (1,)),
     "suffix": Refusal("the models here continue a text", ("",)),
-    "store": Refusal(_STORE, (False,)),
-    "metadata": Refusal(_STORE),
     "moderation": Refusal("nothing is moderated"),
-    "prediction": Refusal(),
-    "prompt_cache_key": Refusal("prefixes are shared by themselves; cache_salt narrows that"),
-    "prompt_cache_options": Refusal(),
-    "prompt_cache_retention": Refusal(),
     "reasoning_effort": Refusal("this server has no reasoning parser"),
-    "safety_identifier": Refusal(),
-    "service_tier": Refusal("there is one tier", ("auto", "default")),
     "verbosity": Refusal(),
     "web_search_options": Refusal("the server reaches no network"),
     # vLLM
     "add_special_tokens": Refusal(),
     "bad_words_token_ids": Refusal("give bad_words"),
     "chat_template": Refusal(_CODE),
-    "chat_template_kwargs": Refusal(_CODE),
     "continue_final_message": Refusal("", (False,)),
     "documents": Refusal(),
     "early_stopping": Refusal(_BEAMS, (False,)),
@@ -71,7 +80,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "mm_processor_kwargs": Refusal(_TEXT),
     "prompt_embeds": Refusal("tensors are not read"),
     "repetition_detection": Refusal(),
-    "request_id": Refusal("the server makes ids"),
+    "request_id": Refusal("send it as the header X-Request-Id"),
     "return_token_ids": Refusal("", (False,)),
     "return_tokens_as_token_ids": Refusal("", (False,)),
     "spaces_between_special_tokens": Refusal("", (True,)),
@@ -80,7 +89,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "thinking_token_budget": Refusal("this server has no reasoning parser"),
     "truncate_prompt_tokens": Refusal("shorten the prompt"),
     "use_beam_search": Refusal(_BEAMS, (False,)),
-    "vllm_xargs": Refusal(),
     # SGLang
     "ebnf": Refusal(_GRAMMAR),
     "json_schema": Refusal(_GRAMMAR),
@@ -90,6 +98,8 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "separate_reasoning": Refusal("this server has no reasoning parser"),
     "session_params": Refusal(_STORE),
     # one endpoint's parameters, at the other one
+    "best_of": Refusal("only POST /v1/completions ranks continuations; ask for n", (1,)),
+    "chat_template_kwargs": Refusal("only POST /v1/chat/completions has a template", ({},)),
     "echo": Refusal("only POST /v1/completions repeats the prompt", (False,)),
     "max_completion_tokens": Refusal("POST /v1/completions takes max_tokens"),
     "top_logprobs": Refusal("POST /v1/completions takes a number in logprobs"),
@@ -98,17 +108,9 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "prompt": Refusal("POST /v1/chat/completions takes messages"),
 }
 
-UNSUPPORTED_STREAM_OPTIONS: Mapping[str, Refusal] = {
-    "continuous_usage_stats": Refusal("", (False,)),
-    "include_obfuscation": Refusal("", (False,)),
-}
-
 UNSUPPORTED_IN_MESSAGES: Mapping[str, Refusal] = {
-    "annotations": Refusal("", ([],)),
     "audio": Refusal(_TEXT),
     "function_call": Refusal(_TOOLS),
-    "reasoning": Refusal("this server has no reasoning parser"),
-    "reasoning_content": Refusal("this server has no reasoning parser"),
     "refusal": Refusal(),
     "tool_call_id": Refusal(_TOOLS),
     "tool_calls": Refusal(_TOOLS, ([],)),

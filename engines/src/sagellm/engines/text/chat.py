@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,11 @@ from sagellm.engines.text.messages import ChatMessage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_WORD = re.compile(r"\w+")
+_RESERVED = frozenset(
+    {"dict", "loop", "messages", "namespace", "raise_exception", "range", "strftime_now", "template"}
+)
+"""What templates are given, or find in every environment."""
 _MAX_TOLD = 200  # characters of what a template says
 
 
@@ -43,6 +49,19 @@ class ChatTemplate:
                 "the model's tokenizer has no chat template; it is no chat model: give it plain prompts"
             )
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for a name that is not a variable of the template alone."""
+        taken = {*_RESERVED, *getattr(self._tokenizer, "special_tokens_map", ())}
+        if self._tokenizer is not None:
+            taken |= inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        for name in options:
+            if not isinstance(name, str) or name in taken:
+                raise InvalidRequestError(f"{name!r} is not a variable of a chat template that can be given")
+
+    def reads(self, name: str) -> bool:
+        """Say whether the template may read a variable: whether its name is a word of the template."""
+        return name in self._words
+
     def render(
         self,
         messages: Sequence[ChatMessage],
@@ -52,12 +71,16 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the token ids of a conversation; `options` are variables of the template.
 
-        With `add_generation_prompt` the assistant's turn is begun. Raises InvalidRequestError, with what
-        the template says of its own accord and nothing of its insides.
+        With `add_generation_prompt` the assistant's turn is begun. Control tokens in options stay text, too.
+        Raises InvalidRequestError, with what the template says of its own accord and nothing of its insides.
         """
         self.check()
-        call = {"add_generation_prompt": add_generation_prompt, **self._checked(options or {})}
+        self.check_options(options or {})
         holes = Holes()
+        call = {"add_generation_prompt": add_generation_prompt} | {
+            name: self._control.hide(value, holes) if isinstance(value, str) else value
+            for name, value in (options or {}).items()
+        }
         exact = {index for index, message in enumerate(messages) if message.token_ids}
         if exact:
             exact = self._unedited(messages, exact, holes, call)
@@ -99,6 +122,12 @@ class ChatTemplate:
         return read
 
     @cached_property
+    def _words(self) -> frozenset[str]:
+        source = getattr(self._tokenizer, "chat_template", None) or ""
+        sources = [source] if isinstance(source, str) else list(source.values())
+        return frozenset(word for one in sources for word in _WORD.findall(one))
+
+    @cached_property
     def _control(self) -> ControlTokens:
         return ControlTokens(self._tokenizer)
 
@@ -117,14 +146,6 @@ class ChatTemplate:
             raise InvalidRequestError(f"the messages are no valid Unicode text: {error}") from error
         token_ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return token_ids
-
-    def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._tokenizer is not None, "checked"
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        for name in options:
-            if not isinstance(name, str) or name in taken:
-                raise InvalidRequestError(f"{name!r} is no variable of a chat template that can be given")
-        return options
 
 
 def _said(error: Exception) -> str:

@@ -1,0 +1,64 @@
+"""What all endpoints share: the engine behind them, what it is called, how much it takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
+
+from sagellm.core import get_logger
+from sagellm.engines.server.admission import Admission
+from sagellm.engines.server.errors import APIError
+from sagellm.engines.server.front import EngineFront
+from sagellm.engines.server.metrics import ServerMetrics
+from sagellm.engines.server.parsing import parse
+from sagellm.engines.server.prompts import PromptEncoder
+from sagellm.engines.server.response_headers import ignored_header
+from sagellm.engines.server.schema import ChatBody, TokenizeBody
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+B = TypeVar("B", bound=Struct)
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One model as it is served."""
+
+    front: EngineFront
+    model_names: tuple[str, ...]
+    admission: Admission
+    metrics: ServerMetrics
+    encoder: PromptEncoder
+    public_namespaces: tuple[str, ...]
+
+    async def read(self, scope: Scope, kind: type[B]) -> B:
+        """Return the checked body of a request; what is ignored in it is listed in the answer's headers.
+
+        Raises APIError.
+        """
+        parsed = await parse(scope["state"]["body"].take(), kind)
+        ignored = [*parsed.ignored]
+        if isinstance(parsed.body, ChatBody | TokenizeBody) and parsed.body.chat_template_kwargs:
+            unread = self.encoder.unread(parsed.body.chat_template_kwargs)
+            ignored += [f"chat_template_kwargs.{name}" for name in unread]
+        if ignored:
+            header = ignored_header(ignored)
+            scope["state"]["headers"].append(header)
+            logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode())
+        return parsed.body
+
+    def check_model(self, name: str | None) -> str:
+        """Return the model's name for an answer. Raises APIError, 404 for one that is not served."""
+        if name is not None and name not in self.model_names:
+            raise APIError(
+                404,
+                f"the model {name[:200]!r} is not served; there is {self.model_names[0]!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return name or self.model_names[0]
