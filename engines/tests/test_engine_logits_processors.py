@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sagellm.core import (
+    ExtraArg,
     InvalidRequestError,
     LogitsProcessorMetrics,
     LogitsProcessorProtocol,
@@ -149,9 +150,12 @@ class Only(LogitsProcessorProtocol[int]):
     def __init__(self, vocab_size):
         assert vocab_size == 515
 
+    def extra_args(self):
+        return [ExtraArg(name="only", type="int", minimum=0, maximum=514)]
+
     def start(self, request):
         only = request.extra_args.get("only")
-        if only == "fault":
+        if only == 13:
             raise ValueError("no such token")
         return only
 
@@ -186,13 +190,27 @@ def test_one_from_outside_is_switched_on_by_name(make_engine, registry):
 
 def test_what_one_raises_ends_the_request_that_caused_it(make_engine, registry, caplog):
     engine = make_engine(registry=registry, logits_processors="only")
-    params = [
-        SamplingParams(max_tokens=3, ignore_eos=True, extra_args=args) for args in (None, {"only": "fault"})
-    ]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, extra_args=args) for args in (None, {"only": 13})]
     with caplog.at_level(logging.CRITICAL):
         good, bad = engine.generate([PROMPT, PROMPT], params)
     assert len(good.outputs[0].token_ids) == 3
     assert (bad.outputs[0].finish_reason, bad.outputs[0].error) == ("error", "ValueError: no such token")
+
+
+@pytest.mark.parametrize(
+    ("names", "extra_args", "told"),
+    [
+        (["only"], {"olny": 9}, r"extra_args has 'olny', which .* reads; there is only. Did you mean 'only'"),
+        (["only"], {"only": "x"}, r"'x' for only; it must be a whole number of at least 0 and at most 514"),
+        (["only"], {"only": 515}, r"515 for only"),
+        (["only"], {"only": True}, r"True for only"),
+        ([], {"only": 9}, r"there is none; --logits-processors"),
+    ],
+)
+def test_arguments_that_no_processor_takes_are_refused(make_engine, registry, names, extra_args, told):
+    engine = make_engine(registry=registry, logits_processors=names)
+    with pytest.raises(InvalidRequestError, match=told):
+        engine.generate([PROMPT], SamplingParams(extra_args=extra_args))
 
 
 def test_an_unknown_one_is_told_before_the_model_is_loaded(make_engine):

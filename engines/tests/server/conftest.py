@@ -14,7 +14,7 @@ import pytest
 
 from sagellm.core import DEFAULT, EngineMetrics
 from sagellm.engines import AsyncLLMEngine, SamplingParams
-from sagellm.engines.config import ServerConfig
+from sagellm.engines.config import EngineConfig, ServerConfig
 from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.engines.server import create_app, make_server
 
@@ -156,6 +156,7 @@ class ScriptedFront:
 
     tokenizer: Any = None
     default_params = SamplingParams()
+    config = EngineConfig()
     model_name = "scripted"
     max_model_len = 1000
 

@@ -9,6 +9,7 @@ from sagellm.engines.server.histogram import Histogram
 
 LABELS = {"model_name": "small", "engine": "0"}
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+PHASES = ["queue", "prefill", "decode", "inference"]
 COUNTERS = [
     "prefix_cache_queries",
     "prefix_cache_hits",
@@ -23,6 +24,11 @@ HISTOGRAMS = [
     "time_per_output_token_seconds",
     "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "iteration_tokens_total",
     "request_prompt_tokens",
     "request_generation_tokens",
 ]
@@ -68,6 +74,8 @@ def test_counts_follow_requests(server, complete):
         ("time_per_output_token_seconds", 8),
         ("request_time_per_output_token_seconds", 1),
         ("e2e_request_latency_seconds", 1),
+        *((f"request_{phase}_time_seconds", 1) for phase in PHASES),
+        ("iteration_tokens_total", 9),
         ("request_prompt_tokens", 1),
         ("request_generation_tokens", 1),
     ):
@@ -76,6 +84,56 @@ def test_counts_follow_requests(server, complete):
     assert grown("request_generation_tokens", "request_generation_tokens_sum") == 9
     assert grown("request_generation_tokens", "request_generation_tokens_bucket", le="5.0") == 0
     assert grown("request_generation_tokens", "request_generation_tokens_bucket", le="10.0") == 1
+
+
+def test_phases_of_a_request_add_up_to_what_it_took(server, complete):
+    before = read(server)
+    complete("Bread needs flour, water", max_tokens=30, ignore_eos=True)
+    after = read(server)
+
+    def took(name):
+        sample = f"{name}_sum"
+        return value(after, name, sample) - value(before, name, sample)
+
+    phases = {phase: took(f"request_{phase}_time_seconds") for phase in PHASES}
+    assert all(seconds > 0 for seconds in phases.values())
+    assert phases["inference"] == pytest.approx(phases["prefill"] + phases["decode"])
+    assert phases["queue"] + phases["inference"] <= took("e2e_request_latency_seconds")
+
+
+def test_a_request_that_waits_spends_its_time_in_the_queue(serve):
+    server = serve(engine={"max_num_seqs": 1})
+    body = {"prompt": [[5, 6, 7], [7, 8, 9]], "max_tokens": 40, "ignore_eos": True}
+    server.http.post("/v1/completions", json=body).raise_for_status()
+    families = read(server)
+    waited, took = (
+        value(families, name, f"{name}_sum")
+        for name in ("request_queue_time_seconds", "request_inference_time_seconds")
+    )
+    assert took / 4 < waited < took  # the second waits for the first
+
+
+def test_tokens_are_counted_by_step(serve):
+    server = serve()
+    prompt = list(range(10, 110))
+    server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5, "ignore_eos": True})
+    families = read(server)
+    name = "iteration_tokens_total"
+    assert value(families, name, f"{name}_sum") == 100 + 4
+    assert value(families, name, f"{name}_bucket", le="1.0") == 4
+    assert value(families, name, f"{name}_bucket", le="64.0") == 4
+    assert value(families, name, f"{name}_bucket", le="128.0") == 5
+
+
+def test_the_settings_of_the_cache_are_labels(server):
+    (sample,) = read(server)["sagellm:cache_config_info"].samples
+    config = server.front.config
+    assert sample.value == 1
+    assert sample.labels["engine"] == "0"
+    assert sample.labels["num_gpu_blocks"] == str(server.front.engine.client.core.kv.total_blocks)
+    assert sample.labels["block_size"] == str(config.kv.block_size)
+    assert sample.labels["cache_dtype"] == "float32"
+    assert sample.labels["enable_prefix_caching"] == "True"
 
 
 def test_hits_of_the_prefix_cache_are_tokens(server, complete):

@@ -62,6 +62,14 @@ def test_answers_are_the_engines(with_server, make_engine):
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
         page = (await client.get("/metrics")).text
         assert 'sagellm:generation_tokens_total{engine="0"' in page
+        for name in ("request_queue_time_seconds", "request_inference_time_seconds"):
+            (count,) = [line for line in page.splitlines() if line.startswith(f"sagellm:{name}_count")]
+            assert float(count.split()[-1]) == 2
+        (steps,) = [
+            line for line in page.splitlines() if line.startswith("sagellm:iteration_tokens_total_count")
+        ]
+        assert float(steps.split()[-1]) == 24
+        assert f'num_gpu_blocks="{front.config.kv.num_blocks}"' in page
         queries = [
             line for line in page.splitlines() if line.startswith("sagellm:prefix_cache_queries_total")
         ]

@@ -82,7 +82,7 @@ _NAMES = {
     "protocols.attention": """
         AttentionBackendProtocol AttentionMetrics AttentionSpec InputBatch NullAttentionBackend
     """,
-    "protocols.engine": "EngineMetrics EngineProtocol NullEngine",
+    "protocols.engine": "EngineMetrics EngineProtocol NullEngine STEP_TOKEN_BOUNDS",
     "protocols.eviction": """
         CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol NullEvictionPolicy
     """,
@@ -100,7 +100,7 @@ _NAMES = {
         check_observation
     """,
     "protocols.logits_processor": """
-        LogitsProcessorMetrics LogitsProcessorProtocol LogitsRequest LogitsRow NullLogitsProcessor
+        ExtraArg LogitsProcessorMetrics LogitsProcessorProtocol LogitsRequest LogitsRow NullLogitsProcessor
     """,
     "protocols.model_family": """
         BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily

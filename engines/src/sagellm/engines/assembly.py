@@ -167,6 +167,7 @@ def assemble(
         num_blocks=num_blocks,
         block_size=layout.block_size,
         eos_token_ids=loaded.eos_token_ids,
+        extra_args=core.parts.sampler.extra_args,
     )
     return AssembledEngine(
         config=config,

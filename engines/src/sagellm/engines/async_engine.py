@@ -20,6 +20,7 @@ from sagellm.core import (
     UnknownRequestError,
     get_logger,
 )
+from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.input_processor import Prompt
 from sagellm.engines.llm_engine import LLMEngine
 from sagellm.engines.output_stream import OutputStream
@@ -69,6 +70,11 @@ class AsyncLLMEngine:
     def default_params(self) -> SamplingParams:
         """What a request without parameters gets."""
         return self.engine.default_params
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with what was chosen for "auto"."""
+        return self.engine.config
 
     @property
     def model_name(self) -> str:

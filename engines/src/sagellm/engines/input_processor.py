@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from sagellm.core import (
     DEFAULT,
+    ExtraArg,
     InvalidInputError,
     InvalidRequestError,
     Namespace,
@@ -17,9 +18,11 @@ from sagellm.core import (
     Runtime,
     SequenceId,
     TokenIds,
+    nearest,
     pack,
 )
 from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.sampling.checks import shown
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.bad_words import bad_words_token_ids
 
@@ -43,6 +46,7 @@ class RequestLimits:
     num_blocks: int
     block_size: int
     eos_token_ids: frozenset[int]
+    extra_args: tuple[ExtraArg, ...] = ()  # that logits processors read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +160,27 @@ class InputProcessor:
             return last[1]
         checked = self._with_bad_words(params)
         checked.validate_for(self.limits.vocab_size)
+        self._check_extra_args(checked.extra_args or {})
         self._check_something_is_allowed(checked)
         self._last_checked = params, checked
         return checked
+
+    def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
+        """Refuse what no logits processor reads, and values that one does not accept."""
+        for name, value in extra_args.items():
+            declared = [arg for arg in self.limits.extra_args if arg.name == name]
+            if not declared:
+                known = sorted({arg.name for arg in self.limits.extra_args})
+                there = ", ".join(known) or "none; --logits-processors switches on those that read some"
+                raise InvalidRequestError(
+                    f"extra_args has {shown(name)}, which no logits processor of this engine reads; "
+                    f"there is {there}.{nearest(name[:64], known)}"
+                )
+            for arg in declared:
+                if not arg.accepts(value):
+                    raise InvalidRequestError(
+                        f"extra_args has {shown(value)} for {name}; it must be {arg.possible}"
+                    )
 
     def _check_something_is_allowed(self, params: SamplingParams) -> None:
         if params.allowed_token_ids is None:

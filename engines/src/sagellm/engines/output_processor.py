@@ -130,6 +130,8 @@ class OutputProcessor:
             if metrics.first_token_ns is None:
                 metrics.first_token_ns = now_ns
             metrics.last_token_ns = now_ns
+            if metrics.scheduled_ns is None:
+                metrics.scheduled_ns = token_output.scheduled_ns
             metrics.num_output_tokens += 1
             live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
             self._append(output, token_output.token)

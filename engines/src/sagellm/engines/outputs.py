@@ -46,11 +46,32 @@ class RequestMetrics:
     """
 
     arrival_ns: int
+    scheduled_ns: int | None = None  # start of the first step that computed some of the prompt
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     finished_ns: int | None = None
     num_output_tokens: int = 0  # of all continuations
     num_longest_output_tokens: int = 0  # tokens of the longest continuation
+
+    @property
+    def queue_time(self) -> float | None:
+        """Arrival → first scheduled, in seconds."""
+        return _seconds(self.arrival_ns, self.scheduled_ns)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """First scheduled → first output token, in seconds."""
+        return _seconds(self.scheduled_ns, self.first_token_ns)
+
+    @property
+    def decode_time(self) -> float | None:
+        """First → last output token, in seconds."""
+        return _seconds(self.first_token_ns, self.last_token_ns)
+
+    @property
+    def inference_time(self) -> float | None:
+        """First scheduled → last output token, in seconds."""
+        return _seconds(self.scheduled_ns, self.last_token_ns)
 
     @property
     def ttft(self) -> float | None:
@@ -76,6 +97,10 @@ class RequestMetrics:
     def throughput(self) -> float | None:
         """Output tokens ÷ total time, in tokens per second."""
         return self.num_output_tokens / self.total_time if self.total_time else None
+
+
+def _seconds(start_ns: int | None, end_ns: int | None) -> float | None:
+    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e9
 
 
 @dataclass(slots=True, kw_only=True)

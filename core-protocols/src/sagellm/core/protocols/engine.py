@@ -12,6 +12,9 @@ from sagellm.core.ids import RequestId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.tokens import TokenIdsLike
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds, inclusive, of the tokens that a step computes, by which `steps_by_tokens` counts."""
+
 
 @dataclass(kw_only=True)
 class EngineMetrics:
@@ -23,6 +26,9 @@ class EngineMetrics:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_computed_tokens: int = 0  # in all steps
+    # Steps that computed something, by STEP_TOKEN_BOUNDS, and those above the last bound.
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     modules: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from sagellm.core.tokens import EMPTY, TokenIds
 
@@ -14,13 +15,56 @@ if TYPE_CHECKING:
 
 State = TypeVar("State")
 
+_TYPES: Mapping[str, type | tuple[type, ...]] = {"bool": bool, "int": int, "float": (int, float), "str": str}
+_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a finite number", "str": "a text"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraArg:
+    """One entry of a request's `extra_args` that a logits processor reads, and what its value may be.
+
+    `minimum` and `maximum` bound a number, inclusively. With `is_list` the value is a list of such values.
+    """
+
+    name: str
+    type: Literal["bool", "int", "float", "str"]
+    summary: str = ""  # what it does, for people
+    is_list: bool = False
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def accepts(self, value: object) -> bool:
+        """Say whether a value is possible."""
+        if self.is_list:
+            return isinstance(value, list | tuple) and all(map(self._accepts_one, value))
+        return self._accepts_one(value)
+
+    @property
+    def possible(self) -> str:
+        """What is possible, in words: `a whole number of at least 2`."""
+        words = _WORDS[self.type]
+        if self.minimum is not None:
+            words += f" of at least {self.minimum:g}"
+        if self.maximum is not None:
+            words += f"{' and' if self.minimum is not None else ' of'} at most {self.maximum:g}"
+        return f"a list, each {words}" if self.is_list else words
+
+    def _accepts_one(self, value: object) -> bool:
+        if isinstance(value, bool) != (self.type == "bool") or not isinstance(value, _TYPES[self.type]):
+            return False
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return True
+        low = -math.inf if self.minimum is None else self.minimum
+        high = math.inf if self.maximum is None else self.maximum
+        return low <= value <= high and (isinstance(value, int) or math.isfinite(value))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsRequest:
     """What one sequence asks of logits processors; the default of everything is to ask for nothing.
 
     All token ids are in the vocabulary, but for `stop_token_ids`, which a checkpoint may have beyond it.
-    `extra_args` is whatever the request brought for processors that its engine does not come with.
+    `extra_args` are those that an active processor declares, each with a value that it accepts.
     """
 
     prompt_token_ids: TokenIds = EMPTY
@@ -63,6 +107,14 @@ class LogitsProcessorProtocol(ABC, Generic[State]):
     microseconds a row and a few tensor operations a call. What they raise ends the sequence that
     caused it, with the reason "error".
     """
+
+    def extra_args(self) -> Sequence[ExtraArg]:
+        """Return the entries of `LogitsRequest.extra_args` that it reads; none, unless overridden.
+
+        Called once, when the engine starts. A request that brings an entry which no processor declares, or
+        a value that one does not accept, is refused with the names that there are, before it runs.
+        """
+        return ()
 
     @abstractmethod
     def start(self, request: LogitsRequest) -> State | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
+from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES, read_mapping
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.embedded import EMBEDDED
@@ -46,6 +46,8 @@ def read_options(
     from sagellm.engines.sampling.params import SamplingParams
 
     sampling = {**defaults, **{name: value for name, value in options.items() if name in SAMPLING_NAMES}}
+    if "extra_args" in sampling:
+        sampling["extra_args"] = read_mapping("extra_args", sampling["extra_args"])
     SamplingParams(**sampling)
     settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
     return load_config(settings, config_file=config_file).config, sampling

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from sagellm.core import ConfigError
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -32,6 +33,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "presence_penalty": (float, "make tokens that occur in the output less likely"),
     "frequency_penalty": (float, "make tokens less likely the more often they occur in the output"),
     "repetition_penalty": (float, "divide the chance of tokens that occur in prompt or output"),
+    "extra_args": (dict, "what logits processors read, as in '{no_repeat_ngram_size: 3}'"),
     "logprobs": (int, "report log-probabilities of this many tokens (--json shows them)"),
     "prompt_logprobs": (int, "the same of the tokens of the prompt (--json shows them)"),
     "ignore_eos": (bool, "go on after the end of the text"),
@@ -45,7 +47,7 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)} | {
 _OF_CHECKPOINT = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 _GROUP = "Sampling"
-_METAVARS = {int: "INT", list[int]: "INT", float: "FLOAT"}
+_METAVARS = {int: "INT", list[int]: "INT", float: "FLOAT", dict: "MAPPING"}
 
 
 def _option(name: str, kind: Any, help_text: str) -> Any:
@@ -68,7 +70,22 @@ def _default(name: str) -> object:
 
 
 SAMPLING_FLAGS = tuple(
-    make_flag(name, kind, _option(name, kind, command_help(text, _default(name))))
+    make_flag(name, str if kind is dict else kind, _option(name, kind, command_help(text, _default(name))))
     for name, (kind, text) in _FIELDS.items()
 )
 SAMPLING_NAMES = frozenset(_FIELDS)
+
+
+def read_mapping(name: str, text: str) -> dict[str, Any]:
+    """Read the text of a flag that takes a mapping, which is YAML. Raises ConfigError."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is {text!r}; it must be a mapping, as in '{{name: 3}}'"
+        )
+    return value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagellm.core import (
+    STEP_TOKEN_BOUNDS,
     BlockId,
     EngineError,
     EngineMetrics,
@@ -107,7 +109,7 @@ class EngineCore:
             self.runner.copy_blocks(self.kv.take_copies())
             results = self._run(scheduled)
             for entry in scheduled:
-                output = self._advance(entry, results)
+                output = self._advance(entry, results, started_ns)
                 if output is not None:
                     outputs.append(output)
         except Exception as error:
@@ -169,6 +171,7 @@ class EngineCore:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
+            steps_by_tokens=self._metrics.steps_by_tokens.copy(),
             modules={kind: read() for kind, read in self.parts.metrics_of.items()},
         )
 
@@ -206,9 +209,11 @@ class EngineCore:
                 f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
             )
 
-    def _advance(self, entry: ScheduledSequence, results: StepResults) -> TokenOutput | None:
+    def _advance(self, entry: ScheduledSequence, results: StepResults, started_ns: int) -> TokenOutput | None:
         sequence = entry.sequence
         sequence_id = sequence.sequence_id
+        if sequence.scheduled_ns is None:
+            sequence.scheduled_ns = started_ns
         if sequence_id in results.errors:
             return self._fail(sequence_id, results.errors[sequence_id])
         sequence.schedule.num_computed_tokens = entry.stop
@@ -218,11 +223,12 @@ class EngineCore:
         token = results.tokens.get(sequence_id)
         if token is None:
             return None
-        prompt_scores = None
+        prompt_scores = scheduled_ns = None
         if not sequence.output_token_ids:
             self._first_token_ns[sequence_id] = self._clock.now_ns()
             self.kv.share_computed(sequence)
             prompt_scores, sequence.prompt_scores = sequence.prompt_scores, []
+            scheduled_ns = sequence.scheduled_ns
         sequence.output_token_ids.append(token.token_id)
         sequence.schedule.num_tokens += 1
         reason, stop_reason = check_stop_conditions(
@@ -237,6 +243,7 @@ class EngineCore:
             stop_reason,
             num_cached_tokens=sequence.num_cached_tokens or 0,
             prompt_scores=prompt_scores,
+            scheduled_ns=scheduled_ns,
         )
 
     def _fail(self, sequence_id: SequenceId, error: Exception) -> TokenOutput:
@@ -282,6 +289,10 @@ class EngineCore:
         self.kv.tell_events()
         num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
+        num_tokens = sum([entry.num_tokens for entry in scheduled])
+        if num_tokens:
+            self._metrics.num_computed_tokens += num_tokens
+            self._metrics.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
         if self._step_observers:
             record = StepRecord(
                 step=self._num_steps,
@@ -289,7 +300,7 @@ class EngineCore:
                 finished_ns=self._clock.now_ns(),
                 num_running=self.scheduler.num_running,
                 num_waiting=self.scheduler.num_waiting,
-                num_scheduled_tokens=sum(entry.num_tokens for entry in scheduled),
+                num_scheduled_tokens=num_tokens,
                 num_preempted=num_preempted,
                 num_free_blocks=self.kv.available_blocks,
             )

@@ -42,6 +42,7 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
+    scheduled_ns: int | None = None  # start of the first step that computed some of it
     logits_states: LogitsStates | None = None  # of the logits processors, from the first sampling on
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
     num_scored: int = 0  # those for which that is done

@@ -12,8 +12,8 @@ from sagellm.engines.sampling.rows import SampledToken
 class TokenOutput:
     """What one step did to one sequence: a new token, its end, or both.
 
-    With the first token come the log-probabilities of the prompt, if they were asked for: one entry for
-    each token but the first, which follows nothing.
+    With the first token come when the sequence was first scheduled, and the log-probabilities of the prompt,
+    if they were asked for: one entry for each token but the first, which follows nothing.
     """
 
     sequence_id: SequenceId
@@ -23,3 +23,4 @@ class TokenOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_scores: list[SampledToken] | None = None
+    scheduled_ns: int | None = None  # of the clock that all processes of a machine share

@@ -51,7 +51,7 @@ def integer(name: str, value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         either = "None or " if name in _OPTIONAL else ""
         raise InvalidRequestError(
-            f"{name} is {_shown(value)}; it must be {either}an integer from {low} to {high}"
+            f"{name} is {shown(value)}; it must be {either}an integer from {low} to {high}"
         )
     return int(value)
 
@@ -68,7 +68,7 @@ def number(name: str, value: Any) -> float:
             return number
     lowest = f"of {low:g} or more" if includes_low else f"above {low:g}"
     raise InvalidRequestError(
-        f"{name} is {_shown(value)}; it must be a finite number {lowest} and at most {high:.15g}"
+        f"{name} is {shown(value)}; it must be a finite number {lowest} and at most {high:.15g}"
     )
 
 
@@ -78,7 +78,7 @@ def texts(name: str, values: Any, *, most: int, most_characters: int) -> tuple[s
     for text in items:
         if not isinstance(text, str) or not 0 < len(text) <= most_characters:
             raise InvalidRequestError(
-                f"{name} has {_shown(text)}; each must be a text of 1 to {most_characters} characters"
+                f"{name} has {shown(text)}; each must be a text of 1 to {most_characters} characters"
             )
     return items
 
@@ -100,7 +100,7 @@ def biases(name: str, values: Any) -> dict[int, float]:
     """Return a copy of a mapping of token ids to what is added to their logits."""
     given = {} if values is None else values
     if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a mapping of token ids to numbers")
+        raise InvalidRequestError(f"{name} is {shown(values)}; it must be a mapping of token ids to numbers")
     if len(given) > MAX_BIASES:
         raise InvalidRequestError(f"{name} has {len(given)} entries; there may be at most {MAX_BIASES}")
     return {_token_id(name, token): _bias(name, token, value) for token, value in given.items()}
@@ -110,7 +110,7 @@ def arguments(name: str, values: Any) -> dict[str, Any]:
     """Return a copy of a mapping with texts for keys."""
     given = {} if values is None else values
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a mapping whose keys are texts")
+        raise InvalidRequestError(f"{name} is {shown(values)}; it must be a mapping whose keys are texts")
     return dict(given)
 
 
@@ -118,14 +118,14 @@ def _bias(name: str, token: Any, value: Any) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:  # NaN is not in between
         raise InvalidRequestError(
-            f"{name} of token {token} is {_shown(value)}; it must be a number from {-MAX_BIAS} to {MAX_BIAS}"
+            f"{name} of token {token} is {shown(value)}; it must be a number from {-MAX_BIAS} to {MAX_BIAS}"
         )
     return float(value)
 
 
 def _token_id(name: str, token: Any) -> int:
     if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= _MAX_COUNT:
-        raise InvalidRequestError(f"{name} has {_shown(token)}; each must be a token id, 0 or more")
+        raise InvalidRequestError(f"{name} has {shown(token)}; each must be a token id, 0 or more")
     return int(token)
 
 
@@ -133,13 +133,14 @@ def _items(name: str, values: Any, most: int) -> tuple[Any, ...]:
     if values is None:
         return ()
     if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
-        raise InvalidRequestError(f"{name} is {_shown(values)}; it must be a list")
+        raise InvalidRequestError(f"{name} is {shown(values)}; it must be a list")
     if len(values) > most:
         raise InvalidRequestError(f"{name} has {len(values)} entries; there may be at most {most}")
     return tuple(values)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as it can be told: short, whatever it is."""
     # Longer integers cannot even be printed (sys.set_int_max_str_digits).
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"

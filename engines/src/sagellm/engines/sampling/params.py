@@ -31,7 +31,7 @@ class SamplingParams:
     chosen, where given; `bad_words` are not generated, neither at the beginning of a text nor after
     a space. `bad_words_token_ids` are the same in token ids: the engine fills them in from
     `bad_words`, and without a tokenizer they can be given. `extra_args` go to logits processors that
-    the engine does not come with.
+    the engine does not come with; it takes those that an active one declares.
 
     Raises InvalidRequestError for whatever is out of range, of the wrong type or not finite.
     """

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core.errors import EngineError
-from sagellm.core.protocols.logits_processor import LogitsProcessorProtocol, LogitsRequest
+from sagellm.core.protocols.logits_processor import ExtraArg, LogitsProcessorProtocol, LogitsRequest
 from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into
@@ -75,6 +75,11 @@ class Sampler:
             "nucleus": self._nucleus,
             "filtered": self._filtered,
         }
+
+    @property
+    def extra_args(self) -> tuple[ExtraArg, ...]:
+        """What the processors read of a request's `extra_args`."""
+        return tuple(arg for each in self._processors for arg in each.extra_args())
 
     def start(self, request: LogitsRequest) -> LogitsStates:
         """Return what the processors keep of a sequence, once, before it is sampled for the first time."""

@@ -123,7 +123,9 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     async def metrics(_: Request) -> Response:
         await probe.ask(max_age_s=0.0)
-        return Response(service.metrics.render(probe.last), headers={"content-type": _METRICS_TYPE})
+        return Response(
+            service.metrics.render(probe.last, service.front.config), headers={"content-type": _METRICS_TYPE}
+        )
 
     pages = {"/health": health, "/ping": health, "/ready": ready, "/version": version, "/metrics": metrics}
     for path, endpoint in pages.items():

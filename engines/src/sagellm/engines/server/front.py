@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from sagellm.core import EngineMetrics, Namespace
+from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.input_processor import Prompt
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
@@ -43,6 +44,11 @@ class EngineFront(Protocol):
     @property
     def default_params(self) -> SamplingParams:
         """What a request that says nothing gets."""
+        ...
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with what was chosen for "auto"."""
         ...
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 class Histogram:
@@ -23,9 +24,10 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return upper bound and cumulated count of each bucket."""
-        cumulated = 0
-        rows: list[tuple[str, float]] = []
-        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
-            cumulated += count
-            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), cumulated))
-        return rows
+        return cumulated(self._bounds, self._counts)
+
+
+def cumulated(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Return upper bound and cumulated count of each bucket; the last count is of what has no bound."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, accumulate(counts), strict=True))

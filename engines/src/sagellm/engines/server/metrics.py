@@ -11,9 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sagellm.core import EngineMetrics, get_logger
+from sagellm.core import STEP_TOKEN_BOUNDS, EngineMetrics, get_logger
+from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.outputs import RequestOutput
-from sagellm.engines.server.histogram import Histogram
+from sagellm.engines.server.histogram import Histogram, cumulated
 
 _TTFT = (
     0.001,
@@ -63,6 +64,7 @@ _ITL = (
     80,
 )
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_PHASE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 logger = get_logger(__name__)
 
@@ -73,6 +75,10 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "inter_token_latency_seconds": ("time between two tokens of a request", _ITL),
     "request_time_per_output_token_seconds": ("mean time of an output token after the first", _ITL),
     "e2e_request_latency_seconds": ("time from the request's arrival to its end", _E2E),
+    "request_queue_time_seconds": ("time from the request's arrival to its first step", _PHASE),
+    "request_prefill_time_seconds": ("time from the request's first step to its first token", _PHASE),
+    "request_decode_time_seconds": ("time from the request's first token to its last", _PHASE),
+    "request_inference_time_seconds": ("time from the request's first step to its last token", _PHASE),
     "request_prompt_tokens": ("prompt tokens of a request", _TOKENS),
     "request_generation_tokens": ("tokens generated for a request", _TOKENS),
 }
@@ -86,14 +92,14 @@ class ServerMetrics(Collector):
         self._labels = (model_name, "0")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self._engine = EngineMetrics()
+        self._engine, self._config = EngineMetrics(), EngineConfig()
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)
 
-    def render(self, engine: EngineMetrics) -> bytes:
+    def render(self, engine: EngineMetrics, config: EngineConfig) -> bytes:
         """Return the page, with what the engine says of itself."""
-        self._engine = engine
+        self._engine, self._config = engine, config
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -125,6 +131,33 @@ class ServerMetrics(Collector):
         yield ended
         for name in (*_HISTOGRAMS, *_ALIASES):
             yield self._histogram(name)
+        yield self._step_tokens()
+        yield self._cache_config()
+
+    def _step_tokens(self) -> Metric:
+        family = HistogramMetricFamily(
+            "sagellm:iteration_tokens_total", "tokens computed in a step of the engine", labels=_LABELS
+        )
+        buckets = cumulated(STEP_TOKEN_BOUNDS, self._engine.steps_by_tokens)
+        family.add_metric(self._labels, buckets, self._engine.num_computed_tokens)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """Return the KV settings, as labels; vLLM's names where the meaning is vLLM's."""
+        config = self._config
+        settings = {
+            "block_size": config.kv.block_size,
+            "num_gpu_blocks": config.kv.num_blocks,
+            "cache_dtype": config.model.dtype,
+            "enable_prefix_caching": config.prefix_cache.enabled,
+            "gpu_memory_utilization": config.kv.memory_fraction,
+            "prefix_cache": config.prefix_cache.name,
+            "eviction_policy": config.prefix_cache.eviction_policy,
+        }
+        labels = ("engine", *settings)
+        family = GaugeMetricFamily("sagellm:cache_config_info", "how KV is kept; always 1", labels=labels)
+        family.add_metric((self._labels[1], *map(str, settings.values())), 1)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
@@ -212,6 +245,10 @@ class RequestTimer:
         histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - self._arrived)
         histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
         histograms["request_generation_tokens"].observe(self.num_tokens)
+        for phase in ("queue", "prefill", "decode", "inference"):
+            seconds = getattr(output.metrics, f"{phase}_time")
+            if seconds is not None:
+                histograms[f"request_{phase}_time_seconds"].observe(max(0.0, seconds))
         num_longest = output.metrics.num_longest_output_tokens
         if num_longest > 1:
             mean = (self._last - self._first) / (num_longest - 1)

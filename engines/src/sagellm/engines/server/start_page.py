@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 _HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?")
 _STYLE = (
-    "body{max-width:46rem;margin:4rem auto;padding:0 1rem;font:1rem/1.5 system-ui,sans-serif}"
+    "body{max-width:52rem;margin:4rem auto;padding:0 1rem;font:1rem/1.5 system-ui,sans-serif}"
     "dt{font-weight:600}dd{margin:0 0 1rem}"
     "pre{padding:1rem;border:1px solid;border-radius:.4rem;white-space:pre-wrap;overflow-wrap:anywhere}"
     ":root{color-scheme:light dark}"
