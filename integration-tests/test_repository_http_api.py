@@ -7,14 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from sagellm.core import EngineMetrics
+from sagellm.engines.config import EngineConfig
 from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_DEPTH
 from sagellm.engines.server.door import LOOPBACK_PATHS, OPEN_PATHS
+from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
-from sagellm.engines.server.schema import ChatBody, CompletionBody
-from sagellm.engines.server.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES
+from sagellm.engines.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from sagellm.engines.server.unsupported import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
+    UNSUPPORTED,
+    UNSUPPORTED_IN_MESSAGES,
+)
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "http-api.md").read_text()
-PARAMETERS, REFUSED = TEXT.split("## Parameters")[1].split("## What is refused")
+PARAMETERS, REST = TEXT.split("## Parameters")[1].split("## What is ignored")
+IGNORED_TEXT, REST = REST.split("## What is refused")
+REFUSED, REST = REST.split("## The tokenizer")
+TOKENIZER, METRICS = REST.split("## Metrics")
 SUPPORTED = {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}
 
 
@@ -24,8 +35,26 @@ def test_every_parameter_has_a_row():
     assert sorted(named) == sorted(SUPPORTED)
 
 
-def test_every_refused_parameter_is_listed():
+def test_every_ignored_parameter_is_listed_there_and_no_refused_one():
+    listed = set(re.findall(r"`(\w+)`", IGNORED_TEXT))
+    assert listed >= IGNORED | IGNORED_IN_MESSAGES
+    assert not listed & (set(UNSUPPORTED) - SUPPORTED)
+
+
+def test_every_field_of_the_tokenizer_is_listed():
+    listed = set(re.findall(r"`(\w+)`", TOKENIZER)) | {"tokens"}
+    assert listed >= {*TokenizeBody.__struct_fields__, *DetokenizeBody.__struct_fields__}
+
+
+def test_every_metric_is_listed():
+    listed = set(re.findall(r"`(\w+)`", METRICS)) - {"finished_reason", "block_size", "num_gpu_blocks"}
+    page = ServerMetrics("m").render(EngineMetrics(), EngineConfig()).decode()
+    assert {f"sagellm:{name}" for name in listed} == set(re.findall(r"^# TYPE (\S+)", page, re.MULTILINE))
+
+
+def test_every_refused_parameter_is_listed_and_nothing_else():
     listed = set(re.findall(r"`(\w+)`", REFUSED))
+    assert not listed & (IGNORED | IGNORED_IN_MESSAGES)
     assert set(UNSUPPORTED) - SUPPORTED <= listed
     assert set(UNSUPPORTED_IN_MESSAGES) <= listed
 

@@ -147,6 +147,22 @@ def test_json_holds_everything_and_nothing_else_is_printed(sage, engine):
     assert result.err == ""
 
 
+def test_arguments_of_logits_processors_are_a_mapping(sage, engine):
+    flags = ("--logits-processors", "bad_words", "--extra-args", "{size: 3, words: [a, b], strict: true}")
+    result = sage("llm", "generate", "x", "--model", "m", *flags)
+    assert result.code == 0, result.err
+    [params] = engine[0].params
+    assert params.extra_args == {"size": 3, "words": ["a", "b"], "strict": True}
+
+
+@pytest.mark.parametrize("text", ["3", "[a]", "{", "size=3", ""])
+def test_arguments_that_are_not_a_mapping_are_told(sage, engine, text):
+    result = sage("llm", "generate", "x", "--model", "m", "--extra-args", text)
+    expected = f"Error: --extra-args is {text!r}; it must be a mapping, as in '{{name: 3}}'\n"
+    assert (result.code, result.err) == (2, expected)
+    assert engine == []
+
+
 def test_flags_reach_sampling_and_engine(sage, engine):
     result = sage(
         *("llm", "generate", "x", "--model", "m", "--block-size", "8", "--no-enable-prefix-caching"),
