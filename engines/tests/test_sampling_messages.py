@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sagellm.core import Runtime, SequenceId
+from sagellm.core import ExtraArg, Runtime, SequenceId
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
 from sagellm.engines.core import TokenOutput
 from sagellm.engines.input_processor import RequestLimits
 from sagellm.engines.serving.conversion import make_requests, make_sequences
-from sagellm.engines.serving.messages import NewRequest
+from sagellm.engines.serving.messages import Hello, NewRequest
 from sagellm.engines.testing import make_tokenizer
 
 LIMITS = RequestLimits(
@@ -20,6 +20,10 @@ LIMITS = RequestLimits(
     num_blocks=8,
     block_size=4,
     eos_token_ids=frozenset({2}),
+    extra_args=(
+        ExtraArg(name="rule", type="int", is_list=True, maximum=9),
+        ExtraArg(name="style", type="str", summary="how"),
+    ),
 )
 
 
@@ -30,7 +34,7 @@ def over_the_wire(message, kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {"logit_bias": {3: 1.5, 1023: -100}, "extra_args": {"rule": [1, "a"]}},
+        {"logit_bias": {3: 1.5, 1023: -100}, "extra_args": {"rule": [1, 2], "style": "a"}},
         {"allowed_token_ids": [5, 6], "min_tokens": 2, "stop_token_ids": [7]},
         {"bad_words": ["the", "lighthouse"], "bad_words_token_ids": [[1, 2]]},
         {"prompt_logprobs": 3},
@@ -43,6 +47,12 @@ def test_parameters_arrive_as_they_were(options):
     [arrived] = make_sequences(over_the_wire(message, NewRequest))
     assert arrived.params == sequence.params
     assert (arrived.num_to_score, arrived.stop_token_ids) == (sequence.num_to_score, sequence.stop_token_ids)
+
+
+def test_what_logits_processors_read_arrives_as_it_was():
+    """The front checks it, and has no processors."""
+    hello = Hello({}, LIMITS, SamplingParams(), 1)
+    assert over_the_wire(hello, Hello).limits == LIMITS
 
 
 def test_scores_of_a_prompt_arrive_as_they_were():
