@@ -53,20 +53,38 @@ def test_tenants_have_a_table_of_their_own(make_engine, run_engine, sage):
         engine.generate([5, 6, 7] * 8, GREEDY, namespace=Namespace(tenant))
     run_engine(engine)
     lines = [line.split() for line in sage("llm", "cache", "stats").out.splitlines()]
-    head = lines.index(["TENANT", "BLOCKS", "QUOTA", "HITS", "TOKENS", "SAVED", "EVICTED", "BLOCKS"])
+    head = lines.index("TENANT FULL BLOCKS PARTIAL QUOTA HITS TOKENS SAVED EVICTED BLOCKS".split())
     assert lines[head - 1 :] == [
         [],
         lines[head],
-        ["b", "3", "-", "1", "16", "0"],
-        ["a", "1", "1", "0", "0", "0"],
+        ["b", "3", "0", "-", "1", "16", "0"],
+        ["a", "1", "0", "1", "0", "0", "0"],
     ]
     assert not any(line[:1] == ["tenants"] for line in lines)
     tenants = sage("llm", "cache", "stats", "--json").json["tenants"]
     assert (tenants["a"]["max_blocks"], tenants["b"]["num_lookup_tokens"]) == (1, 48)
 
 
+def test_the_blocks_of_all_tenants_are_those_of_the_cache(make_engine, run_engine, sage):
+    engine = make_engine(num_blocks=64, block_size=8)
+    for tenant in ("a", "b", "b"):
+        engine.generate([5, 6, 7] * 8, GREEDY, namespace=Namespace(tenant))
+    run_engine(engine)
+    shown = sage("llm", "cache", "stats", "--json").json
+    rows = shown["tenants"].values()
+    assert sum(row["num_partial_blocks"] for row in rows) == shown["num_partial_blocks"] > 0
+    num_full = sum(row["num_blocks"] for row in rows)
+    assert num_full + shown["num_partial_blocks"] == shown["num_blocks"]
+
+
 def test_of_many_tenants_the_largest_are_shown():
-    usage = {"max_blocks": None, "num_hits": 0, "num_hit_tokens": 0, "num_evicted_blocks": 0}
+    usage = {
+        "num_partial_blocks": 0,
+        "max_blocks": None,
+        "num_hits": 0,
+        "num_hit_tokens": 0,
+        "num_evicted_blocks": 0,
+    }
     lines = tenants_table({f"t{n}": usage | {"num_blocks": n} for n in range(23)}).splitlines()
     assert [line.split()[0] for line in lines[1:21]] == [f"t{n}" for n in range(22, 2, -1)]
     assert lines[21:] == ["and 3 more, which --json has"]

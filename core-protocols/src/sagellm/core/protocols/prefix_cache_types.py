@@ -168,6 +168,12 @@ class TenantUsage:
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
     num_evicted_blocks: int = 0
+    num_partial_blocks: int = 0  # beside the full ones; they count towards no quota
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any block of the cache is its."""
+        return self.num_blocks > 0 or self.num_partial_blocks > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +185,7 @@ class PrefixCacheMetrics:
     num_lookup_tokens: int
     num_hit_tokens: int
     num_nodes: int
-    num_blocks: int
+    num_blocks: int  # full and partial ones; those of all tenants together
     num_locked_blocks: int
     max_blocks: int
     num_inserted_blocks: int

@@ -21,7 +21,8 @@ _TIER_FIGURES = {
 }
 _MAX_TENANTS = 20
 _TENANT_FIGURES = {
-    "BLOCKS": "num_blocks",
+    "FULL BLOCKS": "num_blocks",
+    "PARTIAL": "num_partial_blocks",
     "QUOTA": "max_blocks",
     "HITS": "num_hits",
     "TOKENS SAVED": "num_hit_tokens",

@@ -19,12 +19,13 @@ class TreeCount(NamedTuple):
     num_evictable: int
     block_ids: set[BlockId]
     leaves: dict[NodeId, int]  # the unlocked ones, by the time of their last use
-    num_blocks_of: Counter[str]  # full ones, by account
+    num_blocks_of: dict[str, tuple[int, int]]  # full and partial ones, by account
 
 
 def check_tree(roots: Mapping[Namespace, PrefixNode], block_bytes: int, partials: Partials) -> TreeCount:
     """Check every node against its parent and count. Raises AssertionError."""
-    found = TreeCount(0, 0, set(), {}, Counter())
+    found = TreeCount(0, 0, set(), {}, {})
+    full: Counter[str] = Counter()
     num_nodes = 0
     num_evictable = num_blocks = len(partials)
     node_ids: set[NodeId] = set()
@@ -42,7 +43,7 @@ def check_tree(roots: Mapping[Namespace, PrefixNode], block_bytes: int, partials
             num_blocks += node.num_blocks
             node_ids.add(node.node_id)
             found.block_ids.update(node.block_ids)
-            found.num_blocks_of[node.namespace.account] += node.num_blocks
+            full[node.namespace.account] += node.num_blocks
             if not node.lock_count:
                 num_evictable += node.num_blocks
                 if not node.children:
@@ -53,7 +54,9 @@ def check_tree(roots: Mapping[Namespace, PrefixNode], block_bytes: int, partials
         found.block_ids.add(partial.block_id)
     assert len(found.block_ids) == num_blocks, "a block is in the tree twice"
     assert len(node_ids) == num_nodes, "two nodes have one id"
-    return found._replace(num_nodes=num_nodes, num_evictable=num_evictable)
+    partial_ones = Counter(partial.node.namespace.account for partial in partials.values())
+    by_account = {name: (full[name], partial_ones[name]) for name in full | partial_ones}
+    return found._replace(num_nodes=num_nodes, num_evictable=num_evictable, num_blocks_of=by_account)
 
 
 def _check_node(node: PrefixNode, parent: PrefixNode, key: bytes, block_bytes: int) -> None:

@@ -92,7 +92,7 @@ class Ledger:
 
     def _forget_idle(self) -> None:
         """Let the older accounts without blocks go; nobody else holds one. O(1) a new account, amortised."""
-        idle = [name for name, usage in self.accounts.items() if not usage.num_blocks]
+        idle = [name for name, usage in self.accounts.items() if not usage.has_blocks]
         for name in idle[: -_MAX_IDLE // 2]:
             del self.accounts[name]
         self._max_accounts = len(self.accounts) + _MAX_IDLE // 2

@@ -21,6 +21,7 @@ class PartialBlock:
     block_id: BlockId
     tokens: bytes = field(repr=False)
     node: PrefixNode = field(repr=False)
+    usage: TenantUsage = field(repr=False)  # of whose it is
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from sagellm.core.ids import BlockId
-from sagellm.core.protocols.prefix_cache import PartialMatch
+from sagellm.core.protocols.prefix_cache import PartialMatch, TenantUsage
 from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PartialBlock, PrefixNode
 
 _MAX_SIBLINGS = 8
@@ -31,8 +31,13 @@ class Partials:
         """Return a partial block by its id."""
         return self._blocks.get(block_id)
 
-    def add(self, node: PrefixNode, tokens: bytes, block_id: BlockId) -> list[BlockId] | None:
-        """Keep a block behind a node and return those that it replaces; None if nothing new is in it."""
+    def add(
+        self, node: PrefixNode, tokens: bytes, block_id: BlockId, usage: TenantUsage
+    ) -> list[BlockId] | None:
+        """Keep a block behind a node and return those that it replaces; None if nothing new is in it.
+
+        `usage` is the account of whose it is.
+        """
         if any(each.tokens.startswith(tokens) for each in node.partials):
             return None
         if any(first.startswith(tokens) for first in islice(reversed(node.children), _MAX_SIBLINGS)):
@@ -40,7 +45,8 @@ class Partials:
         replaced = self.supersede(node, tokens)
         if len(node.partials) == _MAX_PARTIALS:
             replaced.append(self._remove(node.partials[0]))
-        partial = PartialBlock(block_id, tokens, node)
+        partial = PartialBlock(block_id, tokens, node, usage)
+        usage.num_partial_blocks += 1
         node.partials.append(partial)
         self._blocks[block_id] = partial
         return replaced
@@ -78,6 +84,7 @@ class Partials:
 
     def _remove(self, partial: PartialBlock) -> BlockId:
         partial.node.partials.remove(partial)
+        partial.usage.num_partial_blocks -= 1
         del self._blocks[partial.block_id]
         return partial.block_id
 

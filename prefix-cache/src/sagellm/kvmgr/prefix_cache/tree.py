@@ -158,7 +158,7 @@ class RadixTree:
         Returns those that it replaces; None if the tree has its tokens already, and nothing was kept.
         """
         parent = self._root(namespace) if node is None else node
-        replaced = self.partials.add(parent, tokens, block_id)
+        replaced = self.partials.add(parent, tokens, block_id, self.ledger.account(namespace))
         if replaced is None:
             return None
         self._enter([block_id])
@@ -231,7 +231,11 @@ class RadixTree:
         assert found.num_nodes == self.num_nodes, f"{found.num_nodes} nodes, {self.num_nodes} counted"
         counted = f"{found.num_evictable} blocks are evictable, {self.num_evictable} counted"
         assert found.num_evictable == self.num_evictable, counted
-        accounts = {name: each.num_blocks for name, each in self.ledger.accounts.items() if each.num_blocks}
+        accounts = {
+            name: (each.num_blocks, each.num_partial_blocks)
+            for name, each in self.ledger.accounts.items()
+            if each.has_blocks
+        }
         assert found.num_blocks_of == accounts, f"{found.num_blocks_of} blocks by tenant, {accounts} counted"
         self.leaves.check_integrity(self._unlocked_leaves())
         policy = self.leaves.order.current
