@@ -66,9 +66,69 @@ def test_a_test_that_hangs_is_ended_and_the_others_go_on(check):
     )
     assert time.monotonic() - started < 60
     rules = outcomes(report)
-    assert report.faults[0].found == "no answer within 4 s; its process was ended"
+    assert report.faults[0].found == (
+        "_hang() did not return within 4 s (it was at my_plugin.py, line 8, in _hang); its process was ended"
+    )
     assert rules["everything is free at first"] == "passed"
     assert "not run" in rules.values()  # after three lost processes
+
+
+def test_a_method_that_hangs_before_any_test_is_named(check):
+    report = check(
+        "from sagellm.core import NullEvictionPolicy\n"
+        "class Allocator(NullEvictionPolicy):\n    def victim(self): time.sleep(1000)",
+        kind="eviction_policy",
+        timeout_s=4,
+    )
+    (fault,) = report.faults
+    assert fault.rule == "victim returns"
+    assert fault.found.startswith("victim() did not return within 4 s (it was at my_plugin.py, line 10, in ")
+
+
+PROCESSOR = """
+from sagellm.core import LogitsProcessorMetrics, LogitsProcessorProtocol
+class Allocator(LogitsProcessorProtocol):
+    def __init__(self, vocab_size): self.counts = LogitsProcessorMetrics()
+    def start(self, request):
+        self.counts.num_sequences += {condition}
+        return 1 if {condition} else None
+    def apply(self, logits, rows): raise ZeroDivisionError
+    def metrics(self): return self.counts
+"""
+
+
+def test_a_logits_processor_whose_apply_raises_is_faulty(check):
+    pytest.importorskip("torch")
+    report = check(PROCESSOR.format(condition="bool(request.logit_bias)"), "logits_processor")
+    assert {fault.found.partition(" (")[0] for fault in report.faults} == {"ZeroDivisionError: "}
+    assert report.num_calls["apply"] > 0
+
+
+def test_what_the_kit_could_not_call_is_not_checked_until_it_is_given_a_sample(check):
+    pytest.importorskip("torch")
+    report = check(PROCESSOR.format(condition="'mine' in request.extra_args"), "logits_processor")
+    assert (report.is_faulty, report.is_checked, report.num_calls["apply"]) == (False, False, 0)
+    (told,) = report.not_checked
+    assert told.startswith("apply (no request of the kit asks for it; give one with --sample ")
+    (report,) = Conformance("my-plugin").run(sample='{"extra_args": {"mine": 1}}')
+    assert report.is_faulty
+    (report,) = Conformance("my-plugin").run(sample='{"extra": 1}')
+    assert "it must be a JSON object of" in report.unchecked or "give a JSON object of" in report.unchecked
+
+
+OWN_METHOD = """
+from sagellm.core import NullPrefixCache
+class Allocator(NullPrefixCache):
+    def make_room(self, num_blocks, namespace): return []
+    def metrics(self): return super().metrics()
+"""
+
+
+def test_a_method_that_no_test_calls_is_not_checked(check):
+    report = check(OWN_METHOD, "prefix_cache")
+    assert report.num_calls.keys() == {"make_room", "metrics"}
+    assert (report.num_calls["make_room"], report.num_called) == (0, 1)
+    assert report.not_checked == ("make_room",)
 
 
 def test_a_crash_is_named_by_its_signal_and_the_others_go_on(check):
@@ -96,7 +156,8 @@ def test_a_plugin_that_does_not_import_cannot_be_checked(check):
 
 
 def test_a_plugin_that_hangs_at_import_cannot_be_checked(check):
-    with pytest.raises(PluginError, match="no answer within 3 s"):
+    where = r"no answer within 3 s \(it was at my_plugin.py, line 8, in <module>\)"
+    with pytest.raises(PluginError, match=where):
         check("time.sleep(1000)", timeout_s=3)
 
 
@@ -110,7 +171,11 @@ def test_an_object_of_another_protocol_is_one_fault(check):
 def test_a_missing_method_is_one_fault(check):
     report = check("class Allocator(NullKVAllocator.__base__):\n    def __init__(self, total): pass")
     (fault,) = report.faults
-    assert "abstract" in fault.found
+    assert fault.found == (
+        "PluginMethodError: kv_allocator 'mine' of my-plugin 1.0 lacks all_allocated, allocate, "
+        "check_integrity, free, metrics, num_free_blocks, which its protocol requires; implement them in "
+        "my_plugin:Allocator"
+    )
 
 
 def test_a_provider_that_asks_for_options_is_not_checked(check):

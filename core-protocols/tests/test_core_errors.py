@@ -54,6 +54,7 @@ def test_the_drawing_shows_the_bases(name: str) -> None:
         ("UnknownProviderError", "LookupError"),
         ("UnknownKindError", "LookupError"),
         ("PluginImportError", "ImportError"),
+        ("PluginMethodError", "TypeError"),
         ("EngineError", "RuntimeError"),
     ],
 )

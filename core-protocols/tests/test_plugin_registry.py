@@ -18,6 +18,7 @@ from sagellm.core import (
     PluginError,
     PluginHookError,
     PluginImportError,
+    PluginMethodError,
     PluginRegistry,
     PluginVersionError,
     Provider,
@@ -207,6 +208,27 @@ def test_a_target_that_does_not_import_is_named(install: Install, target: str, c
     expected = rf"eviction_policy 'mru' of acme-mru 0.9 does not import \({target}\): {cause}"
     with pytest.raises(PluginImportError, match=expected):
         registry.resolve("eviction_policy", "mru")
+
+
+def test_a_class_that_lacks_methods_is_named_with_them(install: Install) -> None:
+    source = """
+from sagellm.core import KVAllocatorProtocol, Provider, hookimpl
+
+class Half(KVAllocatorProtocol):
+    def allocate(self, num_blocks): return []
+    def free(self, block_ids): pass
+    def all_allocated(self, block_ids): return False
+    def check_integrity(self): pass
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("kv_allocator", "half", f"{__name__}:Half", "")]
+"""
+    install("acme-half", source)
+    with pytest.raises(PluginMethodError) as caught:
+        PluginRegistry.load().resolve("kv_allocator", "half")
+    assert "kv_allocator 'half' of acme-half" in str(caught.value)
+    assert "lacks metrics, num_free_blocks, which its protocol requires" in str(caught.value)
 
 
 @pytest.mark.parametrize("api", ["7", "-1", "'0'"])

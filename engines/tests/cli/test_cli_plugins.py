@@ -166,8 +166,56 @@ def test_check_shows_a_verdict_for_each_part_of_the_contract(sage):
 def test_check_of_what_has_no_contract_fails(sage):
     result = sage("plugins", "check", "sagellm-core-protocols", "--kind", "model_family")
     assert result.code == 1
-    assert "the kit has no contract for the kind model_family" in result.out
+    assert "\nnot checked: model_family null: the kit has no contract for the kind model_family" in result.out
     assert result.out.endswith("sagellm-core-protocols: nothing could be checked.\n")
+
+
+READER = """
+from sagellm.core import InvalidInputError, Provider, TraceReaderProtocol, TraceRequest, hookimpl
+
+class Moon(TraceReaderProtocol):
+    def __init__(self, tokenize): pass
+    def can_read(self, name, first_line): return first_line.startswith("moon")
+    def read(self, lines):
+        for number, line in enumerate(lines, 1):
+            if not line.startswith("moon"):
+                raise InvalidInputError(f"line {number} is no request")
+            yield TraceRequest(0.0, 1, 1)
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("trace_reader", "moon", f"{__name__}:Moon", "")]
+"""
+
+
+def test_check_counts_what_it_called_and_fails_where_it_could_not(sage, install, tmp_path):
+    install("moon-plugin", READER)
+    arguments = ("plugins", "check", "moon-plugin")
+    partly = sage(*arguments)
+    assert partly.code == 1
+    assert ["trace_reader", "moon", "methods", "called", "1", "of", "2"] in [
+        line.split() for line in partly.out.splitlines()
+    ]
+    assert (
+        "\nnot checked: trace_reader moon: read (needs a file of the format; give --sample FILE" in partly.out
+    )
+    assert partly.out.endswith("keep their contract, as far as they could be checked.\n")
+    (tmp_path / "full").write_text("moon\n" * 3)
+    wholly = sage(*arguments, "--sample", str(tmp_path / "full"), "--json")
+    (provider,) = wholly.json["providers"]
+    assert (wholly.code, provider["not_checked"]) == (0, [])
+    assert (provider["num_called"], provider["num_methods"]) == (2, 2)
+    assert provider["num_passed"] == len(provider["results"]) == 5
+
+
+def test_a_sample_is_a_file_or_a_mapping(sage):
+    result = sage("plugins", "check", "sagellm-engines", "--sample", "absent")
+    assert (result.code, "must be a file that exists, or a mapping" in result.err) == (2, True)
+
+
+def test_info_of_a_class_that_lacks_methods_names_them(sage, install):
+    install("moon-plugin", READER.replace("def can_read", "def could_read"))
+    assert "trace_reader 'moon' of moon-plugin 1.5 lacks can_read" in sage("plugins", "info", "moon").out
 
 
 def test_check_of_a_provider_that_does_not_import_is_a_fault(sage, install):
@@ -196,7 +244,7 @@ def test_check_says_which_options_are_needed_and_takes_them(sage, install):
     told = sage(*arguments)
     assert told.code == 1
     assert (
-        "\neviction_policy mars and eviction_policy moon were not checked: needs options: phase; "
+        "\nnot checked: eviction_policy mars and eviction_policy moon: needs options: phase; "
         "give them with --options '{NAME: VALUE}'"
     ) in told.out
     checked = sage(*arguments, "--name", "moon", "--options", "{phase: full}")

@@ -51,9 +51,9 @@ _NAMES = {
     "errors": """
         BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
         EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError
-        PluginError PluginHookError
-        PluginImportError PluginVersionError SageLLMError StaleMatchError UnknownKindError UnknownNameError
-        UnknownProviderError UnknownRequestError UnsupportedModelError nearest
+        PluginError PluginHookError PluginImportError PluginMethodError PluginVersionError SageLLMError
+        StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
+        UnknownRequestError UnsupportedModelError nearest
     """,
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",

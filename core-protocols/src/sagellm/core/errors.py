@@ -17,6 +17,7 @@ SageLLMError
 │   └── UnknownProviderError              no installed provider has that name
 ├── PluginError
 │   ├── PluginImportError (ImportError)   a plugin or a provider's target does not import
+│   ├── PluginMethodError (TypeError)     a provider's class lacks methods of its protocol
 │   ├── PluginVersionError                written for another protocol version
 │   ├── PluginHookError                   a misspelt hook, or a hook that returns something else
 │   └── DuplicateProviderError            two providers of one kind and name
@@ -101,6 +102,10 @@ class UnknownProviderError(UnknownNameError):
 
 class PluginImportError(PluginError, ImportError):
     """A plugin module, or the target of one of its providers, does not import."""
+
+
+class PluginMethodError(PluginError, TypeError):
+    """A provider's class lacks methods that its protocol requires, so nothing can be made of it."""
 
 
 class PluginVersionError(PluginError):

@@ -15,7 +15,7 @@ _MAX_CHARS = 300
 def explain(error: BaseException, traceback: TracebackType | None) -> tuple[str, str]:
     """Return what was expected, empty where the rule itself says it, and what was found."""
     frames = extract_tb(traceback)
-    kit = next((frame for frame in reversed(frames) if frame.filename.startswith(_KIT)), None)
+    kit = next((frame for frame in reversed(frames) if _is_test(frame)), None)
     lines = str(error).splitlines() or [""]
     if "DID NOT RAISE" in lines[0]:
         return _names(lines[0].partition("RAISE")[2]), "no error"
@@ -27,6 +27,11 @@ def explain(error: BaseException, traceback: TracebackType | None) -> tuple[str,
             return "", _cut(lines[0])
         return _source(kit), _cut(compared[1])
     return _wanted(kit), _cut(f"{type(error).__name__}: {lines[0]}") + _where(frames)
+
+
+def _is_test(frame: FrameSummary) -> bool:
+    """Whether a frame is of the kit's tests, not of what only notes calls."""
+    return frame.filename.startswith(_KIT) and Path(frame.filename).name != "calls.py"
 
 
 def _names(text: str) -> str:

@@ -10,20 +10,28 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sagellm.core.conformance.hang import find_hang
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""A worker that gets it writes the stacks of its threads to standard error."""
+
+_STACKS_S = 2.0
 _WORKER = "sagellm.core.conformance.worker"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The process is gone, or was ended for its silence."""
+    """The process is gone, or was ended for its silence; `hung` is the method that did not return."""
 
     sentence: str
+    hung: str | None = None
 
 
 class WorkerProcess:
@@ -65,9 +73,28 @@ class WorkerProcess:
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
+            hang = find_hang(self._stacks())
             self._end()
-            return Ended(f"no answer within {timeout_s:g} s; its process was ended")
+            where = "" if hang is None else f" (it was at {hang.place})"
+            if hang is None or hang.method is None:
+                return Ended(f"no answer within {timeout_s:g} s{where}; its process was ended")
+            hung = f"{hang.method}() did not return within {timeout_s:g} s{where}; its process was ended"
+            return Ended(hung, hang.method)
         return event if event is not None else Ended(self._how_it_ended())
+
+    def _stacks(self) -> str:
+        """Have the worker write where all its threads are, and return that."""
+        known = self._errors.stat().st_size
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, STACKS_SIGNAL)
+        text, deadline = "", time.monotonic() + _STACKS_S
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            read = self._errors.read_bytes()[known:].decode(errors="replace")
+            if read and read == text:  # it has written all
+                break
+            text = read
+        return text
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "asked for as a pipe"

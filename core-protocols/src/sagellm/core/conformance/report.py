@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["passed", "failed", "skipped", "not run"]
@@ -40,12 +41,18 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderReport:
-    """The verdict on one provider. `unchecked` says why there is none."""
+    """The verdict on one provider. `unchecked` says why there is none.
+
+    `num_calls` counts the kit's calls of each method that the provider has, those of tests of cost and
+    threads left out; `not_checked` names the methods that it never called, and why.
+    """
 
     kind: str
     name: str
     results: tuple[CheckResult, ...] = ()
     unchecked: str = ""
+    num_calls: Mapping[str, int] = field(default_factory=dict)
+    not_checked: tuple[str, ...] = ()
 
     @property
     def provider(self) -> str:
@@ -61,3 +68,18 @@ class ProviderReport:
     def is_faulty(self) -> bool:
         """Whether a rule is broken, or could not be tested for what others did."""
         return any(result.outcome in ("failed", "not run") for result in self.results)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether every method was called."""
+        return not self.unchecked and not self.not_checked
+
+    @property
+    def num_called(self) -> int:
+        """How many of its methods the kit called."""
+        return sum(num_calls > 0 for num_calls in self.num_calls.values())
+
+    @property
+    def num_passed(self) -> int:
+        """The rules that hold."""
+        return sum(result.outcome == "passed" for result in self.results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -51,13 +52,16 @@ class Conformance:
         kind: str | None = None,
         name: str | None = None,
         options: Mapping[str, Any] | None = None,
+        sample: str | None = None,
         progress: Progress = lambda _: None,
     ) -> Iterator[ProviderReport]:
         """Yield a report for each provider, or for those of a kind or a name.
 
-        `options`, which JSON can hold, go to the factory of the one that is chosen. Raises PluginError if
-        the distribution cannot be loaded, UnknownProviderError if it has no such provider, ConfigError
-        for options where there are several.
+        `options`, which JSON can hold, go to the factory of the one that is chosen. `sample` is what it
+        has to be shown to do something: for a trace reader the path of a file, for a logits processor the
+        fields of a LogitsRequest as JSON. Raises PluginError if the distribution cannot be loaded,
+        UnknownProviderError if it has no such provider, ConfigError for options or a sample where there are
+        several.
         """
         progress(f"loading {self._distribution}")
         providers = self._providers()
@@ -66,11 +70,12 @@ class Conformance:
             listed = ", ".join(" ".join(each) for each in providers) or "none"
             asked = " ".join(filter(None, (kind, name))) or "provider"
             raise UnknownProviderError(f"{self._distribution} provides no {asked}; it provides: {listed}")
-        if options and len(chosen) > 1:
+        if (options or sample) and len(chosen) > 1:
             listed = ", ".join(" ".join(each) for each in chosen)
-            raise ConfigError(f"options go to one provider; choose it by kind and name: {listed}")
+            what = "options go" if options else "a sample goes"
+            raise ConfigError(f"{what} to one provider; choose it by kind and name: {listed}")
         for kind_of_it, name_of_it in chosen:
-            task = {"kind": kind_of_it, "name": name_of_it, "options": dict(options or {})}
+            task = {"kind": kind_of_it, "name": name_of_it, "options": dict(options or {}), "sample": sample}
             yield _ProviderRun(self._distribution, task, self._timeout_s, progress).report()
 
     def _providers(self) -> list[tuple[str, str]]:
@@ -108,6 +113,8 @@ class _ProviderRun:
         self._planned: dict[str, tuple[str, str]] = {}  # rule and aspect by test
         self._finished: list[str] = []
         self._current: str | None = None
+        self._num_calls: Counter[str] = Counter()
+        self._methods: list[str] = []
         self._error: tuple[str, str] | None = None  # what kept the provider from being made
 
     def report(self) -> ProviderReport:
@@ -129,8 +136,20 @@ class _ProviderRun:
                 CheckResult(aspect=self._planned[test][1], rule=self._planned[test][0], outcome="not run"),
             )
         return ProviderReport(
-            kind=self._task["kind"], name=self._task["name"], results=tuple(self._results.values())
+            kind=self._task["kind"],
+            name=self._task["name"],
+            results=tuple(self._results.values()),
+            num_calls={name: self._num_calls[name] for name in self._methods},
+            not_checked=tuple(self._not_checked()),
         )
+
+    def _not_checked(self) -> Iterator[str]:
+        """Name each method that was never called, with what the tests that were skipped would need."""
+        reasons = dict.fromkeys(each.reason for each in self._results.values() if each.outcome == "skipped")
+        why = f" ({'; '.join(reason.removeprefix('Skipped: ') for reason in reasons)})" if reasons else ""
+        for name in self._methods:
+            if not self._num_calls[name]:
+                yield f"{name}{why}"
 
     def _run_process(self) -> Ended | None:
         """Run what is left; return how the process ended unless it came to the end of its tests."""
@@ -149,6 +168,7 @@ class _ProviderRun:
             self._error = (event["type"], event["text"])
         elif event["event"] == "plan":
             self._planned |= {test: (rule, aspect) for test, rule, aspect in event["tests"]}
+            self._methods = event["methods"] or self._methods
         elif event["event"] == "start":
             self._current = event["test"]
             number = f"{len(self._finished) + 1} of {len(self._planned)}"
@@ -157,6 +177,7 @@ class _ProviderRun:
             )
         elif event["event"] == "end":
             rule, aspect = self._planned[event["test"]]
+            self._num_calls.update(event["num_calls"])
             fault = event.get("fault")
             if fault is not None:
                 fault = Fault(**{**fault, "cases": tuple(fault["cases"]), "calls": tuple(fault["calls"])})
@@ -170,7 +191,7 @@ class _ProviderRun:
             self._add(event["test"], result)
 
     def _lose(self, ended: Ended) -> None:
-        rule, aspect = _LOADING, CONTRACT
+        rule, aspect = _LOADING if ended.hung is None else f"{ended.hung} returns", CONTRACT
         if self._current is not None:
             rule, aspect = self._planned[self._current]
         fault = Fault(rule=rule, meaning="", expected="an answer", found=ended.sentence)

@@ -6,6 +6,7 @@ output is an event; what the plugin prints goes nowhere.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from sagellm.core.conformance.aspects import ASPECTS, aspect_of, rule_of
 from sagellm.core.conformance.explain import explain
+from sagellm.core.conformance.process import STACKS_SIGNAL
 from sagellm.core.conformance.report import Fault
 from sagellm.core.plugins.registry import PluginRegistry
 
@@ -25,12 +27,14 @@ _TESTS = "test_plugin.py"
 _SOURCE = """
 from sagellm.core.testing.installed import installed_contract
 
-TestProvider = installed_contract({kind!r}, {name!r}, {options!r})
+TestProvider = installed_contract({kind!r}, {name!r}, {options!r}, sample={sample!r})
 """
 
 
 def main() -> None:
     """Do the task that standard input describes."""
+    stacks = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")  # pytest takes standard error
+    faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
     task = json.load(sys.stdin)
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,7 +71,8 @@ def _run_tests(task: Mapping[str, Any], emit: Emit) -> None:
     import pytest
 
     qualified_name = f"{task['distribution']}:{task['name']}"
-    source = _SOURCE.format(kind=task["kind"], name=qualified_name, options=task["options"])
+    given = {name: task[name] for name in ("kind", "options", "sample")}
+    source = _SOURCE.format(name=qualified_name, **given)
     Path(_TESTS).write_text(source, encoding="utf-8")
     options = ["-m", "not full", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", "."]
     pytest.main([_TESTS, *options], plugins=[_Reporter(task["finished"], emit)])
@@ -97,7 +102,8 @@ class _Reporter:
     def pytest_collection_finish(self, session: Any) -> None:
         """Tell what will be tested."""
         tests = [[item.nodeid, rule_of(_name(item)), aspect_of(_name(item))] for item in session.items]
-        self._emit({"event": "plan", "tests": tests})
+        methods = next((list(item.cls.methods) for item in session.items), [])
+        self._emit({"event": "plan", "tests": tests, "methods": methods})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Tell which test begins."""
@@ -109,7 +115,9 @@ class _Reporter:
 
         if call.when != "call" and call.excinfo is None:
             return
-        ended = {"event": "end", "test": item.nodeid, "outcome": "passed"}
+        exercised = getattr(item.instance, "exercised", None)
+        num_calls = {} if exercised is None else exercised.num_calls
+        ended = {"event": "end", "test": item.nodeid, "outcome": "passed", "num_calls": num_calls}
         if call.excinfo is not None and isinstance(call.excinfo.value, pytest.skip.Exception):
             ended |= {"outcome": "skipped", "reason": str(call.excinfo.value)}
         elif call.excinfo is not None:

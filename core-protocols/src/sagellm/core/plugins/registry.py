@@ -18,6 +18,7 @@ from sagellm.core.errors import (
     PluginError,
     PluginHookError,
     PluginImportError,
+    PluginMethodError,
     PluginVersionError,
     UnknownKindError,
     UnknownProviderError,
@@ -159,17 +160,20 @@ class PluginRegistry:
     def resolve(self, kind: str, name: str) -> object:
         """Import and return the target of a provider: a class or another callable.
 
-        Raises what `find` raises, and PluginImportError if the target does not import.
+        Raises what `find` raises, PluginImportError if the target does not import, and PluginMethodError if
+        it is a class that lacks methods of its protocol.
         """
         entry = self.find(kind, name)
         module_name, _, attribute = entry.provider.target.partition(":")
         try:
-            return getattr(import_module(module_name), attribute)
+            target: object = getattr(import_module(module_name), attribute)
         except Exception as error:
             raise PluginImportError(
                 f"{kind} {name!r} of {entry.distribution} {entry.version} does not import "
                 f"({entry.provider.target}): {type(error).__name__}: {error}"
             ) from error
+        _check_methods(entry, target)
+        return target
 
     def _add(self, distribution: str, version: str, entry_point: EntryPoint) -> None:
         problem: PluginError | None = None
@@ -192,6 +196,16 @@ class PluginRegistry:
                 )
             if not is_marked:
                 raise PluginHookError(f"{distribution} defines {name!r} without @hookimpl; add it")
+
+
+def _check_methods(entry: InstalledProvider, target: object) -> None:
+    missing = sorted(getattr(target, "__abstractmethods__", ())) if isinstance(target, type) else []
+    if missing:
+        raise PluginMethodError(
+            f"{entry.provider.kind} {entry.provider.name!r} of {entry.distribution} {entry.version} lacks "
+            f"{', '.join(missing)}, which its protocol requires; implement {'them' if missing[1:] else 'it'} "
+            f"in {entry.provider.target}"
+        )
 
 
 def _import(entry_point: EntryPoint, distribution: str) -> ModuleType:

@@ -118,6 +118,19 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
         policy.add_candidate(node)
         assert policy.victim() is node, "node 1 was not named after add_candidate"
 
+    def test_a_victim_gives_up_one_block_at_least_and_no_more_than_wanted(self) -> None:
+        """And asking changes neither the victim nor that it is one."""
+        policy = self.make()
+        for node_id in range(1, 4):
+            node = make_node(node_id, num_blocks=5)
+            policy.on_insert(node)
+            policy.add_candidate(node)
+        victim = policy.victim()
+        assert victim is not None
+        for num_wanted in (1, 2, 5):
+            assert 1 <= policy.num_victim_blocks(victim, num_wanted) <= num_wanted
+        assert policy.victim() is victim
+
     def test_victims_cover_what_is_required_and_all_are_needed(self) -> None:
         """Blocks that sequences share count once; without the last one it would not suffice."""
         candidates = make_candidates(Randomness(7).stream("cover"), 60)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import sagellm.core
 from sagellm.core.conformance.aspects import aspect_of
+from sagellm.core.conformance.exercised import Exercised, own_methods
 from sagellm.core.errors import ConfigError
 from sagellm.core.ids import BlockId, RequestId, SequenceId
 from sagellm.core.plugins.registry import PluginRegistry
 from sagellm.core.protocols.eviction import EvictionCandidate
+from sagellm.core.protocols.logits_processor import LogitsRequest
 from sagellm.core.protocols.quantizer import QuantizationConfig
 from sagellm.core.protocols.scheduler_ir import ScheduleRequest
 from sagellm.core.runtime import VirtualClock
@@ -25,13 +30,14 @@ from sagellm.core.testing.kv_pool import KVPoolContract
 from sagellm.core.testing.kv_tier import KVTierContract
 from sagellm.core.testing.kv_tier_probe import delete_blocks_of_the_kit, probe_tier
 from sagellm.core.testing.lifetime import LifetimePredictorContract
-from sagellm.core.testing.logits_processor import LogitsProcessorContract
+from sagellm.core.testing.logits_processor import KIT_REQUESTS, LogitsProcessorContract
 from sagellm.core.testing.prefix_cache import PrefixCacheContract
 from sagellm.core.testing.prefix_cache_keeping import KeepingPrefixCacheContract
 from sagellm.core.testing.quantizer import QuantizerContract
 from sagellm.core.testing.scheduler import SchedulerContract, SchedulerPlanContract
 from sagellm.core.testing.scheduler_pass import SchedulerPassContract
 from sagellm.core.testing.topology import TopologyContract
+from sagellm.core.testing.trace import TraceReaderContract, tokenize
 from sagellm.core.tokens import pack
 
 Factory = Callable[..., Any]
@@ -52,10 +58,13 @@ class _Kind(NamedTuple):
     takes_options: bool = False  # a configuration has a place for them
     null: type | None = None
     does: Callable[[Any], bool] | None = None
+    sample: Callable[[Any, str | None], dict[str, Any]] | None = None  # what the contract is given
 
 
 def _make(self: Any, *arguments: Any, **options: Any) -> Any:
-    return self.calls.watch(self.factory(*arguments, **options))
+    made = self.factory(*arguments, **options)
+    self.exercised.watch(made)
+    return self.calls.watch(made)
 
 
 def _make_pool(self: Any, total_blocks: int, block_size: int, clock: Any) -> Any:
@@ -74,6 +83,10 @@ def _make_tier(self: Any, max_bytes: int) -> Any:
     tier = _make(self, max_bytes)
     delete_blocks_of_the_kit(tier)
     return tier
+
+
+def _make_reader(self: Any) -> Any:
+    return _make(self, tokenize=tokenize)
 
 
 def _names_victims(policy: Any) -> bool:
@@ -103,6 +116,41 @@ def _call(factory: Factory) -> Any:
     return factory()
 
 
+def _requests(processor: Any, sample: str | None) -> dict[str, Any]:
+    """Return those requests that ask for a processor: of the sample, or of all fields that there are."""
+    requests = KIT_REQUESTS if sample is None else [_read_request(sample)]
+    try:
+        asking = [request for request in requests if processor.start(request) is not None]
+    except Exception:  # which the tests will find
+        asking = list(requests)
+    return {"requests": lambda self: asking}
+
+
+def _read_request(sample: str) -> LogitsRequest:
+    try:
+        given = json.loads(sample)
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
+        return LogitsRequest(**given)
+    except (ValueError, TypeError, AttributeError) as error:
+        takes = ", ".join(field.name for field in fields(LogitsRequest))
+        raise UncheckedError(
+            f"the sample is {sample}; it must be a JSON object of {takes}: {error}"
+        ) from error
+
+
+def _trace(_: Any, sample: str | None) -> dict[str, Any]:
+    """Return a file of the format, as the contract wants it, if one is given."""
+    if sample is None:
+        return {}
+    path = Path(sample)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UncheckedError(f"the sample {path} cannot be read: {error}") from error
+    return {"file_name": path.name, "sample": lambda self: text}
+
+
 _KINDS = {
     "eviction_policy": _Kind(
         RankingEvictionPolicyContract,
@@ -129,7 +177,11 @@ _KINDS = {
         LifetimePredictorContract, "LifetimePredictorProtocol", _call, _make, notes_calls=True
     ),
     "logits_processor": _Kind(
-        LogitsProcessorContract, "LogitsProcessorProtocol", lambda factory: factory(97), _make
+        LogitsProcessorContract,
+        "LogitsProcessorProtocol",
+        lambda factory: factory(97),
+        _make,
+        sample=_requests,
     ),
     "prefix_cache": _Kind(
         KeepingPrefixCacheContract,
@@ -154,10 +206,16 @@ _KINDS = {
     ),
     "scheduler_pass": _Kind(SchedulerPassContract, "SchedulerPassProtocol", _call, _make),
     "topology": _Kind(TopologyContract, "TopologyProtocol", _call, _make),
+    "trace_reader": _Kind(
+        TraceReaderContract,
+        "TraceReaderProtocol",
+        lambda factory: factory(tokenize=tokenize),
+        _make_reader,
+        sample=_trace,
+    ),
 }
 
 _HOW = "give them with --options '{NAME: VALUE}', in Python with options={…}"
-_NO_SAMPLE = "its contract needs a file of the format; subclass TraceReaderContract in your tests"
 
 
 class UncheckedError(Exception):
@@ -167,28 +225,47 @@ class UncheckedError(Exception):
 class _Installed:
     factory: Factory
     protocol: type
+    methods: tuple[str, ...]  # that the provider has by itself, and the kit has to call
     notes_calls: bool
     calls: Calls
+    exercised: Exercised
 
     @pytest.fixture(autouse=True)
-    def _note_calls(self, request: pytest.FixtureRequest) -> None:
-        aspect = aspect_of(request.node.name)
-        self.calls = Calls(is_on=self.notes_calls and aspect not in ("cost", "threads"))
+    def _note_calls(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        disturbs = aspect_of(request.node.name) in ("cost", "threads")
+        self.calls = Calls(is_on=self.notes_calls and not disturbs)
+        self.exercised = Exercised(object if disturbs else self.protocol)
+        yield
+        self.exercised.stop()
 
 
-def installed_contract(kind: str, name: str, options: Mapping[str, Any] | None = None) -> type:
+def installed_contract(
+    kind: str, name: str, options: Mapping[str, Any] | None = None, *, sample: str | None = None
+) -> type:
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
-    It is made with `options`. Raises UncheckedError where the kind has none that a name suffices for, or
-    the provider needs other options, which a ConfigError says, or an eviction policy's or prefix cache's
-    parameters without a default; and whatever else the provider raises.
+    It is made with `options`. `sample` is what it has to be shown before it does something: for a trace
+    reader the path of a file of its format, for a logits processor the fields of a LogitsRequest as JSON.
+    Raises what `factory_contract` raises.
     """
-    if kind == "trace_reader":
-        raise UncheckedError(_NO_SAMPLE)
     if kind not in _KINDS:
         raise UncheckedError(f"the kit has no contract for the kind {kind}")
-    entry = _KINDS[kind]
     factory: Any = PluginRegistry.load().resolve(kind, name)
+    return factory_contract(kind, factory, options, sample=sample)
+
+
+def factory_contract(
+    kind: str, factory: Factory, options: Mapping[str, Any] | None = None, *, sample: str | None = None
+) -> type:
+    """Return the contract of a kind as a test class that makes what a factory makes.
+
+    Raises UncheckedError where the kit has no contract for the kind, the sample is none, or the provider
+    needs other options, which a ConfigError says, or an eviction policy's or prefix cache's parameters
+    without a default; and whatever else the provider raises.
+    """
+    entry = _KINDS[kind]
+    if sample is not None and entry.sample is None:
+        raise UncheckedError(f"a sample was given, and the contract of {kind} takes none")
     if options:
         factory = _with_options(factory, options)
     try:
@@ -207,7 +284,10 @@ def installed_contract(kind: str, name: str, options: Mapping[str, Any] | None =
             "factory": staticmethod(factory),
             "make": entry.make,
             "notes_calls": entry.notes_calls,
-            "__doc__": f"The contract of {entry.protocol} on {kind} {name}.",
+            "protocol": protocol,
+            "methods": tuple(sorted(own_methods(type(made), protocol))),
+            **({} if entry.sample is None else entry.sample(made, sample)),
+            "__doc__": f"The contract of {entry.protocol}.",
         },
     )
 

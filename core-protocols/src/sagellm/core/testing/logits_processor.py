@@ -15,6 +15,23 @@ from sagellm.core.protocols.logits_processor import (
     LogitsRow,
 )
 
+KIT_REQUESTS = (
+    LogitsRequest(logit_bias={5: -100.0}),
+    LogitsRequest(logit_bias={0: 1.5, 96: 100.0}),
+    LogitsRequest(min_tokens=2, stop_token_ids=frozenset({3, 96})),
+    LogitsRequest(min_tokens=100, stop_token_ids=frozenset({3})),
+    LogitsRequest(allowed_token_ids=(0,)),
+    LogitsRequest(allowed_token_ids=(1, 2, 96)),
+    LogitsRequest(bad_words_token_ids=((4,),)),
+    LogitsRequest(bad_words_token_ids=((1, 2), (3,))),
+)
+"""Requests that use every field that a processor may look at, but for those that only it knows."""
+
+_NOT_ASKED = (
+    "no request of the kit asks for it; give one with --sample '{\"extra_args\": {…}}', in Python "
+    "override `requests`"
+)
+
 
 class LogitsProcessorContract:
     """The contract of LogitsProcessorProtocol as tests. Needs torch; skipped where there is none.
@@ -70,7 +87,15 @@ class LogitsProcessorContract:
     def test_a_sequence_that_asks_has_a_state(self) -> None:
         """And its rows are given to `apply`."""
         processor = self.make(self.vocab_size)
+        if not self.requests():
+            pytest.skip(_NOT_ASKED)
         assert all(processor.start(request) is not None for request in self.requests())
+
+    def test_any_request_may_start(self) -> None:
+        """Whatever it asks for; a processor that has nothing to do with it returns None."""
+        processor = self.make(self.vocab_size)
+        for request in (*KIT_REQUESTS, *self.requests()):
+            processor.start(request)
 
     def test_other_rows_are_left_alone(self, torch: Any) -> None:
         """Rows of a batch that were not named keep every bit."""

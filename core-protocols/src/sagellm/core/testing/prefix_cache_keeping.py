@@ -10,6 +10,8 @@ from sagellm.core.errors import BlockError, InvalidInputError, StaleMatchError
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import NullEvictionPolicy
+from sagellm.core.protocols.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from sagellm.core.protocols.prefix_cache_types import EvictedBlocks
 from sagellm.core.runtime import VirtualClock
 from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy
 from sagellm.core.testing.prefix_cache import OTHER, PrefixCacheContract, blocks
@@ -63,6 +65,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         for number, (tokens, namespace) in enumerate(prompts):
             cache.insert_prefix(tokens, blocks(4 * number, len(tokens) // 4), namespace)
         runs = cache.runs()
+        assert isinstance(runs, list)
         if not runs:
             pytest.skip("it lists nothing")
         paths: list[list[int]] = []
@@ -271,6 +274,55 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert (metrics.num_lookups, metrics.num_hits) == (3, 2)
         assert (metrics.num_lookup_tokens, metrics.num_hit_tokens) == (27, 16)
         assert metrics.token_hit_rate == pytest.approx(16 / 27)
+
+    def test_a_miss_is_explained_by_what_matches(self) -> None:
+        """Nothing is missed of what is cached, and asking counts nothing."""
+        cache = self.make()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        before = cache.metrics()
+        found, missed = cache.explain_miss(range(8)), cache.explain_miss(range(100, 112))
+        assert (found.cause, found.num_tokens, found.match_length) == ("none", 8, 8)
+        assert (missed.num_tokens, missed.match_length) == (12, 0)
+        assert missed.cause in ("never_seen", "unknown")
+        partly = cache.explain_miss([*range(8), *range(50, 54)])
+        assert (partly.match_length, partly.diverges_at) == (8, 8)
+        assert partly.cause != "none"
+        assert cache.metrics() == before
+
+    def test_what_is_shown_to_a_keeper_is_what_is_evicted(self) -> None:
+        """While it is cached; a cache that keeps nothing below itself shows nothing."""
+        cache = self.make()
+        shown: list[EvictedBlocks] = []
+        cache.keep_evicted(shown.append)
+        cache.insert_prefix(range(12), blocks(0, 3), OTHER)
+        dropped = cache.evict(2)
+        if not shown:
+            return
+        assert sorted(block_id for each in shown for block_id in each.block_ids) == sorted(dropped)
+        assert {header.namespace for each in shown for header in each.headers} == {OTHER}
+
+    def test_a_subscriber_hears_of_every_block_or_of_none(self) -> None:
+        """Of those that are there as of those that come, and of each that leaves."""
+        cache, events = self.make(), list[KVCacheEvent]()
+        cache.insert_prefix(range(8), blocks(0, 2))
+        cache.subscribe(events.append)
+        cache.insert_prefix(range(12), blocks(0, 3))
+        cache.evict(1)
+        if not events:
+            return
+        stored = [one for event in events if isinstance(event, BlockStored) for one in event.block_hashes]
+        gone = [one for event in events if isinstance(event, BlockRemoved) for one in event.block_hashes]
+        assert len(set(stored)) == 3
+        assert gone == stored[-1:]
+
+    def test_room_is_made_for_what_is_about_to_be_inserted(self) -> None:
+        """No more leaves than is in the way."""
+        cache = self.make(4)
+        cache.insert_prefix(range(16), blocks(0, 4))
+        dropped = cache.make_room(2, OTHER)
+        assert sorted(dropped) == [2, 3]
+        assert cache.insert_prefix(range(50, 58), blocks(10, 2), OTHER).num_new_blocks == 2
+        cache.check_integrity()
 
     def test_eviction_does_not_grow_with_the_number_of_leaves(self) -> None:
         """One victim does not look at all leaves."""

@@ -6,7 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,7 +32,7 @@ def complete_distribution(incomplete: str) -> list[str]:
     return [name for name in installed_distributions() if name.startswith(incomplete)]
 
 
-def check(
+def check(  # noqa: PLR0913
     distribution: Annotated[
         str,
         typer.Argument(metavar="DIST", help="Installed distribution.", autocompletion=complete_distribution),
@@ -42,25 +43,36 @@ def check(
     options: Annotated[
         str | None, typer.Option(metavar="MAPPING", help="Options of the one provider that is chosen (YAML).")
     ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SAMPLE",
+            help="What it is shown: a file (trace reader), fields of a LogitsRequest (logits processor).",
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What one test may take.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Test what a distribution provides against the contracts of its kinds.
 
     Every provider runs through the conformance kit in a process of its own: contract, isolation,
-    integrity, random operations, eight threads, cost. Exit status 1 if a contract is broken.
+    integrity, random operations, eight threads, cost. Exit status 1 if a contract is broken, or if a
+    method of a provider could not be called, which is listed as not checked.
     """
     from sagellm.core.conformance import Conformance
 
     given = _read_options(options)
     conformance = Conformance(distribution, timeout_s=timeout)
     with _progress() as progress:
-        reports = list(conformance.run(kind=kind, name=name, options=given, progress=progress))
+        found = conformance.run(
+            kind=kind, name=name, options=given, sample=_read_sample(sample), progress=progress
+        )
+        reports = list(found)
     if as_json:
-        print_json({"distribution": distribution, "providers": reports})
+        print_json({"distribution": distribution, "providers": [_entry(report) for report in reports]})
     else:
         _print_report(distribution, reports)
-    if any(report.is_faulty for report in reports) or all(report.unchecked for report in reports):
+    if any(report.is_faulty or not report.is_checked for report in reports):
         raise typer.Exit(1)
 
 
@@ -75,6 +87,26 @@ def _read_options(text: str | None) -> dict[str, Any]:
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"--options is {text!r}; it must be a mapping of plain values: '{{weight: 2}}'")
     return options
+
+
+def _read_sample(text: str | None) -> str | None:
+    """Return a mapping as JSON, and the name of a file with its folder: the kit runs elsewhere."""
+    if text is None or Path(text).exists():
+        return None if text is None else str(Path(text).resolve())
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+        if isinstance(found, dict):
+            return json.dumps(found, allow_nan=False)
+    except (yaml.YAMLError, TypeError, ValueError):
+        pass
+    raise ConfigError(f"--sample is {text!r}; it must be a file that exists, or a mapping of plain values")
+
+
+def _entry(report: ProviderReport) -> dict[str, Any]:
+    counts = {"num_passed": report.num_passed, "num_called": report.num_called}
+    return asdict(report) | counts | {"num_methods": len(report.num_calls)}
 
 
 @contextmanager
@@ -112,17 +144,26 @@ def _print_report(distribution: str, reports: Sequence[ProviderReport]) -> None:
             alike = replace(fault, cases=(), calls=(), num_calls=0)
             broken.setdefault(alike, []).append((report.provider, fault))
     for reason, providers in unchecked.items():
-        typer.echo(f"\n{_listed(providers)} {'were' if providers[1:] else 'was'} not checked: {reason}")
+        typer.echo(f"\nnot checked: {_listed(providers)}: {reason}")
+    for report in reports:
+        for method in report.not_checked:
+            typer.echo(f"\nnot checked: {report.provider}: {method}")
     for found in broken.values():
         typer.echo(f"\n{_faults_text(found)}")
+    typer.echo(f"\n{distribution}: {_summary(reports)}.")
+
+
+def _summary(reports: Sequence[ProviderReport]) -> str:
     num_checked = sum(not report.unchecked for report in reports)
     num_faulty = sum(report.is_faulty for report in reports)
-    verdict = f"{num_faulty} of {num_checked} checked providers break their contract"
     if not num_checked:
-        verdict = "nothing could be checked"
-    elif not num_faulty:
-        verdict = f"all {num_checked} checked providers keep their contract"
-    typer.echo(f"\n{distribution}: {verdict}.")
+        return "nothing could be checked"
+    if num_faulty:
+        return f"{num_faulty} of {num_checked} checked providers break their contract"
+    verdict = f"all {num_checked} checked providers keep their contract"
+    if not all(report.is_checked for report in reports):
+        verdict += ", as far as they could be checked"
+    return verdict
 
 
 def _table(reports: Sequence[ProviderReport]) -> Table:
@@ -145,7 +186,10 @@ def _verdicts(report: ProviderReport) -> dict[str, str]:
     outcomes: dict[str, list[str]] = {}
     for result in report.results:
         outcomes.setdefault(result.aspect, []).append(result.outcome)
-    return {aspect: _verdict(found) for aspect, found in outcomes.items()}
+    verdicts = {aspect: _verdict(found) for aspect, found in outcomes.items()}
+    if report.num_calls:
+        verdicts["methods"] = f"called {report.num_called} of {len(report.num_calls)}"
+    return verdicts
 
 
 def _verdict(outcomes: list[str]) -> str:

@@ -15,7 +15,7 @@ from sagellm.core import (
     SAGELLM_API,
     InstalledPlugin,
     InstalledProvider,
-    PluginImportError,
+    PluginError,
     PluginRegistry,
     UnknownProviderError,
     nearest,
@@ -174,7 +174,7 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
         target = registry.resolve(entry.provider.kind, entry.qualified_name)
         description = next(iter((target.__doc__ or "").strip().splitlines()), "")
         options = _options(target, entry.provider.kind) if callable(target) else ()
-    except PluginImportError as problem:
+    except PluginError as problem:
         error = str(problem)
     return ProviderInfo(
         **entry.provider._asdict(),

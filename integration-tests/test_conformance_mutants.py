@@ -1,0 +1,306 @@
+"""The conformance kit can fail: a provider of each kind with each of its methods broken, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from mutants import breaking, failures
+
+from sagellm.core import KINDS, PluginRegistry, ScheduleIR, SchedulerPassProtocol
+from sagellm.core.testing.installed import UncheckedError, factory_contract, installed_contract
+
+WHOLE = {
+    "eviction_policy": "lru",
+    "kv_allocator": "free_list",
+    "kv_pool": "paged",
+    "kv_tier": "host",
+    "lifetime_predictor": "statistical",
+    "logits_processor": "bad_words",
+    "prefix_cache": "radix",
+    "quantizer": "int8",
+    "scheduler": "base",
+    "topology": "local",
+    "trace_reader": "azure",
+}
+"""Of each kind one that keeps its contract; of passes there is only one that does nothing."""
+
+UNCHECKED = {"attention_backend", "engine", "forward_backend", "model_family"}
+"""Kinds without a contract in the kit, which therefore says that they were not checked."""
+
+RULES: dict[str, dict[str, tuple[str, str | None]]] = {
+    "eviction_policy": {
+        "add_candidate": (
+            "a removed candidate is not named until it is added again",
+            "a removed candidate is not named until it is added again",
+        ),
+        "metrics": ("metrics count what was reported", "metrics count what was reported"),
+        "on_hit": ("metrics count what was reported", "metrics count what was reported"),
+        "on_insert": (
+            "a removed candidate is not named until it is added again",
+            "metrics count what was reported",
+        ),
+        "on_remove": ("every candidate is named once before none is left", "metrics count what was reported"),
+        "remove_candidate": (
+            "a removed candidate is not named until it is added again",
+            "a removed candidate is not named until it is added again",
+        ),
+        "select_victims": ("a pinned sequence is never chosen", "a pinned sequence is never chosen"),
+        "victim": (
+            "a new policy names no victim",
+            "a removed candidate is not named until it is added again",
+        ),
+    },
+    "kv_allocator": {
+        "all_allocated": ("an unknown id cannot be freed", "an unknown id cannot be freed"),
+        "allocate": ("a size of zero or none at all is refused", "a size of zero or none at all is refused"),
+        "check_integrity": ("an unknown id cannot be freed", None),
+        "claim": (
+            "the very blocks that are asked for can be claimed",
+            "the very blocks that are asked for can be claimed",
+        ),
+        "free": ("all blocks can be had at once", "all blocks can be had at once"),
+        "metrics": ("a size of zero or none at all is refused", "a size of zero or none at all is refused"),
+        "num_free_blocks": (
+            "a size of zero or none at all is refused",
+            "a size of zero or none at all is refused",
+        ),
+        "occupancy": ("a size of zero or none at all is refused", "a size of zero or none at all is refused"),
+    },
+    "kv_pool": {
+        "allocate": (
+            "a block of one reference is written to as it is",
+            "a block of one reference is written to as it is",
+        ),
+        "block_info": (
+            "a block of one reference is written to as it is",
+            "a block of one reference is written to as it is",
+        ),
+        "block_size": ("everything is free at first", "everything is free at first"),
+        "check_integrity": ("a shared block is exchanged for a fresh one", None),
+        "copy_on_write": (
+            "a block of one reference is written to as it is",
+            "a block of one reference is written to as it is",
+        ),
+        "evict_if_needed": (
+            "an evictor that frees nothing is not asked for ever",
+            "an evictor that frees nothing is not asked for ever",
+        ),
+        "free": (
+            "a shared block is exchanged for a fresh one",
+            "a shared block is exchanged for a fresh one",
+        ),
+        "get_free_blocks": (
+            "a shared block is free after its last reference",
+            "a shared block is free after its last reference",
+        ),
+        "metrics": (
+            "a block of one reference is written to as it is",
+            "a block of one reference is written to as it is",
+        ),
+        "move": ("a wrong move is refused whole", "a wrong move is refused whole"),
+        "plan_moves": ("moves bring what is free together", "moves bring what is free together"),
+        "set_evictor": (
+            "an evictor that frees nothing is not asked for ever",
+            "an evictor that frees nothing is not asked for ever",
+        ),
+        "share": (
+            "a shared block is exchanged for a fresh one",
+            "a shared block is exchanged for a fresh one",
+        ),
+        "total_blocks": (
+            "a block of one reference is written to as it is",
+            "a block of one reference is written to as it is",
+        ),
+    },
+    "kv_tier": {
+        "check_integrity": ("a block that is not there is wanted", None),
+        "close": ("a block of another tenant salt or adapter is a miss", None),
+        "contains": (
+            "a block of another tenant salt or adapter is a miss",
+            "a block that is not there is wanted",
+        ),
+        "get_cost_ns": ("a new tier is empty", "a new tier is empty"),
+        "metrics": ("a new tier is empty", "a new tier is empty"),
+        "poll": (
+            "a block of another tenant salt or adapter is a miss",
+            "a block of another tenant salt or adapter is a miss",
+        ),
+        "stored": (
+            "a block of another tenant salt or adapter is a miss",
+            "a block of another tenant salt or adapter is a miss",
+        ),
+        "submit": (
+            "a block of another tenant salt or adapter is a miss",
+            "a block of another tenant salt or adapter is a miss",
+        ),
+    },
+    "lifetime_predictor": {
+        "metrics": ("a fresh predictor predicts", "a fresh predictor predicts"),
+        "predict": ("a fresh predictor predicts", "a fresh predictor predicts"),
+        "update": ("a length that is no count is refused", "a length that is no count is refused"),
+    },
+    "logits_processor": {
+        "apply": ("a row is the same alone and in a batch in any order", "metrics count sequences and rows"),
+        "metrics": ("metrics count sequences and rows", "metrics count sequences and rows"),
+        "start": ("a row is the same alone and in a batch in any order", None),
+    },
+    "prefix_cache": {
+        "check_integrity": ("a full cache keeps what fits and evicts nothing", None),
+        "clear": ("a locked path survives eviction", "a locked path survives eviction"),
+        "evict": ("a lock fails after blocks entered or left", "a lock fails after blocks entered or left"),
+        "explain_miss": ("a miss is explained by what matches", "a miss is explained by what matches"),
+        "insert_prefix": ("a block cannot hold two contents", "a block cannot hold two contents"),
+        "keep_evicted": ("what is shown to a keeper is what is evicted", None),
+        "lock": (
+            "a hit is reported for every node of the path",
+            "a hit is reported for every node of the path",
+        ),
+        "make_room": (
+            "room is made for what is about to be inserted",
+            "room is made for what is about to be inserted",
+        ),
+        "match_prefix": ("a block cannot hold two contents", "a block cannot hold two contents"),
+        "metrics": ("a lock fails after blocks entered or left", "a lock fails after blocks entered or left"),
+        "move_blocks": ("a move that cannot be changes nothing", "a move that cannot be changes nothing"),
+        "num_evictable_blocks": ("a locked path survives eviction", "a locked path survives eviction"),
+        "num_idle_blocks": (
+            "num idle blocks is what a lock would take",
+            "num idle blocks is what a lock would take",
+        ),
+        "pin": ("pins are listed until they are ended", "pins are listed until they are ended"),
+        "pins": ("pins are listed until they are ended", "pins are listed until they are ended"),
+        "query_by_prefix": ("lookups are counted by lock and query", "lookups are counted by lock and query"),
+        "runs": ("runs are all that is cached parents first", None),
+        "subscribe": ("a subscriber hears of every block or of none", None),
+        "unlock": ("a locked path survives eviction", "a locked path survives eviction"),
+        "unpin": ("pins are listed until they are ended", "pins are listed until they are ended"),
+    },
+    "quantizer": {
+        "dequantize": ("a round trip stays within half a step", "a round trip stays within half a step"),
+        "linear": (
+            "linear multiplies by what the output stands for",
+            "linear multiplies by what the output stands for",
+        ),
+        "metrics": ("equal weights give equal outputs", "equal weights give equal outputs"),
+        "quantize": ("a round trip stays within half a step", "a round trip stays within half a step"),
+    },
+    "scheduler": {
+        "add_optimization_pass": (
+            "a pass that changes the set of requests is named",
+            "a pass that changes the set of requests is named",
+        ),
+        "apply_pass": (
+            "a pass that changes the set of requests is named",
+            "a pass that changes the set of requests is named",
+        ),
+        "metrics": ("counts add up", "counts add up"),
+        "schedule": (
+            "a budget below the number running lets decodes rotate",
+            "a budget below the number running lets decodes rotate",
+        ),
+    },
+    "scheduler_pass": {
+        "name": ("a pass is a frozen dataclass with a name", "a pass is a frozen dataclass with a name"),
+        "run": (
+            "a pass keeps the requests and raises no limit",
+            "a pass keeps the requests and raises no limit",
+        ),
+    },
+    "topology": {
+        "metrics": ("metrics tell how the last reading went", "metrics tell how the last reading went"),
+        "read": (
+            "available memory is within the limit and the limit within the machine",
+            "available memory is within the limit and the limit within the machine",
+        ),
+    },
+    "trace_reader": {
+        "can_read": ("it knows its own format", "it knows its own format"),
+        "read": ("it reads no further than it is asked", "it reads no further than it is asked"),
+    },
+}
+"""By kind and method: the rule that fails where it raises, and where it returns None and does nothing.
+
+None where that is allowed: an integrity check that finds nothing wrong, a `close` with nothing to close, a
+processor that no request asks for, a cache that shows and tells nothing.
+"""
+
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:40.68,370,44
+2023-11-16 18:15:41.68,371,44
+2023-11-16 18:15:42.68,372,44
+"""
+
+
+@dataclass(frozen=True)
+class OldestFirst(SchedulerPassProtocol):
+    @property
+    def name(self) -> str:
+        return "oldest_first"
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        return ir.with_pending(sorted(ir.pending, key=lambda request: request.arrived_time))
+
+
+@cache
+def registry() -> PluginRegistry:
+    return PluginRegistry.load()
+
+
+def factory(kind: str) -> Callable[..., Any]:
+    if kind == "scheduler_pass":
+        return OldestFirst
+    found: Any = registry().resolve(kind, WHOLE[kind])
+    return found
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trace") / "trace.csv"
+    path.write_text(TRACE)
+    return str(path)
+
+
+def sample_of(kind: str, trace_file: str) -> str | None:
+    return trace_file if kind == "trace_reader" else None
+
+
+MUTANTS = [
+    pytest.param(kind, method, fault, rule, id=f"{kind}-{method}-{fault}")
+    for kind, methods in RULES.items()
+    for method, rules in methods.items()
+    for fault, rule in zip(("raises", "does nothing"), rules, strict=True)
+    if rule is not None
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "fault", "rule"), MUTANTS)
+def test_a_broken_method_breaks_the_rule_that_it_should(
+    kind: str, method: str, fault: str, rule: str, trace_file: str
+) -> None:
+    contract = factory_contract(
+        kind, breaking(factory(kind), method, fault), sample=sample_of(kind, trace_file)
+    )
+    assert list(failures(contract, rule)) == [rule]
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_whole_provider_breaks_none_of_these_rules(kind: str, trace_file: str) -> None:
+    contract = factory_contract(kind, factory(kind), sample=sample_of(kind, trace_file))
+    for rule in {rule for rules in RULES[kind].values() for rule in rules if rule is not None}:
+        assert list(failures(contract, rule)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_method_of_each_kind_is_broken_once_or_the_kind_is_not_checked(
+    kind: str, trace_file: str
+) -> None:
+    if kind in UNCHECKED:
+        with pytest.raises(UncheckedError, match=f"no contract for the kind {kind}"):
+            installed_contract(kind, "null")
+        return
+    contract: Any = factory_contract(kind, factory(kind), sample=sample_of(kind, trace_file))
+    assert set(RULES[kind]) == set(contract.methods)
