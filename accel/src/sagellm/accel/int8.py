@@ -16,7 +16,10 @@ from sagellm.core import (
     QuantizerMetrics,
     QuantizerProtocol,
     check_weight_shape,
+    get_logger,
 )
+
+_logger = get_logger(__name__)
 
 _LIMIT = 127  # -128 is left out, so that negating a weight negates its code
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -52,6 +55,7 @@ class Int8Quantizer(QuantizerProtocol):
             max_error = max(max_error, error)
         output = QuantizationOutput(values=values, scales=scales, config=self._config)
         self._count(weight.nbytes, output.num_bytes, max_error)
+        _logger.debug("quantized %d × %d weights, error up to %.3f steps", num_rows, num_columns, max_error)
         return output
 
     @torch.no_grad()

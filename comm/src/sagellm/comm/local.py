@@ -14,7 +14,18 @@ from sagellm.comm.memory import Memory, read_memory
 from sagellm.comm.network import read_network
 from sagellm.comm.numa import read_numa_nodes
 from sagellm.comm.tree import Tree
-from sagellm.core import GPU, Link, NullTopology, NumaNode, Topology, TopologyMetrics, TopologyProtocol
+from sagellm.core import (
+    GPU,
+    Link,
+    NullTopology,
+    NumaNode,
+    Topology,
+    TopologyMetrics,
+    TopologyProtocol,
+    get_logger,
+)
+
+_logger = get_logger(__name__)
 
 _Part = TypeVar("_Part")
 _NO_NODES: tuple[NumaNode, ...] = ()
@@ -56,6 +67,9 @@ class LocalTopology(TopologyProtocol):
             memory_available_bytes=memory.available_bytes,
         )
         self._metrics = TopologyMetrics(read_ns=perf_counter_ns() - start_ns, warnings=tuple(tree.warnings))
+        _logger.debug("read the machine in %.1f ms", self._metrics.read_ns / 1e6)
+        for warning in tree.warnings:
+            _logger.info("%s", warning)
         return topology
 
     def metrics(self) -> TopologyMetrics:

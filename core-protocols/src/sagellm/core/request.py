@@ -15,7 +15,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life."""
+    """Where a request is in its life.
+
+    SWAPPED is experimental, and no request has it yet: preemption computes KV again. It is for those whose KV
+    waits in a tier, when preemption can swap.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.ids import NodeId, SequenceId
+from sagellm.core.logging import get_logger
 from sagellm.core.protocols.eviction import (
     CachedNode,
     EvictionCandidate,
@@ -22,6 +23,8 @@ from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
 from sagellm.kvmgr.eviction.ranked import choose
 from sagellm.kvmgr.eviction.return_model import ReturnModel
 from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy
+
+_logger = get_logger(__name__)
 
 _SLACK = 0.01
 """A leaf may give so much of its tenant's share more than what is above it: else blocks go one by one."""
@@ -220,6 +223,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         weight = self._weight_of(name)
         tenant = self._tenants[name] = _Tenant(self._num_tenants, weight, self._make())
         self._weight += weight
+        _logger.debug("tenant %d has weight %g of %g", self._num_tenants, weight, self._weight)
         return tenant
 
     def _weight_of(self, name: str) -> float:

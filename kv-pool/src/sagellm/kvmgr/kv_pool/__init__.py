@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         KVTierMetrics as KVTierMetrics,
         KVTierProtocol as KVTierProtocol,
     )
+    from sagellm.core.protocols.prefix_cache import KVBlockDescriptor as KVBlockDescriptor
     from sagellm.kvmgr.kv_pool.buddy import BuddyAllocator as BuddyAllocator
     from sagellm.kvmgr.kv_pool.extents import Extent as Extent, KVPoolConfig as KVPoolConfig
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
@@ -72,6 +73,7 @@ __all__ = [
     "HBMBackend",
     "HotColdClassifier",
     "KVAllocatorProtocol",
+    "KVBlockDescriptor",
     "KVPoolConfig",
     "KVPoolMetrics",
     "KVPoolProtocol",
@@ -113,6 +115,7 @@ __getattr__ = lazy(
         "HBMBackend": ".tiers.backends",
         "HotColdClassifier": ".tiers.classifier",
         "KVAllocatorProtocol": "sagellm.core.protocols.kv_allocator",
+        "KVBlockDescriptor": "sagellm.core.protocols.prefix_cache",
         "KVPoolConfig": ".extents",
         "KVPoolMetrics": "sagellm.core.protocols.kv_pool",
         "KVPoolProtocol": "sagellm.core.protocols.kv_pool",

@@ -41,6 +41,9 @@ class MultiGranularKVPool:
     `allocate(num_tokens)` covers the tokens exactly. A size that has run out is made of the next larger
     one, broken up; a piece whose larger size has run out is replaced by smaller ones. So an allocation fails
     only when fewer tokens are free than asked for. O(pieces) a call. Safe under concurrent calls.
+
+    Experimental: no engine uses it yet. Attention kernels that read extents of several sizes will; until then
+    `benchmarks/granularity.py` says what it would gain and cost.
     """
 
     def __init__(self, config: KVPoolConfig) -> None:

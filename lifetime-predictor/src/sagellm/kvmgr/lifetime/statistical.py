@@ -14,8 +14,13 @@ from sagellm.core import (
     PredictionRequest,
     SequenceId,
     check_observation,
+    get_logger,
 )
 from sagellm.kvmgr.lifetime.window import Window
+
+_logger = get_logger(__name__)
+
+_LOGGED_EVERY = 1000  # updates
 
 _CAUTION = 2  # confidence = hits ÷ (observations + 2), so that few observations give little of it
 _REL_TOLERANCE, _MIN_TOLERANCE_TOKENS = 0.1, 5.0
@@ -99,6 +104,9 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
             self._num_scored += 1
             self._sum_error += error
             self._num_within += error <= _REL_TOLERANCE * actual_length
+        if self._num_updates % _LOGGED_EVERY == 0:
+            mae_tokens = self.metrics().mae_tokens
+            _logger.debug("%d sequences seen, mean error %.1f tokens", self._num_updates, mae_tokens)
 
     def metrics(self) -> LifetimeMetrics:
         """Return the errors of the predictions that were made at admission."""

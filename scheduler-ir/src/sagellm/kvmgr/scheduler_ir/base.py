@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
+from sagellm.core.logging import get_logger
 from sagellm.core.protocols.scheduler_ir import (
     Probe,
     ScheduleIR,
@@ -19,6 +20,8 @@ from sagellm.core.runtime import Clock, SystemClock
 from sagellm.kvmgr.scheduler_ir.preemption import preemption_order
 from sagellm.kvmgr.scheduler_ir.step import Step
 from sagellm.kvmgr.scheduler_ir.verify import verify_rewrite
+
+_logger = get_logger(__name__)
 
 
 class BaseSchedulerIR(SchedulerIRProtocol):
@@ -56,6 +59,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
         """Append a pass to the pipeline."""
         self._passes.append(optimization_pass)
+        _logger.info("scheduler pass %d is %s", len(self._passes), optimization_pass.name)
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it returns.
@@ -129,6 +133,9 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         metrics.num_admitted += plan.num_admitted
         metrics.num_preempted += len(plan.preempted_requests)
         metrics.num_idle_steps += not plan.scheduled_requests
+        if plan.preempted_requests:
+            num_preempted = len(plan.preempted_requests)
+            _logger.debug("step %d preempts %d requests for blocks", metrics.num_steps, num_preempted)
 
 
 def _at_least_one(key: str, value: int) -> int:

@@ -103,7 +103,10 @@ class DDRBackend(TierBackend):
 
 
 class HBMBackend(TierBackend):
-    """Memory of a torch device. A CPU's is host memory: take `DDRBackend` there."""
+    """Memory of a torch device. A CPU's is host memory: take `DDRBackend` there.
+
+    Experimental: no `kv_tier` provider uses it yet. KV tiers of an engine on a GPU will.
+    """
 
     def __init__(self, total_bytes: int, device: str | torch.device = "cpu", alignment: int = 64) -> None:
         import torch
