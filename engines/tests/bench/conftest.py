@@ -14,6 +14,12 @@ import pytest
 KEY = "open sesame"
 
 
+@pytest.fixture(autouse=True)
+def _read_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the read bandwidth in a moment: no test looks at the figure."""
+    monkeypatch.setattr("sagellm.engines.bench.roofline.READ_BYTES", 1 << 20)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
     """How one request is answered."""

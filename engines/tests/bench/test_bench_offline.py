@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, decode_flops, prefill_flops
 from sagellm.engines.bench import (
     BenchmarkError,
     Lengths,
@@ -12,6 +13,7 @@ from sagellm.engines.bench import (
     measure_latency,
     measure_throughput,
 )
+from sagellm.engines.bench.roofline import Limits, measure_limits
 
 LENGTHS = {"input_len": Lengths.parse("uniform:8:16"), "output_len": Lengths.parse("4")}
 
@@ -64,3 +66,31 @@ def test_a_prompt_that_fails_leaves_no_figures(make_engine):
 def test_senseless_offline_settings_are_refused(settings):
     with pytest.raises(ConfigError):
         OfflineSettings(**settings)
+
+
+def test_throughput_is_set_against_the_limits_that_were_measured(make_engine, monkeypatch):
+    limits = Limits(peak_flops_per_s=1e12, read_bandwidth_bytes_per_s=1e10, peak_source="a test's")
+    monkeypatch.setattr("sagellm.engines.bench.offline.measure_limits", lambda *_: limits)
+    engine = make_engine(max_num_seqs=2, enable_prefix_caching=False)
+    settings = OfflineSettings(
+        num_prompts=4, warmup=0, input_len=Lengths.parse("12"), output_len=Lengths.parse("3")
+    )
+    figures = measure_throughput(engine, settings)
+    geometry = engine.geometry
+    flops = 4 * (prefill_flops(geometry, 12) + decode_flops(geometry, 13) + decode_flops(geometry, 14))
+    assert figures.mfu == pytest.approx(flops / (figures.duration_s * 1e12))
+    work = engine.metrics().modules["work"]
+    num_steps = engine.metrics().modules["forward_backend"].num_steps
+    kv_bytes = 4 * (12 + 13 + 14) * engine.layout.block_bytes // engine.layout.block_size
+    weight_bytes = engine.metrics().modules["model_family"].weight_bytes
+    assert work.read_bytes == num_steps * weight_bytes + kv_bytes
+    assert figures.bandwidth_use == pytest.approx(work.read_bytes / (figures.duration_s * 1e10))
+    assert figures.peak_source == "a test's"
+    assert figures.batching_efficiency == 1.0
+
+
+def test_limits_are_measured_and_named():
+    limits = measure_limits(torch.device("cpu"), torch.float32)
+    assert limits.peak_flops_per_s > 1e8
+    assert limits.read_bandwidth_bytes_per_s > 1e8
+    assert limits.peak_source == "torch's float32 product of 512 rows, measured in this run"

@@ -16,6 +16,12 @@ REAL = ("--dtype", "float32", "--device", "cpu", "--num-blocks", "128")
 SHORT = ("--input-len", "8", "--output-len", "3")
 
 
+@pytest.fixture(autouse=True)
+def _read_little(monkeypatch):
+    """Measure the read bandwidth in a moment: no test looks at the figure."""
+    monkeypatch.setattr("sagellm.engines.bench.roofline.READ_BYTES", 1 << 20)
+
+
 class Handler(BaseHTTPRequestHandler):
     """Streams `max_tokens` words; refuses every prompt that is longer than 100 tokens."""
 

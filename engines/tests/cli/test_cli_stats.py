@@ -53,7 +53,9 @@ def test_tenants_have_a_table_of_their_own(make_engine, run_engine, sage):
         engine.generate([5, 6, 7] * 8, GREEDY, namespace=Namespace(tenant))
     run_engine(engine)
     lines = [line.split() for line in sage("llm", "cache", "stats").out.splitlines()]
-    head = lines.index("TENANT FULL BLOCKS PARTIAL QUOTA HITS TOKENS SAVED EVICTED BLOCKS".split())
+    head = lines.index(
+        ["TENANT", "FULL", "BLOCKS", "PARTIAL", "QUOTA", "HITS", "TOKENS", "SAVED", "EVICTED", "BLOCKS"]
+    )
     assert lines[head - 1 :] == [
         [],
         lines[head],
@@ -103,6 +105,7 @@ def test_the_pool_counts_its_blocks(engine, sage):
     [
         ("eviction", "reuse", {"num_inserted", "num_hits", "num_victims", "num_candidates"}),
         ("scheduler", "base", {"num_steps", "num_admitted", "num_running", "mean_tokens_of_busy_steps"}),
+        ("scheduler", "base", {"batching_efficiency", "model_gflops_per_s", "read_gbytes_per_s"}),
         ("predictor", "statistical", {"num_predictions", "mae_tokens", "within_10_percent"}),
     ],
 )

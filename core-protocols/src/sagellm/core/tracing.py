@@ -40,6 +40,18 @@ class TraceWriter(ABC):
         """Draw values over time, stacked in one chart."""
 
     @abstractmethod
+    def begin_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Begin a span that is of no thread, such as a request: spans of several ids overlap freely."""
+
+    @abstractmethod
+    def mark_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Mark a moment of the asynchronous span of that id."""
+
+    @abstractmethod
+    def end_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """End the asynchronous span of that name and id."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Hand what is buffered to the operating system."""
 
@@ -59,6 +71,15 @@ class NullTrace(TraceWriter):
         """Record nothing."""
 
     def counter(self, name: str, /, **values: int | float) -> None:
+        """Record nothing."""
+
+    def begin_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Record nothing."""
+
+    def mark_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Record nothing."""
+
+    def end_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
         """Record nothing."""
 
     def flush(self) -> None:
@@ -116,6 +137,18 @@ class ChromeTraceWriter(TraceWriter):
         """Write a "C" event."""
         self._emit("C", name, values)
 
+    def begin_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Write a "b" event."""
+        self._emit("b", name, args, async_id=async_id)
+
+    def mark_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Write an "n" event."""
+        self._emit("n", name, args, async_id=async_id)
+
+    def end_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Write an "e" event."""
+        self._emit("e", name, args, async_id=async_id)
+
     def flush(self) -> None:
         """Write what is buffered, in whole lines."""
         with self._lock:
@@ -134,9 +167,13 @@ class ChromeTraceWriter(TraceWriter):
             self._write()
             self._stop()
 
-    def _emit(self, phase: str, name: str, args: Mapping[str, TraceValue], thread_id: int = 0) -> int:
+    def _emit(
+        self, phase: str, name: str, args: Mapping[str, TraceValue], thread_id: int = 0, async_id: str = ""
+    ) -> int:
         """Write one event and return the thread that it belongs to; 0 is the calling one."""
         tail = f',"args":{_dump(args)}' if args else ""
+        if async_id:
+            tail += f',"cat":"request","id":{json.dumps(async_id)}'
         if phase == "i":
             tail += ',"s":"t"'
         with self._lock:

@@ -6,21 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import finalize
 
 from sagellm.core import (
     CheckpointError,
+    ChromeTraceWriter,
+    Clock,
     ConfigError,
     InvalidRequestError,
     KVGroup,
     KVIdentity,
     KVLayout,
     ModelGeometry,
+    NullTrace,
     PluginRegistry,
     Runtime,
+    TraceWriter,
     get_logger,
 )
 from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.core.batching import BatchingMeter
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
 from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_modules import build_kv
@@ -68,8 +74,9 @@ def build_core(  # noqa: PLR0913
     vocab_size: int,
     runtime: Runtime,
     fingerprint: Callable[[], str] = str,
+    trace: TraceWriter | None = None,
 ) -> EngineCore:
-    """Build a core around a forward backend; `backend` needs no KV yet.
+    """Build a core around a forward backend; `backend` needs no KV yet. The core closes `trace`.
 
     `fingerprint` returns what is equal for models whose KV is interchangeable; it is called when a tier or
     a save first needs it.
@@ -95,7 +102,11 @@ def build_core(  # noqa: PLR0913
     )
     for name in config.scheduler.passes:
         ir.add_optimization_pass(modules.make("scheduler_pass", name))
-    scheduler = Scheduler(ir, kv.manager)
+    batching = BatchingMeter(
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    scheduler = Scheduler(ir, kv.manager, batching)
     return EngineCore(
         CoreParts(
             scheduler=scheduler,
@@ -106,9 +117,11 @@ def build_core(  # noqa: PLR0913
             predictor=predictor,
             registry=modules.registry,
             runtime=runtime,
+            trace=trace or NullTrace(),
             metrics_of={
                 **kv.metrics_of,
                 "scheduler": ir.metrics,
+                "batching": batching.metrics,
                 "lifetime_predictor": predictor.metrics,
                 "forward_backend": backend.metrics,
                 "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
@@ -127,6 +140,7 @@ def assemble(
     config = config.with_values({"model.device": str(device)})
     modules = Modules(registry, config)
     read_tiers(modules)  # its mistakes cost no loading
+    trace = open_trace(config.trace.file, runtime.clock)
     quantizer = None
     if config.model.quantization is not None:
         quantizer = modules.make("quantizer", config.model.quantization)
@@ -155,7 +169,11 @@ def assemble(
         vocab_size=geometry.vocab_size,
         runtime=runtime,
         fingerprint=partial(fingerprint_of, loaded.path, config.model),
+        trace=trace,
     )
+    finalize(core, trace.close)  # at the latest when the process ends: the file lacks its end until then
+    weight_bytes = loaded.model.metrics().weight_bytes
+    core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", loaded.model.metrics)
     core.add_metrics("attention_backend", attention.metrics)
     if quantizer is not None:
@@ -179,6 +197,18 @@ def assemble(
         default_params=_default_params(loaded.generation),
         runtime=runtime,
     )
+
+
+def open_trace(path: str | None, clock: Clock) -> TraceWriter:
+    """Return what writes to that file, or nowhere. Raises ConfigError where the file cannot be written."""
+    if path is None:
+        return NullTrace()
+    try:
+        return ChromeTraceWriter(path, clock)
+    except OSError as error:
+        raise ConfigError(
+            f"trace.file is {path!r}, which cannot be written: {error.strerror}; name another file"
+        ) from error
 
 
 def _layout(geometry: ModelGeometry, dtype_name: str, block_size: int) -> KVLayout:

@@ -12,10 +12,13 @@ from sagellm.core import ConfigError, throughput, total_throughput
 from sagellm.engines.bench.errors import BenchmarkError
 from sagellm.engines.bench.figures import Spread, spread
 from sagellm.engines.bench.prompts import PromptMaker, PromptSettings
+from sagellm.engines.bench.roofline import measure_limits, roofline_figures
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 if TYPE_CHECKING:
+    import torch
+
     from sagellm.engines import LLMEngine, RequestOutput
 
 
@@ -55,6 +58,12 @@ class ThroughputFigures:
     request_throughput_per_s: float
     output_throughput_tokens_per_s: float
     total_throughput_tokens_per_s: float
+    batching_efficiency: float | None  # of the steps in which a waiting request could have been admitted
+    mfu: float
+    bandwidth_use: float
+    peak_gflops_per_s: float
+    read_bandwidth_gbytes_per_s: float
+    peak_source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +83,11 @@ def measure_throughput(
     workload = _Workload(engine, settings)
     for _ in range(settings.warmup):
         workload.run(1)
+    before = engine.metrics().modules
     outputs, start_ns, end_ns = workload.run(settings.num_prompts, progress=progress)
+    after = engine.metrics().modules
+    limits = measure_limits(*_place(engine))
+    reached = roofline_figures(before["work"], after["work"], (end_ns - start_ns) / 1e9, limits)
     num_prompt = sum(len(one.prompt_token_ids) for one in outputs)
     num_output = sum(len(one.outputs[0].token_ids) for one in outputs)
     clock = {"start_ns": start_ns, "end_ns": end_ns}
@@ -87,7 +100,20 @@ def measure_throughput(
         request_throughput_per_s=throughput(len(outputs), **clock),
         output_throughput_tokens_per_s=throughput(num_output, **clock),
         total_throughput_tokens_per_s=total_throughput(num_prompt, num_output, **clock),
+        batching_efficiency=(after["batching"] - before["batching"]).batching_efficiency,
+        mfu=reached.mfu,
+        bandwidth_use=reached.bandwidth_use,
+        peak_gflops_per_s=reached.peak_gflops_per_s,
+        read_bandwidth_gbytes_per_s=reached.read_bandwidth_gbytes_per_s,
+        peak_source=reached.peak_source,
     )
+
+
+def _place(engine: LLMEngine) -> tuple[torch.device, torch.dtype]:
+    """Return where an engine computes, and in what type."""
+    import torch
+
+    return torch.device(engine.config.model.device), getattr(torch, engine.config.model.dtype)
 
 
 def measure_latency(

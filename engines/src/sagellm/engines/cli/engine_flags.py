@@ -28,6 +28,7 @@ _GROUPS = {
     "predictor": "Scheduling",
     "forward": "Forward pass",
     "sampling": "Sampling",
+    "trace": "Trace",
     "server": "HTTP server",
 }
 """Section of the schema → the group of its flags in the help."""

@@ -28,7 +28,7 @@ _TENANT_FIGURES = {
     "TOKENS SAVED": "num_hit_tokens",
     "EVICTED BLOCKS": "num_evicted_blocks",
 }
-_SHARES = ("_rate", "_share", "_fragmentation", "_percent")
+_SHARES = ("_rate", "_efficiency", "_share", "_fragmentation", "_percent")
 
 
 def figures_table(figures: Mapping[str, Any]) -> str:

@@ -55,7 +55,22 @@ def _derive_scheduler(scheduler: Any, engine: EngineMetrics) -> Figures:
         "num_running": engine.num_running,
         "num_waiting": engine.num_waiting,
         "mean_tokens_of_busy_steps": scheduler.num_scheduled_tokens / busy if busy else 0.0,
+        **_derive_work(engine),
     }
+
+
+def _derive_work(engine: EngineMetrics) -> Figures:
+    """Say how full the steps were, and what the forward passes reached."""
+    batching, work = engine.modules.get("batching"), engine.modules.get("work")
+    forward_ns = getattr(engine.modules.get("forward_backend"), "total_ns", 0)
+    figures: Figures = {}
+    if batching is not None and batching.num_steps:
+        figures["batching_efficiency"] = batching.batching_efficiency
+        figures["num_steps_with_room_to_admit"] = batching.num_steps
+    if work is not None and forward_ns:
+        figures["model_gflops_per_s"] = work.flops / forward_ns
+        figures["read_gbytes_per_s"] = work.read_bytes / forward_ns
+    return figures
 
 
 def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:

@@ -22,6 +22,7 @@ from sagellm.engines.config.sections import (
     SamplingConfig,
     SchedulerConfig,
     ServerConfig,
+    TraceConfig,
 )
 from sagellm.engines.config.settings import ALL_NAMES, FLAT_NAMES
 
@@ -36,6 +37,7 @@ class EngineConfig(Checked):
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     forward: ForwardConfig = Field(default_factory=ForwardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    trace: TraceConfig = Field(default_factory=TraceConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
 
     @classmethod
@@ -74,6 +76,7 @@ SECTIONS: dict[str, type[Checked]] = {
         PredictorConfig,
         ForwardConfig,
         SamplingConfig,
+        TraceConfig,
         ServerConfig,
     )
 }

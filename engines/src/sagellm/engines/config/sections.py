@@ -191,6 +191,18 @@ class SamplingConfig(Checked):
     )
 
 
+class TraceConfig(Checked):
+    """What is recorded of steps and requests."""
+
+    section: ClassVar[str] = "trace"
+
+    file: PathOrName | None = Field(
+        default=None,
+        description="file for a trace of steps and requests in Chrome's format, which Perfetto opens; "
+        "one that is there is replaced",
+    )
+
+
 class ServerConfig(Checked):
     """The HTTP server: where it listens, who may use it, how much it takes on."""
 

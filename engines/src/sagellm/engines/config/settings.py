@@ -41,6 +41,7 @@ FLAT_NAMES: dict[str, str] = {
     "forward_backend": "forward.backend",
     "attention_backend": "forward.attention",
     "logits_processors": "sampling.logits_processors",
+    "trace": "trace.file",
 }
 """Flat name of an engine's setting → dotted key of the schema, in the order of `--help`."""
 

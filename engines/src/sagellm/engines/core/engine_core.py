@@ -15,6 +15,7 @@ from sagellm.core import (
     EngineMetrics,
     FinishReason,
     LifetimePredictorProtocol,
+    NullTrace,
     OutOfBlocksError,
     PluginRegistry,
     PredictionRequest,
@@ -23,6 +24,7 @@ from sagellm.core import (
     Runtime,
     SequenceId,
     StepRecord,
+    TraceWriter,
     get_logger,
 )
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
@@ -64,6 +66,7 @@ class CoreParts:
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
+    trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
@@ -81,7 +84,9 @@ class EngineCore:
     def __init__(self, parts: CoreParts) -> None:
         self.parts = parts
         self.scheduler, self.kv, self.runner = parts.scheduler, parts.kv, parts.runner
-        self._steps = StepRunner(parts.runner, parts.sampler)
+        self._steps = StepRunner(parts.runner, parts.sampler, parts.trace)
+        self._trace = parts.trace
+        self._is_traced = not isinstance(parts.trace, NullTrace)
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._first_token_ns: dict[SequenceId, int] = {}
@@ -94,12 +99,17 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Compute one step and return what it did to each sequence that it sampled or ended."""
+        with self._trace.span("step"):
+            return self._step()
+
+    def _step(self) -> list[TokenOutput]:
         started_ns = self._clock.now_ns()
         scheduled: list[ScheduledSequence] = []
         outputs: list[TokenOutput] = []
         try:
             self.kv.poll()
-            scheduled = self.scheduler.schedule()
+            with self._trace.span("schedule"):
+                scheduled = self.scheduler.schedule()
             if not scheduled and self.kv.num_fetches:
                 self._clock.sleep_ns(_FETCH_WAIT_NS)
                 return outputs
@@ -108,10 +118,11 @@ class EngineCore:
             self._require_progress(scheduled)
             self.runner.copy_blocks(self.kv.take_copies())
             results = self._run(scheduled)
-            for entry in scheduled:
-                output = self._advance(entry, results, started_ns)
-                if output is not None:
-                    outputs.append(output)
+            with self._trace.span("advance"):
+                for entry in scheduled:
+                    output = self._advance(entry, results, started_ns)
+                    if output is not None:
+                        outputs.append(output)
         except Exception as error:
             logger.exception("a step failed; every request ends with an error")
             outputs += [self._fail(sequence_id, error) for sequence_id in self.scheduler.sequence_ids]
@@ -130,6 +141,9 @@ class EngineCore:
             sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
+        if self._is_traced:
+            num_prompt_tokens = len(request.token_ids)
+            self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End sequences before their time; those that have ended already are passed over."""
@@ -162,6 +176,7 @@ class EngineCore:
             self.abort(list(self.scheduler.sequence_ids))
             self.parts.saves.close()
         finally:
+            self._trace.close()
             self.kv.close()
 
     def metrics(self) -> EngineMetrics:
@@ -226,6 +241,7 @@ class EngineCore:
         prompt_scores = scheduled_ns = None
         if not sequence.output_token_ids:
             self._first_token_ns[sequence_id] = self._clock.now_ns()
+            self._trace.mark_async("first token", sequence_id)
             self.kv.share_computed(sequence)
             prompt_scores, sequence.prompt_scores = sequence.prompt_scores, []
             scheduled_ns = sequence.scheduled_ns
@@ -269,6 +285,15 @@ class EngineCore:
                     actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
                 )
         first_token_ns = self._first_token_ns.pop(sequence_id, None)
+        if self._is_traced:
+            self._trace.end_async(
+                "request",
+                sequence_id,
+                finish_reason=reason,
+                num_output_tokens=num_output_tokens,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_preemptions=sequence.num_preemptions,
+            )
         if self._request_observers:
             record = RequestRecord(
                 request_id=sequence.request.request_id,
@@ -293,6 +318,11 @@ class EngineCore:
         if num_tokens:
             self._metrics.num_computed_tokens += num_tokens
             self._metrics.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        if self._is_traced:
+            self._trace.counter("batch", tokens=num_tokens, sequences=len(scheduled))
+            waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
+            self._trace.counter("queues", waiting=waiting, running=running)
+            self._trace.counter("blocks", available=self.kv.available_blocks)
         if self._step_observers:
             record = StepRecord(
                 step=self._num_steps,

@@ -9,6 +9,7 @@ import torch
 
 from sagellm.core import BlockId, ForwardBackendProtocol, InputBatch, KVLayout
 from sagellm.engines.core.sequence import ScheduledSequence
+from sagellm.engines.core.work import WorkMeter
 
 
 class ModelRunner:
@@ -19,6 +20,7 @@ class ModelRunner:
         self._block_size = layout.block_size
         self._layout = layout
         self._device = device
+        self.work = WorkMeter()
 
     def initialize_kv_caches(self, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
@@ -72,7 +74,9 @@ class ModelRunner:
 
     def execute_model(self, batch: InputBatch) -> torch.Tensor:
         """Run the forward pass; returns float32 logits (sampled sequences + scored positions, vocab)."""
-        return self.backend.forward(batch)
+        logits = self.backend.forward(batch)
+        self.work.add(batch)
+        return logits
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)

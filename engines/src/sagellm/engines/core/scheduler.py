@@ -14,6 +14,7 @@ from sagellm.core import (
     SequenceId,
     UnknownRequestError,
 )
+from sagellm.engines.core.batching import BatchingMeter
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
 
@@ -29,9 +30,10 @@ class Scheduler:
     sits the step out: the next decision is made from exact numbers again.
     """
 
-    def __init__(self, ir: SchedulerIRProtocol, kv: KVCacheManager) -> None:
+    def __init__(self, ir: SchedulerIRProtocol, kv: KVCacheManager, batching: BatchingMeter) -> None:
         self._ir = ir
         self._kv = kv
+        self._batching = batching
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting: list[ScheduleRequest] = []  # in the order of admission
         self._running: list[ScheduleRequest] = []  # in the order of their first admission
@@ -71,11 +73,20 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """Decide on a step and take the blocks that it needs."""
+        available_blocks = self._kv.available_blocks
         plan = self._ir.schedule(
             pending_requests=self._waiting,
             running_requests=self._running,
-            available_memory=self._kv.available_blocks,
+            available_memory=available_blocks,
         )
+        if self._waiting:
+            self._batching.measure(
+                plan,
+                waiting=self._waiting,
+                running=self._running,
+                available_blocks=available_blocks,
+                num_blocks_for=self._kv.num_blocks_for,
+            )
         for request in plan.preempted_requests:
             self._preempt(self._sequences[_sequence_id(request)])
         scheduled = self._grow_running(plan) + self._admit(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sagellm.core import LogitsRequest, SequenceId, get_logger
+from sagellm.core import LogitsRequest, SequenceId, TraceWriter, get_logger
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
 from sagellm.engines.sampling.rows import SampledToken, SamplingRow
@@ -37,9 +37,10 @@ class StepRunner:
     keep nothing of a step.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler, trace: TraceWriter) -> None:
         self._runner = runner
         self._sampler = sampler
+        self._trace = trace
 
     def run(self, scheduled: list[ScheduledSequence]) -> StepResults:
         """Compute what is scheduled. Never raises."""
@@ -56,15 +57,18 @@ class StepRunner:
         return self.run(scheduled[:middle]) | self.run(scheduled[middle:])
 
     def _forward_and_sample(self, scheduled: list[ScheduledSequence]) -> StepResults:
-        batch = self._runner.prepare_inputs(scheduled)
-        logits = self._runner.execute_model(batch)
-        sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
-        rows = [self._row(sequence) for sequence in sampled]
-        tokens = self._sampler.sample(logits[: len(rows)], rows)
-        return StepResults(
-            tokens={sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)},
-            scores=self._score(logits[len(rows) :], scheduled),
-        )
+        with self._trace.span("prepare"):
+            batch = self._runner.prepare_inputs(scheduled)
+        with self._trace.span("forward"):
+            logits = self._runner.execute_model(batch)
+        with self._trace.span("sample"):
+            sampled = [entry.sequence for entry in scheduled if entry.is_sampled]
+            rows = [self._row(sequence) for sequence in sampled]
+            tokens = self._sampler.sample(logits[: len(rows)], rows)
+            return StepResults(
+                tokens={sequence.sequence_id: token for sequence, token in zip(sampled, tokens, strict=True)},
+                scores=self._score(logits[len(rows) :], scheduled),
+            )
 
     def _score(
         self, logits: torch.Tensor, scheduled: list[ScheduledSequence]

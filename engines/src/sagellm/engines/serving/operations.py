@@ -20,12 +20,15 @@ from sagellm.core import (
     QuantizerMetrics,
     SchedulerMetrics,
 )
+from sagellm.engines.core.batching import BatchingMetrics
+from sagellm.engines.core.work import WorkMetrics
 
 if TYPE_CHECKING:
     from sagellm.engines.core.engine_core import EngineCore
 
 _TYPES: dict[str, type[Any]] = {
     "attention_backend": AttentionMetrics,
+    "batching": BatchingMetrics,
     "eviction_policy": EvictionMetrics,
     "forward_backend": ForwardMetrics,
     "kv_pool": KVPoolMetrics,
@@ -34,6 +37,7 @@ _TYPES: dict[str, type[Any]] = {
     "prefix_cache": PrefixCacheMetrics,
     "quantizer": QuantizerMetrics,
     "scheduler": SchedulerMetrics,
+    "work": WorkMetrics,
 }
 
 

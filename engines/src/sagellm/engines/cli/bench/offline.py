@@ -31,7 +31,8 @@ def run_offline(  # noqa: PLR0913  (what a command was given)
     started = time.perf_counter()
     engine = start_engine(loaded.config)
     start_s = time.perf_counter() - started
-    figures = measure(engine, settings, progress=True)
+    with engine:
+        figures = measure(engine, settings, progress=True)
     result = make_result(
         name,
         settings.shown() | {"engine": engine.config.values()},

@@ -13,8 +13,8 @@ from sagellm.engines.bench.results import Result, load_result
 from sagellm.engines.cli.output import columns, print_json
 
 _SPREAD = ("mean", "min", "median", "p90", "p95", "p99")
-_UNITS = ("_tokens_per_s", "_requests_per_s", "_per_s", "_ms", "_s")
-_SHOWN_UNITS = ("tokens/s", "requests/s", "/s", "ms", "s")
+_UNITS = ("_gflops_per_s", "_gbytes_per_s", "_tokens_per_s", "_requests_per_s", "_per_s", "_ms", "_s")
+_SHOWN_UNITS = ("GFLOP/s", "GB/s", "tokens/s", "requests/s", "/s", "ms", "s")
 
 
 def print_result(result: Result, *, as_json: bool) -> None:
@@ -33,6 +33,8 @@ def print_result(result: Result, *, as_json: bool) -> None:
     if spreads:
         rows = [(_words(name), *(_number(one[key]) for key in _SPREAD)) for name, one in spreads.items()]
         typer.echo("\n" + columns(("", *(key.upper() for key in _SPREAD)), rows))
+    if "peak_source" in figures:
+        typer.echo(f"\npeak: {figures['peak_source']}; read bandwidth: a sum over 1 GiB", err=True)
     machine = result["machine"]
     typer.echo(f"\n{machine['cpu']}, {machine['cpus']} CPUs, sageLLM {machine['sagellm']}", err=True)
 

@@ -1,0 +1,79 @@
+"""How full the steps were that could have been fuller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from sagellm.core import BatchStep, SchedulePlan, ScheduleRequest, batching_efficiency
+
+
+@dataclass(kw_only=True)
+class BatchingMetrics:
+    """Batching efficiency = useful tokens ÷ min(token budget, tokens that blocks and seats would admit).
+
+    The mean over the steps in which a waiting request could have been admitted.
+    """
+
+    num_steps: int = 0  # of this kind
+    sum_of_shares: float = 0.0
+
+    def __sub__(self, earlier: BatchingMetrics) -> BatchingMetrics:
+        """Return what came after an earlier reading."""
+        return BatchingMetrics(
+            num_steps=self.num_steps - earlier.num_steps,
+            sum_of_shares=self.sum_of_shares - earlier.sum_of_shares,
+        )
+
+    @property
+    def batching_efficiency(self) -> float | None:
+        """The mean; None before the first such step."""
+        return self.sum_of_shares / self.num_steps if self.num_steps else None
+
+
+class BatchingMeter:
+    """Compares what each plan computes with what the budget, the free seats and the free blocks allow.
+
+    O(requests that would be admitted) in steps with a waiting request that fits, O(1) in all others.
+    """
+
+    def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self._budget = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._metrics = BatchingMetrics()
+
+    def measure(
+        self,
+        plan: SchedulePlan,
+        *,
+        waiting: Iterable[ScheduleRequest],
+        running: list[ScheduleRequest],
+        available_blocks: int,
+        num_blocks_for: Callable[[int], int],
+    ) -> None:
+        """Count a plan that was just made, before it is carried out."""
+        num_seats = self._max_num_seqs - len(running)
+        num_growing = len(plan.scheduled_requests) - plan.num_admitted
+        available_blocks -= sum(entry.num_new_blocks for entry in plan.scheduled_requests[:num_growing])
+        num_waiting_tokens = 0
+        for request in waiting:
+            needed = request.kv_blocks_needed
+            available_blocks -= num_blocks_for(request.num_tokens) if needed is None else needed
+            if num_seats == 0 or available_blocks < 0 or num_waiting_tokens >= self._budget:
+                break
+            num_waiting_tokens += request.num_tokens - request.prefix_cache_hit
+            num_seats -= 1
+        if not num_waiting_tokens:
+            return
+        num_running_tokens = sum(request.num_tokens - request.num_computed_tokens for request in running)
+        step = BatchStep(
+            num_useful_tokens=sum(entry.num_tokens for entry in plan.scheduled_requests),
+            token_budget=self._budget,
+            num_admissible_tokens=num_running_tokens + num_waiting_tokens,
+        )
+        self._metrics.num_steps += 1
+        self._metrics.sum_of_shares += batching_efficiency([step])
+
+    def metrics(self) -> BatchingMetrics:
+        """Return a copy of the counts so far."""
+        return replace(self._metrics)
