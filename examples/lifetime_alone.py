@@ -29,7 +29,10 @@ def main() -> None:
             f"{answer.estimated_time:6.2f} s  {answer.confidence:10.2f}"
         )
     metrics = predictor.metrics()
-    print(f"mean error {metrics.mae_tokens:.1f} tokens, {metrics.within_10_percent:.0%} within 10 %")
+    print(
+        f"mean error {metrics.mae_tokens:.1f} tokens, of the best constant {metrics.median_mae_tokens:.1f}; "
+        f"{metrics.within_10_percent:.0%} within 10 %, of {metrics.num_scored} predictions"
+    )
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def test_errors_are_those_of_the_prediction_made_at_admission() -> None:
     end(predictor, "x", 120)
     after = predictor.metrics()
     assert after.num_predictions == before.num_predictions + 3
-    assert before.mae_tokens == 0
+    assert (before.mae_tokens, before.num_scored, after.num_scored) == (0, 7, 8)
     assert after.mae_tokens == pytest.approx(20 / 8)  # the first of the eight stood on nothing
     assert (before.within_10_percent, after.within_10_percent) == (1, 7 / 8)
 
@@ -171,11 +171,33 @@ def test_an_id_may_be_used_again() -> None:
     assert predictor.metrics().mae_tokens == 0
 
 
+def test_what_the_limit_cut_is_not_scored() -> None:
+    predictor = StatisticalLifetimePredictor()
+    for index in range(20):
+        ask(predictor, f"cut-{index}", 10, max_length=16)
+        end(predictor, f"cut-{index}", 16)
+    metrics = predictor.metrics()
+    assert (metrics.num_updates, metrics.num_cut, metrics.num_scored) == (20, 20, 0)
+    assert (metrics.mae_tokens, metrics.median_mae_tokens, metrics.within_10_percent) == (None, None, None)
+    ask(predictor, "whole", 10, max_length=100)
+    end(predictor, "whole", 20)
+    metrics = predictor.metrics()
+    assert (metrics.num_scored, metrics.mae_tokens, metrics.within_10_percent) == (1, 4, 0)
+
+
+def test_the_error_of_the_best_constant_stands_beside() -> None:
+    predictor = StatisticalLifetimePredictor()
+    lengths = [30, 10, 10, 200, 40]
+    teach(predictor, 10, lengths)  # the first stands on nothing and is not scored
+    best = min(sum(abs(length - constant) for length in lengths[1:]) / 4 for constant in range(201))
+    assert predictor.metrics().median_mae_tokens == pytest.approx(best)
+
+
 def test_an_unknown_sequence_teaches_all_prompts_together() -> None:
     predictor = StatisticalLifetimePredictor()
     end(predictor, "never asked", 70)
     assert ask(predictor, "x", 10).remaining_length == 70
-    assert predictor.metrics().mae_tokens == 0
+    assert predictor.metrics().num_scored == 0
 
 
 def test_aborted_sequences_are_forgotten() -> None:

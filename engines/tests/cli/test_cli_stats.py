@@ -106,7 +106,7 @@ def test_the_pool_counts_its_blocks(engine, sage):
         ("eviction", "reuse", {"num_inserted", "num_hits", "num_victims", "num_candidates"}),
         ("scheduler", "base", {"num_steps", "num_admitted", "num_running", "mean_tokens_of_busy_steps"}),
         ("scheduler", "base", {"batching_efficiency", "model_gflops_per_s", "read_gbytes_per_s"}),
-        ("predictor", "statistical", {"num_predictions", "mae_tokens", "within_10_percent"}),
+        ("predictor", "statistical", {"num_predictions", "num_scored", "num_cut"}),
     ],
 )
 def test_other_modules_say_what_they_count(engine, sage, name, provider, figures):

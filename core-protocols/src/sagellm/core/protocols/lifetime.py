@@ -42,15 +42,20 @@ class LifetimePrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimeMetrics:
-    """Errors of the predictions made at admission, for sequences that have ended.
+    """Errors of the predictions made at admission, for sequences that ended by themselves.
 
-    A prediction that stood on no observation is not scored.
+    Not scored: a prediction that stood on no observation, and a sequence that ran into the `max_length` it
+    was asked about with, since the limit says nothing about where it would have ended. An error is None
+    before the first scored prediction.
     """
 
     num_predictions: int
     num_updates: int
-    mae_tokens: float  # mean absolute error; 0 before the first scored prediction
-    within_10_percent: float  # share of scored predictions with an error of at most 10 % of the true length
+    num_cut: int = 0  # sequences that ended at `max_length`
+    num_scored: int = 0  # predictions that the errors below are about
+    mae_tokens: float | None = None  # mean absolute error
+    median_mae_tokens: float | None = None  # of the best constant in hindsight: the median of those lengths
+    within_10_percent: float | None = None  # share with an error of at most 10 % of the true length
 
 
 def check_observation(*, actual_length: int, actual_time: float) -> None:
@@ -109,9 +114,4 @@ class NullLifetimePredictor(LifetimePredictorProtocol):
 
     def metrics(self) -> LifetimeMetrics:
         """Return the number of calls; no prediction stood on anything, so none is scored."""
-        return LifetimeMetrics(
-            num_predictions=self._num_predictions,
-            num_updates=self._num_updates,
-            mae_tokens=0.0,
-            within_10_percent=0.0,
-        )
+        return LifetimeMetrics(num_predictions=self._num_predictions, num_updates=self._num_updates)

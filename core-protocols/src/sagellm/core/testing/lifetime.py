@@ -75,7 +75,8 @@ class LifetimePredictorContract:
         prediction = predictor.predict(request)
         check_bounds(request, prediction)
         assert prediction.confidence <= 0.5
-        assert predictor.metrics().mae_tokens == 0
+        assert predictor.metrics().num_scored == 0
+        assert predictor.metrics().mae_tokens is None
 
     def test_predictions_stay_within_their_bounds(self) -> None:
         """Whatever the order of the calls."""
@@ -84,8 +85,10 @@ class LifetimePredictorContract:
         metrics = predictor.metrics()
         assert metrics.num_predictions == 1000
         assert 0 < metrics.num_updates <= 1000
-        assert 0 <= metrics.mae_tokens < math.inf
-        assert 0 <= metrics.within_10_percent <= 1
+        assert 0 <= metrics.num_scored <= metrics.num_updates
+        for error in (metrics.mae_tokens, metrics.median_mae_tokens):
+            assert error is None or 0 <= error < math.inf
+        assert metrics.within_10_percent is None or 0 <= metrics.within_10_percent <= 1
 
     def test_nothing_remains_at_the_limit(self) -> None:
         """Nor beyond it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 from sagellm.core import (
@@ -31,6 +31,7 @@ class _Live(NamedTuple):
 
     bucket: int
     predicted_length: float | None  # None: the prediction stood on no observation
+    max_length: int
 
 
 class StatisticalLifetimePredictor(LifetimePredictorProtocol):
@@ -64,7 +65,8 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._live: OrderedDict[SequenceId, _Live] = OrderedDict()  # least recently asked about first
         self._num_predictions = 0
         self._num_updates = 0
-        self._num_scored = 0
+        self._num_cut = 0
+        self._scored_lengths: Counter[int] = Counter()  # as many as there are lengths at most
         self._num_within = 0
         self._sum_error = 0.0
 
@@ -79,7 +81,8 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         else:
             remaining = float(min(lengths.median_above(current) - current, limit))
             confidence = _confidence(lengths, current, remaining, limit)
-        self._remember(request, _Live(bucket, None if lengths is None else current + remaining))
+        predicted_length = None if lengths is None else current + remaining
+        self._remember(request, _Live(bucket, predicted_length, request.max_length))
         self._num_predictions += 1
         pace = self._seconds_per_token.median_above(-1.0) if len(self._seconds_per_token) else 0.0
         return LifetimePrediction(
@@ -99,9 +102,11 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         if live.bucket not in self._lengths:
             self._lengths[live.bucket] = Window(self._window)
         self._lengths[live.bucket].add(actual_length)
-        if live.predicted_length is not None:
+        if actual_length >= live.max_length:
+            self._num_cut += 1
+        elif live.predicted_length is not None:
             error = abs(live.predicted_length - actual_length)
-            self._num_scored += 1
+            self._scored_lengths[actual_length] += 1
             self._sum_error += error
             self._num_within += error <= _REL_TOLERANCE * actual_length
         if self._num_updates % _LOGGED_EVERY == 0:
@@ -110,12 +115,15 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
 
     def metrics(self) -> LifetimeMetrics:
         """Return the errors of the predictions that were made at admission."""
-        num_scored = max(1, self._num_scored)
+        num_scored = self._scored_lengths.total()
         return LifetimeMetrics(
             num_predictions=self._num_predictions,
             num_updates=self._num_updates,
-            mae_tokens=self._sum_error / num_scored,
-            within_10_percent=self._num_within / num_scored,
+            num_cut=self._num_cut,
+            num_scored=num_scored,
+            mae_tokens=self._sum_error / num_scored if num_scored else None,
+            median_mae_tokens=_mae_of_median(self._scored_lengths) if num_scored else None,
+            within_10_percent=self._num_within / num_scored if num_scored else None,
         )
 
     @property
@@ -137,6 +145,16 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._live.move_to_end(request.sequence_id)
         if len(self._live) > self._max_sequences:
             self._live.popitem(last=False)
+
+
+def _mae_of_median(lengths: Counter[int]) -> float:
+    """Return the mean absolute error of the constant that errs least: a median. O(distinct lengths)."""
+    half, num_seen, median = lengths.total() / 2, 0, 0
+    for length in sorted(lengths):
+        median, num_seen = length, num_seen + lengths[length]
+        if num_seen >= half:
+            break
+    return sum(abs(length - median) * count for length, count in lengths.items()) / lengths.total()
 
 
 def bucket_of(num_tokens: int) -> int:
