@@ -46,7 +46,7 @@ class FailingEngine:
     """Runs prompts, and one of them fails."""
 
     def __init__(self, engine):
-        self._engine, self.geometry = engine, engine.geometry
+        self._engine, self.vocab_size = engine, engine.vocab_size
 
     def generate(self, *arguments, **options):
         outputs = self._engine.generate(*arguments, **options)

@@ -17,8 +17,10 @@ from sagellm.core import (
     Topology,
     TopologyMetrics,
     TopologyProtocol,
+    UnknownProviderError,
 )
 from sagellm.engines.cli import topology as command
+from sagellm.engines.machine import describe_machine
 from sagellm.engines.sizes import format_bytes
 
 MACHINE = Topology(
@@ -103,6 +105,15 @@ def test_the_reader_is_chosen_by_name(sage):
     result = sage("llm", "topology", "--reader", "nul")
     assert (result.code, "Did you mean 'null'?" in result.err) == (1, True)
     assert NullTopology().read().hostname == ""
+
+
+def test_the_reader_of_the_configuration_is_taken_where_none_is_named(sage, monkeypatch):
+    monkeypatch.setenv("SAGELLM_COMM__TOPOLOGY", "null")
+    assert sage("llm", "topology", "--json").json["cpu"]["num_cores"] == 1
+    assert describe_machine()["memory_gib"] == round(NullTopology().read().memory_bytes / 2**30, 1)
+    monkeypatch.setenv("SAGELLM_COMM__TOPOLOGY", "nul")
+    with pytest.raises(UnknownProviderError, match="Did you mean 'null'"):
+        describe_machine()
 
 
 def test_sizes_are_written_in_binary_units():

@@ -82,7 +82,10 @@ _NAMES = {
     "protocols.attention": """
         AttentionBackendProtocol AttentionMetrics AttentionSpec InputBatch NullAttentionBackend
     """,
-    "protocols.engine": "EngineMetrics EngineProtocol NullEngine STEP_TOKEN_BOUNDS",
+    "protocols.engine": """
+        EngineInfo EngineMetrics EngineProtocol EngineSequence NullEngine RequestLimits STEP_TOKEN_BOUNDS
+        SampledToken TokenOutput
+    """,
     "protocols.eviction": """
         CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol NullEvictionPolicy
     """,

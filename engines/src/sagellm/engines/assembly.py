@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from sagellm.core import (
@@ -13,6 +13,8 @@ from sagellm.core import (
     ChromeTraceWriter,
     Clock,
     ConfigError,
+    EngineInfo,
+    EngineProtocol,
     InvalidRequestError,
     KVGroup,
     KVIdentity,
@@ -20,11 +22,11 @@ from sagellm.core import (
     ModelGeometry,
     NullTrace,
     PluginRegistry,
+    RequestLimits,
     Runtime,
     TraceWriter,
     get_logger,
 )
-from sagellm.engines.client import EngineClient, InProcessClient
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.batching import BatchingMeter
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
@@ -34,12 +36,14 @@ from sagellm.engines.core.kv_tiers import build_offload, build_saves, read_tiers
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
-from sagellm.engines.input_processor import InputProcessor, RequestLimits
+from sagellm.engines.input_processor import InputProcessor
 from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
-from sagellm.engines.modules import Modules as Modules, logits_processors
+from sagellm.engines.loading.source import resolve_tokenizer
+from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.modules import Modules as Modules, engine, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 
@@ -53,14 +57,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AssembledEngine:
-    """An engine's parts, ready to run. `config` has what was chosen where it said "auto"."""
+    """An engine and its front, ready to run. `config` has what was chosen where it said "auto"."""
 
     config: EngineConfig
-    client: EngineClient
+    core: EngineProtocol
     input_processor: InputProcessor
     tokenizer: PreTrainedTokenizerBase | None
-    geometry: ModelGeometry
-    layout: KVLayout
     default_params: SamplingParams
     runtime: Runtime
 
@@ -133,9 +135,24 @@ def build_core(  # noqa: PLR0913
 def assemble(
     config: EngineConfig, *, registry: PluginRegistry | None = None, runtime: Runtime | None = None
 ) -> AssembledEngine:
-    """Load the model of a configuration and build everything around it."""
+    """Make the engine that a configuration names, whichever it is, and what stands before it."""
     runtime = runtime or Runtime.system(seed=config.model.seed)
-    registry = registry or PluginRegistry.load()
+    core = engine(Modules(registry or PluginRegistry.load(), config), runtime)
+    info = core.info
+    config = config.with_values(info.settings)
+    tokenizer = info.tokenizer or load_tokenizer(resolve_tokenizer(config.model))
+    return AssembledEngine(
+        config=config,
+        core=core,
+        input_processor=InputProcessor(tokenizer, info.limits, runtime),
+        tokenizer=tokenizer,
+        default_params=SamplingParams(**info.default_params),
+        runtime=runtime,
+    )
+
+
+def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtime) -> EngineCore:
+    """Load the model that a configuration names and build a core around it: the engine `llm`."""
     device = resolve_device(config.model.device)
     config = config.with_values({"model.device": str(device)})
     modules = Modules(registry, config)
@@ -187,16 +204,19 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         extra_args=core.parts.sampler.extra_args,
     )
-    return AssembledEngine(
-        config=config,
-        client=InProcessClient(core),
-        input_processor=InputProcessor(loaded.tokenizer, limits, runtime),
+    core.info = EngineInfo(
+        limits=limits,
+        settings={
+            "model.device": str(device),
+            "model.dtype": loaded.dtype_name,
+            "kv.num_blocks": num_blocks,
+        },
+        default_params=_default_params(loaded.generation),
         tokenizer=loaded.tokenizer,
         geometry=geometry,
         layout=layout,
-        default_params=_default_params(loaded.generation),
-        runtime=runtime,
     )
+    return core
 
 
 def open_trace(path: str | None, clock: Clock) -> TraceWriter:
@@ -234,16 +254,17 @@ def _fitting_blocks(
     return find_num_blocks(layout, geometry, demand, device=device, fraction=config.kv.memory_fraction)
 
 
-def _default_params(generation: GenerationDefaults) -> SamplingParams:
+def _default_params(generation: GenerationDefaults) -> dict[str, Any]:
     """Return what a request without parameters gets: the checkpoint's settings, ours where it has none."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: value for name in names if (value := getattr(generation, name)) is not None}
     if generation.max_new_tokens is not None:
         given["max_tokens"] = generation.max_new_tokens
     try:
-        return SamplingParams(**given)
+        SamplingParams(**given)
     except InvalidRequestError as error:
         raise CheckpointError(f"generation_config.json: {error}") from error
+    return given
 
 
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> tuple[int, str]:

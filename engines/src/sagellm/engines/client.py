@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence as Seq
 
-from sagellm.core import EngineMetrics, FinishReason, SequenceId
-from sagellm.engines.core.engine_core import EngineCore, TokenOutput
+from sagellm.core import EngineMetrics, EngineProtocol, FinishReason, SequenceId, TokenOutput
 from sagellm.engines.core.sequence import Sequence
 
 
 class EngineClient(ABC):
-    """Sends sequences to one engine core and brings back what its steps did."""
+    """Sends sequences to one engine and brings back what its steps did."""
 
     @abstractmethod
     def add(self, sequences: Seq[Sequence]) -> None:
@@ -39,9 +38,9 @@ class EngineClient(ABC):
 
 
 class InProcessClient(EngineClient):
-    """Calls a core in this process; nothing happens between steps."""
+    """Calls an engine of any kind in this process; nothing happens between steps."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineProtocol) -> None:
         self.core = core
 
     def add(self, sequences: Seq[Sequence]) -> None:

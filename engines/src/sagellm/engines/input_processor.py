@@ -9,12 +9,12 @@ from uuid import uuid4
 
 from sagellm.core import (
     DEFAULT,
-    ExtraArg,
     InvalidInputError,
     InvalidRequestError,
     Namespace,
     Request,
     RequestId,
+    RequestLimits as RequestLimits,
     Runtime,
     SequenceId,
     TokenIds,
@@ -34,19 +34,6 @@ Prompt = str | Seq[int]
 LONG_TEXT = 4096
 """Characters from which on a text is worth tokenizing on another thread."""
 """Text, or token ids."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """What one request may ask for."""
-
-    vocab_size: int
-    max_model_len: int
-    max_model_len_reason: str
-    num_blocks: int
-    block_size: int
-    eos_token_ids: frozenset[int]
-    extra_args: tuple[ExtraArg, ...] = ()  # that logits processors read
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from sagellm.core import (
     DuplicateRequestError,
     EngineError,
     EngineMetrics,
-    EngineProtocol,
     InvalidRequestError,
     Namespace,
     RequestId,
@@ -21,6 +20,7 @@ from sagellm.core import (
     UnknownRequestError,
 )
 from sagellm.engines.assembly import assemble
+from sagellm.engines.client import InProcessClient
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
 from sagellm.engines.input_processor import ProcessedRequest, Prompt
 from sagellm.engines.output_processor import OutputProcessor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime
 
 
-class LLMEngine(EngineProtocol):
+class LLMEngine:
     """Generates text with one model in this process.
 
     `LLMEngine(model="path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
@@ -59,9 +59,9 @@ class LLMEngine(EngineProtocol):
         assembled = assemble(config, registry=registry, runtime=runtime)
         self.config = assembled.config
         self.tokenizer = assembled.tokenizer
-        self.geometry = assembled.geometry
-        self.layout = assembled.layout
-        self.client = assembled.client
+        self.geometry = assembled.core.info.geometry
+        self.layout = assembled.core.info.layout
+        self.client = InProcessClient(assembled.core)
         self._input = assembled.input_processor
         self._output = OutputProcessor(assembled.tokenizer, assembled.runtime)
         self.default_params = assembled.default_params
@@ -186,6 +186,11 @@ class LLMEngine(EngineProtocol):
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
         return self._input.limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._input.limits.vocab_size
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine and its modules."""

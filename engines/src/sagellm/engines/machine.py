@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
-from sagellm.core import PluginRegistry, Topology, TopologyProtocol
+from sagellm.core import PluginRegistry, Topology, TopologyMetrics, TopologyProtocol
 
 KERNEL_FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8",
@@ -26,13 +26,22 @@ def kernel_flags(flags: Sequence[str]) -> list[str]:
     return [flag for flag in KERNEL_FLAGS if flag in flags]
 
 
+def read_topology(registry: PluginRegistry, name: str | None = None) -> tuple[Topology, TopologyMetrics]:
+    """Read this machine with the topology reader of that name; None: the one in the configuration."""
+    if name is None:
+        from sagellm.engines.config.sources import load_config
+
+        name = load_config().config.comm.topology
+    reader = cast("type[TopologyProtocol]", registry.resolve("topology", name))()
+    return reader.read(), reader.metrics()
+
+
 def describe_machine() -> dict[str, Any]:
     """Name the CPU with the flags that choose kernels, memory, GPUs, threads and versions.
 
     Loads no torch; `torch_threads` is there when something else has loaded it.
     """
-    reader = cast("type[TopologyProtocol]", PluginRegistry.load().resolve("topology", "local"))
-    found: Topology = reader().read()
+    found, _ = read_topology(PluginRegistry.load())
     torch = sys.modules.get("torch")
     return {
         "cpu": found.cpu.model or platform.machine(),

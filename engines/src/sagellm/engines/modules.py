@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-from sagellm.core import Clock, ConfigError, KVIdentity, PluginRegistry, PrefixCacheProtocol
+from sagellm.core import (
+    Clock,
+    ConfigError,
+    EngineProtocol,
+    KVIdentity,
+    PluginError,
+    PluginRegistry,
+    PrefixCacheProtocol,
+    Runtime,
+)
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.settings import named_providers
 
@@ -42,6 +51,21 @@ class Modules:
     def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
         """Call the provider of a kind and name as its protocol says."""
         return self.factory(kind, name)(*args, **options)
+
+
+def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
+    """Make the engine. Raises ConfigError for options that it does not take, and whatever its making does."""
+    settings = modules.config.engine
+    factory = modules.factory("engine", settings.name)
+    given = {"registry": modules.registry, "runtime": runtime}
+    args = (modules.config,)
+    _check_options(factory, "engine.options", settings.name, settings.options, given, args)
+    made = factory(*args, **given, **settings.options)
+    if not isinstance(made, EngineProtocol):
+        raise PluginError(
+            f"engine {settings.name!r} makes a {type(made).__name__}; it must be an EngineProtocol"
+        )
+    return made
 
 
 def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any:

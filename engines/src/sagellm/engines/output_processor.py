@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, get_logger
-from sagellm.engines.core.engine_core import TokenOutput
+from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
 from sagellm.engines.input_processor import ProcessedRequest
 from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from sagellm.engines.sampling.rows import SampledToken

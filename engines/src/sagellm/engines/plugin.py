@@ -13,7 +13,7 @@ def sagellm_providers() -> list[Provider]:
     processors = f"{_PACKAGE}.sampling.processors"
     torch_backend = f"{_PACKAGE}.forward.torch_backend:TorchForwardBackend"
     return [
-        Provider("engine", "llm", f"{_PACKAGE}.llm_engine:LLMEngine", "one model in this process"),
+        Provider("engine", "llm", f"{_PACKAGE}.assembly:load_core", "this package's own, over paged KV"),
         Provider("model_family", "qwen3", f"{models}.qwen3:Qwen3Family", "Qwen3"),
         Provider("model_family", "qwen2", f"{models}.qwen2:Qwen2Family", "Qwen2 and Qwen2.5"),
         Provider("model_family", "llama", f"{models}.llama:LlamaFamily", "Llama 3.x"),

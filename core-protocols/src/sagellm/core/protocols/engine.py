@@ -1,16 +1,19 @@
-"""What an engine does for those who send it requests."""
+"""What an engine does for the front, which tokenizes before it and makes text after it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sagellm.core.errors import UnknownRequestError
-from sagellm.core.ids import RequestId
-from sagellm.core.namespace import DEFAULT, Namespace
-from sagellm.core.tokens import TokenIdsLike
+from sagellm.core.ids import SequenceId
+from sagellm.core.protocols.logits_processor import ExtraArg
+from sagellm.core.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from sagellm.core.kv_layout import KVLayout
+    from sagellm.core.protocols.model_family import ModelGeometry
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds, inclusive, of the tokens that a step computes, by which `steps_by_tokens` counts."""
@@ -39,84 +42,164 @@ class EngineMetrics:
         return max(0, getattr(pool, "num_used_blocks", 0) - reclaimable)
 
 
-class EngineProtocol(ABC):
-    """Takes requests and produces their outputs step by step.
+class SampledToken(NamedTuple):
+    """A token and, where asked for, log-probabilities: its own and the most likely ones, best first.
 
-    Providers are called as `factory(config)`. `add_request` checks everything and queues;
-    nothing runs until `step`. `step` never raises for the fault of one request: that one ends
-    with the reason "error" and the others go on. Not safe for several threads; the asynchronous
-    engine keeps one.
+    `rank` is the number of tokens that are at least as likely, itself included.
     """
 
-    @abstractmethod
-    def add_request(
-        self,
-        prompt: str | TokenIdsLike,
-        params: Any = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
-    ) -> RequestId:
-        """Queue a request and return its id. Raises InvalidRequestError, and nothing is kept."""
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What one step did to one sequence: a new token, its end, or both.
+
+    With the first token come when the sequence was first scheduled, and the log-probabilities of the prompt,
+    if they were asked for: one entry for each token but the first, which follows nothing.
+    """
+
+    sequence_id: SequenceId
+    token: SampledToken | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id that ended it
+    num_cached_tokens: int = 0
+    error: str | None = None
+    prompt_scores: list[SampledToken] | None = None
+    scheduled_ns: int | None = None  # of the clock that all processes of a machine share
+
+
+class EngineSequence(Protocol):
+    """One continuation to generate, checked: what an engine may read of it."""
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        """Unique among the live ones; outputs name it."""
+        ...
+
+    @property
+    def request(self) -> Request:
+        """The prompt's tokens, namespace, priority, and `max_tokens`, at which the sequence ends."""
+        ...
+
+    @property
+    def params(self) -> Any:
+        """The request's `sagellm.engines.SamplingParams`; its `n` and stop strings are the front's to do."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of its random numbers, its own."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end it once `min_tokens` are there, the model's end of sequence among them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """What one request may ask for. Prompt and output must fit into all KV blocks together, too."""
+
+    vocab_size: int
+    max_model_len: int
+    max_model_len_reason: str = "the engine's own limit"
+    num_blocks: int = 1 << 31
+    block_size: int = 16
+    eos_token_ids: frozenset[int] = frozenset()
+    extra_args: tuple[ExtraArg, ...] = ()  # entries of a request's `extra_args` that something here reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself when it is made.
+
+    `settings` are those that it chose itself, by dotted key (`{"model.dtype": "float32"}`).
+    `default_params` is what a request without parameters gets, by the names of `SamplingParams`.
+    """
+
+    limits: RequestLimits
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    default_params: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None  # transformers', where the engine has it; None: the front loads `model.tokenizer`
+    geometry: ModelGeometry | None = None
+    layout: KVLayout | None = None
+
+
+class EngineProtocol(ABC):
+    """Generates the tokens of any number of sequences, step by step.
+
+    Providers are called as `factory(config, registry=..., runtime=..., **options)`; `config` is the whole
+    `sagellm.engines.EngineConfig`. Making one loads the model. What an engine serves through is not its
+    business: the front renders chats, tokenizes, checks requests against `info.limits`, makes one sequence
+    of each continuation, turns tokens into text, and ends sequences at stop strings by `abort`.
+
+    `add` only queues. `step` neither raises for the fault of one sequence, nor for parameters that the
+    engine does not have: that sequence ends with the reason "error" and a message, and the others go on.
+    Every sequence that was added ends in a step's outputs, or in `abort`. One thread makes all calls.
+    """
+
+    info: EngineInfo
 
     @abstractmethod
-    def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks. Raises UnknownRequestError if it is not live."""
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a sequence that passed all checks."""
 
     @abstractmethod
-    def step(self) -> Sequence[Any]:
-        """Run one step and return the outputs of the requests that got tokens or ended."""
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """End sequences before their time; no step tells of them again. Unknown ids are passed over."""
 
     @abstractmethod
-    def has_unfinished_requests(self) -> bool:
+    def step(self) -> list[TokenOutput]:
+        """Run one step and return what it did to each sequence that got a token or ended."""
+
+    @abstractmethod
+    def has_unfinished(self) -> bool:
         """Say whether `step` has anything left to do."""
 
     @abstractmethod
     def metrics(self) -> EngineMetrics:
         """Return a snapshot."""
 
+    def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
+        """End all sequences, and let go of files and connections; nothing is asked of it any more."""
+
 
 class NullEngine(EngineProtocol):
-    """Accepts requests and ends each with no output at the next step."""
+    """Accepts sequences and ends each with no output at the next step."""
 
-    def __init__(self, config: object = None) -> None:
-        del config
-        self._waiting: list[RequestId] = []
-        self._num_made = 0
-        self._num_finished = 0
+    def __init__(self, config: object = None, *, registry: object = None, runtime: object = None) -> None:
+        del config, registry, runtime
+        self.info = EngineInfo(limits=RequestLimits(vocab_size=1 << 31, max_model_len=1 << 20))
+        self._waiting: dict[SequenceId, EngineSequence] = {}
+        self._metrics = EngineMetrics()
 
-    def add_request(
-        self,
-        prompt: str | TokenIdsLike,
-        params: Any = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
-    ) -> RequestId:
-        """Queue an id."""
-        self._num_made += 1
-        made = RequestId(request_id or f"null-{self._num_made}")
-        self._waiting.append(made)
-        return made
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a sequence."""
+        self._waiting[sequence.sequence_id] = sequence
+        self._metrics.num_prompt_tokens += len(sequence.request.token_ids)
 
-    def abort_request(self, request_id: str) -> None:
-        """Forget an id."""
-        if request_id not in self._waiting:
-            raise UnknownRequestError(f"no live request has the id {request_id!r}")
-        self._waiting.remove(RequestId(request_id))
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """Forget sequences."""
+        for sequence_id in sequence_ids:
+            self._metrics.num_finished += self._waiting.pop(sequence_id, None) is not None
 
-    def step(self) -> Sequence[RequestId]:
-        """Return the ids that were waiting."""
-        ended, self._waiting = self._waiting, []
-        self._num_finished += len(ended)
+    def step(self) -> list[TokenOutput]:
+        """End what waits."""
+        ended = [TokenOutput(sequence_id, None, finish_reason="length") for sequence_id in self._waiting]
+        self._waiting.clear()
+        self._metrics.num_finished += len(ended)
         return ended
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether an id waits."""
+    def has_unfinished(self) -> bool:
+        """Whether a sequence waits."""
         return bool(self._waiting)
 
     def metrics(self) -> EngineMetrics:
         """Return the counts."""
-        return EngineMetrics(num_waiting=len(self._waiting), num_finished=self._num_finished)
+        self._metrics.num_waiting = len(self._waiting)
+        return self._metrics

@@ -157,7 +157,7 @@ class _Workload:
         self._lengths = Random(f"lengths {settings.seed}")
         self._prompts = PromptMaker(
             PromptSettings(
-                vocab_size=engine.geometry.vocab_size,
+                vocab_size=engine.vocab_size,
                 prefix_share=settings.prefix_share,
                 num_prefixes=settings.num_prefixes,
             ),

@@ -21,6 +21,7 @@ ConfigFile = Annotated[
 ]
 
 _GROUPS = {
+    "engine": "Model",
     "model": "Model",
     "kv": "KV memory",
     "prefix_cache": "Prefix cache",
@@ -29,6 +30,7 @@ _GROUPS = {
     "forward": "Forward pass",
     "sampling": "Sampling",
     "trace": "Trace",
+    "comm": "Machine",
     "server": "HTTP server",
 }
 """Section of the schema → the group of its flags in the help."""

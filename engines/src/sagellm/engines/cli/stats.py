@@ -149,14 +149,15 @@ def read_module(client: AdminClient, module: Module) -> Figures | None:
     return {"provider": provider, **typed, **own, **module.derive(metrics, engine), **details}
 
 
-def read_machine(_: AdminClient) -> Figures:
+def read_machine(client: AdminClient) -> Figures:
     """Return the topology provider's summary of this machine, where the engine runs, too."""
     from sagellm.core import PluginRegistry
-    from sagellm.engines.cli.topology import read_topology
+    from sagellm.engines.machine import read_topology
 
-    found, metrics = read_topology(PluginRegistry.load())
+    name = client.hello.config.get("comm.topology")
+    found, metrics = read_topology(PluginRegistry.load(), name)
     return {
-        "provider": "local",
+        "provider": name,
         "cpu": found.cpu.model,
         "num_cpu_sockets": found.cpu.num_sockets,
         "num_cpu_cores": found.cpu.num_cores,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sagellm.core import PluginRegistry
 from sagellm.engines.cli.output import print_json
-from sagellm.engines.machine import kernel_flags
+from sagellm.engines.machine import kernel_flags, read_topology
 from sagellm.engines.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from sagellm.core import CPU, GPU, Topology, TopologyMetrics, TopologyProtocol
+    from sagellm.core import CPU, GPU, Topology
 
 _WIDE = 1000  # columns, so that a program that reads the tree gets whole lines
 
@@ -26,7 +26,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def topology(
     *,
-    reader: Annotated[str, typer.Option(metavar="NAME", help="Topology reader.")] = "local",
+    reader: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Topology reader. [default: comm.topology]", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show this machine's CPUs, caches, NUMA nodes, memory, GPUs, links and network."""
@@ -40,12 +43,6 @@ def topology(
     Console(highlight=False, width=width).print(_tree(found))
     for warning in metrics.warnings:
         typer.echo(f"not known: {warning}", err=True)
-
-
-def read_topology(registry: PluginRegistry, name: str = "local") -> tuple[Topology, TopologyMetrics]:
-    """Read this machine with the topology reader of that name."""
-    reader = cast("type[TopologyProtocol]", registry.resolve("topology", name))()
-    return reader.read(), reader.metrics()
 
 
 def id_ranges(ids: Sequence[int]) -> str:

@@ -14,6 +14,8 @@ from sagellm.core import ConfigError, nearest
 from sagellm.engines.config.explain import unknown_key
 from sagellm.engines.config.sections import (
     Checked,
+    CommConfig,
+    EngineKindConfig,
     ForwardConfig,
     KVConfig,
     ModelConfig,
@@ -30,6 +32,7 @@ from sagellm.engines.config.settings import ALL_NAMES, FLAT_NAMES
 class EngineConfig(Checked):
     """Everything that an engine can be told at its start."""
 
+    engine: EngineKindConfig = Field(default_factory=EngineKindConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     kv: KVConfig = Field(default_factory=KVConfig)
     prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig)
@@ -38,6 +41,7 @@ class EngineConfig(Checked):
     forward: ForwardConfig = Field(default_factory=ForwardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
+    comm: CommConfig = Field(default_factory=CommConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
 
     @classmethod
@@ -69,6 +73,7 @@ class EngineConfig(Checked):
 SECTIONS: dict[str, type[Checked]] = {
     kind.section: kind
     for kind in (
+        EngineKindConfig,
         ModelConfig,
         KVConfig,
         PrefixCacheConfig,
@@ -77,6 +82,7 @@ SECTIONS: dict[str, type[Checked]] = {
         ForwardConfig,
         SamplingConfig,
         TraceConfig,
+        CommConfig,
         ServerConfig,
     )
 }

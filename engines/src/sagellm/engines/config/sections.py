@@ -59,6 +59,17 @@ class Checked(BaseModel):
             raise explain(error, type(self), self.section) from None
 
 
+class EngineKindConfig(Checked):
+    """Which engine runs the model."""
+
+    section: ClassVar[str] = "engine"
+
+    name: Name = Field(default="llm", description="engine by name: llm is the one that comes with sageLLM")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the engine, as a YAML mapping; llm takes none"
+    )
+
+
 class ModelConfig(Checked):
     """Which checkpoint is run, on what, and in which number format."""
 
@@ -200,6 +211,16 @@ class TraceConfig(Checked):
         default=None,
         description="file for a trace of steps and requests in Chrome's format, which Perfetto opens; "
         "one that is there is replaced",
+    )
+
+
+class CommConfig(Checked):
+    """The machine and how its parts are connected."""
+
+    section: ClassVar[str] = "comm"
+
+    topology: Name = Field(
+        default="local", description="topology reader by name: tells what this machine has"
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 FLAT_NAMES: dict[str, str] = {
     "model": "model.name",
+    "engine_kind": "engine.name",
+    "engine_options": "engine.options",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
     "dtype": "model.dtype",
@@ -42,6 +44,7 @@ FLAT_NAMES: dict[str, str] = {
     "attention_backend": "forward.attention",
     "logits_processors": "sampling.logits_processors",
     "trace": "trace.file",
+    "topology": "comm.topology",
 }
 """Flat name of an engine's setting → dotted key of the schema, in the order of `--help`."""
 
@@ -63,6 +66,7 @@ SERVER_NAMES: dict[str, str] = {
 ALL_NAMES = FLAT_NAMES | SERVER_NAMES
 
 PROVIDER_KINDS: dict[str, str] = {
+    "engine.name": "engine",
     "model.quantization": "quantizer",
     "kv.pool": "kv_pool",
     "kv.allocator": "kv_allocator",
@@ -75,6 +79,7 @@ PROVIDER_KINDS: dict[str, str] = {
     "forward.backend": "forward_backend",
     "forward.attention": "attention_backend",
     "sampling.logits_processors": "logits_processor",
+    "comm.topology": "topology",
 }
 """Dotted keys whose values, or the keys of a mapping, name installed providers → the kind that they name."""
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
+    from sagellm.core import TokenOutput as TokenOutput
     from sagellm.engines.core.engine_core import CoreParts as CoreParts, EngineCore as EngineCore
     from sagellm.engines.core.kv_cache_manager import KVCacheManager as KVCacheManager
     from sagellm.engines.core.model_runner import ModelRunner as ModelRunner
     from sagellm.engines.core.scheduler import Scheduler as Scheduler
     from sagellm.engines.core.sequence import ScheduledSequence as ScheduledSequence, Sequence as Sequence
     from sagellm.engines.core.step_runner import StepRunner as StepRunner
-    from sagellm.engines.core.token_output import TokenOutput as TokenOutput
 
 __all__ = [
     "CoreParts",
@@ -36,6 +36,6 @@ __getattr__ = lazy(
         "Scheduler": ".scheduler",
         "Sequence": ".sequence",
         "StepRunner": ".step_runner",
-        "TokenOutput": ".token_output",
+        "TokenOutput": "sagellm.core",
     },
 )

@@ -13,6 +13,8 @@ from sagellm.core import (
     BlockId,
     EngineError,
     EngineMetrics,
+    EngineProtocol,
+    EngineSequence,
     FinishReason,
     LifetimePredictorProtocol,
     NullTrace,
@@ -24,6 +26,7 @@ from sagellm.core import (
     Runtime,
     SequenceId,
     StepRecord,
+    TokenOutput as TokenOutput,
     TraceWriter,
     get_logger,
 )
@@ -34,7 +37,6 @@ from sagellm.engines.core.observers import Observers
 from sagellm.engines.core.scheduler import Scheduler
 from sagellm.engines.core.sequence import ScheduledSequence, Sequence
 from sagellm.engines.core.step_runner import StepResults, StepRunner
-from sagellm.engines.core.token_output import TokenOutput as TokenOutput
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.sampling.stop import check_stop_conditions
 
@@ -70,7 +72,7 @@ class CoreParts:
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
-class EngineCore:
+class EngineCore(EngineProtocol):
     """Runs sequences to their end, one step for all of them at a time.
 
     A fault in the forward pass or in sampling belongs to one sequence, which StepRunner finds, and
@@ -130,8 +132,16 @@ class EngineCore:
         self._observe(started_ns, scheduled)
         return outputs
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         """Queue a sequence."""
+        if not isinstance(sequence, Sequence):
+            sequence = Sequence.of(
+                sequence.request,
+                sequence.sequence_id,
+                params=sequence.params,
+                seed=sequence.seed,
+                stop_token_ids=sequence.stop_token_ids,
+            )
         request = sequence.request
         asked = PredictionRequest(
             sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sagellm.core.errors import EngineError
+from sagellm.core.protocols.engine import SampledToken as SampledToken
 from sagellm.core.tokens import TokenIds
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -29,18 +30,6 @@ class SamplingRow:
     def is_changed(self) -> bool:
         """Whether its logits are changed before they are filtered."""
         return bool(self.states) or self.params.has_penalties
-
-
-class SampledToken(NamedTuple):
-    """A token and, where asked for, log-probabilities: its own and the most likely ones, best first.
-
-    `rank` is the number of tokens that are at least as likely, itself included.
-    """
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: list[tuple[int, float]] | None = None
-    rank: int | None = None
 
 
 class BadLogitsError(EngineError):

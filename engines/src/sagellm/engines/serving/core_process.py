@@ -22,7 +22,7 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.messages import Failed, Hello, encode
 
 if TYPE_CHECKING:
-    from sagellm.engines.core.engine_core import EngineCore
+    from sagellm.core import EngineProtocol
     from sagellm.engines.input_processor import InputProcessor
 
 logger = get_logger(__name__)
@@ -67,13 +67,11 @@ def listen(path: Path) -> socket.socket:
 
 def _load(config: EngineConfig, listener: socket.socket) -> Any:
     from sagellm.engines.assembly import assemble
-    from sagellm.engines.client import InProcessClient
     from sagellm.engines.serving.core_server import CoreServer
     from sagellm.engines.serving.operations import core_operations
 
     assembled = assemble(config)
-    assert isinstance(assembled.client, InProcessClient), "assemble builds the core in this process"
-    core = assembled.client.core
+    core = assembled.core
     _warm_up(core, assembled.input_processor)
     values = assembled.config.values()
     hello = Hello(
@@ -85,10 +83,13 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
     return CoreServer(core, listener, hello, core_operations(core), lifeline=sys.stdin.fileno())
 
 
-def _warm_up(core: EngineCore, input_processor: InputProcessor) -> None:
-    """Run a prefill and a decode step, so that the first request finds everything in place."""
+def _warm_up(core: EngineProtocol, input_processor: InputProcessor) -> None:
+    """Run a prefill and a decode step of our own engine, so that the first request finds all in place."""
+    from sagellm.engines.core.engine_core import EngineCore
     from sagellm.engines.sampling.params import SamplingParams
 
+    if not isinstance(core, EngineCore):
+        return
     limits = input_processor.limits
     num_tokens = min(_WARM_UP_TOKENS, limits.max_model_len - 2, limits.num_blocks * limits.block_size - 1)
     if num_tokens > 0:

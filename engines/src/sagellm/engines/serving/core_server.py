@@ -11,12 +11,13 @@ import msgspec
 
 from sagellm.core import (
     EngineError,
+    EngineProtocol,
     SequenceId,
+    TokenOutput,
     UnknownNameError,
     get_logger,
     nearest,
 )
-from sagellm.engines.core.engine_core import EngineCore, TokenOutput
 from sagellm.engines.serving.conversion import make_sequences
 from sagellm.engines.serving.messages import (
     Abort,
@@ -63,7 +64,7 @@ class CoreServer:
 
     def __init__(
         self,
-        core: EngineCore,
+        core: EngineProtocol,
         listener: socket.socket,
         hello: Hello,
         operations: Mapping[str, Operation],

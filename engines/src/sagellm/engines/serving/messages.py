@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sagellm.core import FinishReason, Namespace, RequestId, SequenceId
-from sagellm.engines.core.engine_core import TokenOutput
+from sagellm.core import FinishReason, Namespace, RequestId, SequenceId, TokenOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.serving.calls import (
     Call as Call,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from sagellm.core import (
     AttentionMetrics,
     EngineMetrics,
+    EngineProtocol,
     EvictionMetrics,
     ForwardMetrics,
     KVPoolMetrics,
@@ -22,9 +23,6 @@ from sagellm.core import (
 )
 from sagellm.engines.core.batching import BatchingMetrics
 from sagellm.engines.core.work import WorkMetrics
-
-if TYPE_CHECKING:
-    from sagellm.engines.core.engine_core import EngineCore
 
 _TYPES: dict[str, type[Any]] = {
     "attention_backend": AttentionMetrics,
@@ -41,18 +39,24 @@ _TYPES: dict[str, type[Any]] = {
 }
 
 
-def core_operations(core: EngineCore) -> Mapping[str, Callable[..., Any]]:
-    """Return the operations of a core: name → what runs it, with JSON-like arguments and result."""
+def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
+    """Return the operations of a core: name → what runs it, with JSON-like arguments and result.
+
+    Those on cache, pool and saves are our own engine's.
+    """
     from sagellm.engines.core.cache_admin import CacheAdmin
     from sagellm.engines.core.compaction import Compactor
+    from sagellm.engines.core.engine_core import EngineCore
     from sagellm.engines.core.pool_admin import PoolAdmin
 
+    common: dict[str, Callable[..., Any]] = {"metrics": core.metrics, "ping": time.monotonic_ns}
+    if not isinstance(core, EngineCore):
+        return common
     clock = core.parts.runtime.clock
     cache = CacheAdmin(core.kv, clock)
     pool = PoolAdmin(Compactor(core.kv, core.runner.copy_blocks, clock, core.has_unfinished))
     return {
-        "metrics": core.metrics,
-        "ping": time.monotonic_ns,
+        **common,
         "cache_why": cache.why,
         "cache_pin": cache.pin,
         "cache_pins": cache.pins,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence as Seq
 
-from sagellm.core import FinishReason, SequenceId
+from sagellm.core import FinishReason, SequenceId, TokenOutput
 from sagellm.engines.client import EngineClient
-from sagellm.engines.core.engine_core import TokenOutput
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.serving.admin_client import AdminClient
 from sagellm.engines.serving.connection import Connection

@@ -16,9 +16,9 @@ from sagellm.engines.cli.doctor.report import Examination, Patient, Section, as_
 from sagellm.engines.cli.doctor.software import examine_software
 from sagellm.engines.cli.engine_flags import ConfigFile
 from sagellm.engines.cli.output import print_json
-from sagellm.engines.cli.topology import read_topology
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sources import load_config
+from sagellm.engines.machine import read_topology
 
 EXAMINATIONS: tuple[Examination, ...] = (
     examine_software,
@@ -54,7 +54,7 @@ def diagnose(config_file: Path | None = None) -> list[Section]:
     """Run all examinations. A configuration that cannot be used is a finding, too."""
     configuration, settings = _examine_configuration(config_file)
     registry = PluginRegistry.load()
-    patient = Patient(registry=registry, config=settings, topology=_topology(registry))
+    patient = Patient(registry=registry, config=settings, topology=_topology(registry, settings))
     return [*(examine(examination, patient) for examination in EXAMINATIONS), configuration]
 
 
@@ -68,8 +68,8 @@ def _examine_configuration(config_file: Path | None) -> tuple[Section, EngineCon
     return describe_configuration(loaded), loaded.config
 
 
-def _topology(registry: PluginRegistry) -> Topology | None:
+def _topology(registry: PluginRegistry, settings: EngineConfig) -> Topology | None:
     try:
-        return read_topology(registry)[0]
+        return read_topology(registry, settings.comm.topology)[0]
     except SageLLMError:
         return None

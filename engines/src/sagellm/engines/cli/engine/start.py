@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 SYNONYMS = (
-    make_flag("engine_kind", str, typer.Option(hidden=True)),
     make_flag("prefix_cache_size", str, typer.Option(hidden=True)),
     make_flag(
         "prefix_cache_enable", bool, typer.Option("--prefix-cache-enable/--prefix-cache-disable", hidden=True)
@@ -61,6 +60,7 @@ def start(
     `engine stop` ends it.
     """
     settings = load_config(with_model(_in_our_words(options), model_argument), config_file=config).config
+    PluginRegistry.load().find("engine", settings.engine.name)
     if foreground:
         run_service(settings, name=name, log_level=log_level, on_state=say_state)
         return
@@ -75,9 +75,8 @@ def start(
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace the synonyms. Raises UnknownProviderError for an engine that is not installed."""
+    """Replace the synonyms."""
     given = dict(options)
-    PluginRegistry.load().find("engine", given.pop("engine_kind", "llm"))
     for synonym, name in (
         ("prefix_cache_size", "prefix_cache_max_blocks"),
         ("prefix_cache_enable", "enable_prefix_caching"),
