@@ -51,6 +51,16 @@ def test_an_example_runs(code, tmp_path):
     assert done.returncode == 0, f"{code}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.full  # 6 s with mypy's cache, a minute without
+def test_examples_pass_a_strict_type_checker(tmp_path):
+    for number, example in enumerate(examples()):
+        name = re.sub(r"\W", "_", str(example.id))
+        (tmp_path / f"example_{number}_{name}.py").write_text(example.values[0])
+    command = ["-m", "mypy", "--config-file", "pyproject.toml", "--strict", *map(str, tmp_path.glob("*.py"))]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_says_what_it_is_what_it_needs_and_shows_it(package):
     text = (ROOT / package / "README.md").read_text()

@@ -244,3 +244,8 @@ def test_options_out_of_range_are_refused():
     for horizon_s in (0, 1.5):
         with pytest.raises(ConfigError, match="whole number of seconds"):
             PredictiveEvictionPolicy(horizon_s=horizon_s)
+
+
+def test_the_name_of_a_predictor_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"lifetime_predictor is 'statistical'; .*by name: PluginRegistry"):
+        PredictiveEvictionPolicy(lifetime_predictor="statistical")

@@ -284,3 +284,8 @@ def test_many_requests_for_one_block_wait_for_each_other():
     request = TierRequest("put", make_header(1), make_data(1))
     assert run_to_end(tiered, [request] * 5_000) == ("done",) * 5_000
     tiered.check_integrity()
+
+
+def test_a_size_in_place_of_a_tier_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"tier 'host' is '4GiB'; .*methods of KVTierProtocol"):
+        TieredKVStorage({"host": "4GiB"})

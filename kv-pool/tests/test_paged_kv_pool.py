@@ -281,3 +281,8 @@ def test_a_view_says_how_much_it_shows() -> None:
     pool.allocate(ask(3))
     assert repr(pool.block_info) == "BlockView(3 of 8 blocks allocated)"
     assert "0" not in pool.block_info
+
+
+def test_the_name_of_an_allocator_is_no_allocator() -> None:
+    with pytest.raises(ConfigError, match=r"allocator is 'buddy'; .*resolve\('kv_allocator', 'buddy'\)"):
+        PagedKVPool(16, 16, allocator="buddy")  # type: ignore[arg-type]

@@ -214,3 +214,10 @@ def test_an_id_that_is_none_is_refused_before_anything_changes(wrong):
         cache.insert_prefix([1, 2], [wrong])
     assert cache.metrics() == before
     cache.check_integrity()
+
+
+def test_the_name_of_a_policy_or_a_cache_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"eviction_policy is 'lru'; .*resolve\('eviction_policy', 'lru'\)"):
+        RadixPrefixCache(eviction_policy="lru")
+    with pytest.raises(ConfigError, match=r"is the class RadixPrefixCache; .* make one"):
+        CrossRequestKVCache(RadixPrefixCache)

@@ -209,3 +209,8 @@ def test_counts_and_time_come_from_what_was_handed_in() -> None:
 def test_limits_below_one_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} is 0; it must be at least 1"):
         BaseSchedulerIR(**{key: 0})
+
+
+def test_the_name_of_a_pass_is_no_pass() -> None:
+    with pytest.raises(ConfigError, match=r"resolve\('scheduler_pass', 'priority'\)"):
+        BaseSchedulerIR().add_optimization_pass("priority")  # type: ignore[arg-type]

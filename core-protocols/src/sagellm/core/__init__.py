@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from sagellm.core._lazy import lazy as lazy
 
 if TYPE_CHECKING:
+    from sagellm.core.checks import *
     from sagellm.core.errors import *
     from sagellm.core.ids import *
     from sagellm.core.kv_block import *
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 # module → the public names that it defines
 _NAMES = {
+    "checks": "require_object",
     "errors": """
         BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
         EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError

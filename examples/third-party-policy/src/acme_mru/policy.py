@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from sagellm.core import CachedNode, EvictionCandidate, EvictionMetrics, EvictionPolicyProtocol, SequenceId
+from sagellm.core import CachedNode, EvictionCandidate, EvictionMetrics, EvictionPolicyProtocol
 
 
 class MRUEvictionPolicy(EvictionPolicyProtocol):
@@ -43,10 +43,8 @@ class MRUEvictionPolicy(EvictionPolicyProtocol):
             heappop(self._heap)
         return None
 
-    def select_victims(
-        self, candidates: Sequence[EvictionCandidate], required_blocks: int
-    ) -> list[SequenceId]:
-        chosen: list[SequenceId] = []
+    def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> list[str]:
+        chosen: list[str] = []
         covered: set[int] = set()
         for candidate in sorted(candidates, key=lambda one: -one.last_access_time):
             if len(covered) < required_blocks and not candidate.is_pinned:

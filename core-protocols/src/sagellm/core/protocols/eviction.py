@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sagellm.core.ids import BlockId, NodeId, SequenceId
+from sagellm.core.ids import NodeId
 from sagellm.core.namespace import DEFAULT, Namespace
 
 
@@ -41,8 +41,8 @@ class CachedNode:
 class EvictionCandidate:
     """A sequence whose blocks could be taken: the stateless view of the same question."""
 
-    sequence_id: SequenceId
-    block_ids: Sequence[BlockId]
+    sequence_id: str
+    block_ids: Sequence[int]
     last_access_time: float
     access_count: int = 0
     priority: int = 0
@@ -123,9 +123,7 @@ class EvictionPolicyProtocol(ABC):
         return num_wanted
 
     @abstractmethod
-    def select_victims(
-        self, candidates: Sequence[EvictionCandidate], required_blocks: int
-    ) -> list[SequenceId]:
+    def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> Sequence[str]:
         """Choose sequences whose blocks together cover `required_blocks`, the first to go first.
 
         Stateless: depends on the arguments alone. Never chooses a pinned candidate; returns all
@@ -164,9 +162,7 @@ class NullEvictionPolicy(EvictionPolicyProtocol):
         """Name nothing."""
         return None
 
-    def select_victims(
-        self, candidates: Sequence[EvictionCandidate], required_blocks: int
-    ) -> list[SequenceId]:
+    def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> Sequence[str]:
         """Choose nothing."""
         return []
 

@@ -18,7 +18,7 @@ class BlockAllocationRequest:
     """What a sequence asks for. Larger priorities are more urgent."""
 
     num_blocks: int
-    sequence_id: SequenceId
+    sequence_id: str
     priority: int = 0
 
 
@@ -91,11 +91,11 @@ class KVPoolProtocol(ABC):
         """
 
     @abstractmethod
-    def share(self, block_ids: Sequence[BlockId]) -> None:
+    def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""
 
     @abstractmethod
-    def copy_on_write(self, block_id: BlockId, sequence_id: SequenceId, priority: int = 0) -> BlockId:
+    def copy_on_write(self, block_id: BlockId, sequence_id: str, priority: int = 0) -> BlockId:
         """Return a block that the caller, who holds a reference of `block_id`, may write to alone.
 
         With one reference that is the block itself, and nothing changes. With more it is a fresh
@@ -105,7 +105,7 @@ class KVPoolProtocol(ABC):
         """
 
     @abstractmethod
-    def free(self, block_ids: Sequence[BlockId]) -> int:
+    def free(self, block_ids: Sequence[int]) -> int:
         """Drop one reference of each block and return how many became free.
 
         Raises BlockError for an id that is unknown or has no reference left to drop.
@@ -183,17 +183,17 @@ class NullKVPool(KVPoolProtocol):
             raise BlockError(f"{needed!r} blocks asked for; ask for at least 1")
         raise OutOfBlocksError(f"{needed} blocks asked for, this pool has none", needed=needed, available=0)
 
-    def share(self, block_ids: Sequence[BlockId]) -> None:
+    def share(self, block_ids: Sequence[int]) -> None:
         """Accept only nothing."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} are not allocated")
 
-    def copy_on_write(self, block_id: BlockId, sequence_id: SequenceId, priority: int = 0) -> BlockId:
+    def copy_on_write(self, block_id: BlockId, sequence_id: str, priority: int = 0) -> BlockId:
         """Refuse: there is no such block."""
         del sequence_id, priority
         raise BlockError(f"block {block_id!r} is not allocated")
 
-    def free(self, block_ids: Sequence[BlockId]) -> int:
+    def free(self, block_ids: Sequence[int]) -> int:
         """Accept only nothing."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} are not allocated")

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from sagellm.core.errors import InvalidInputError
-from sagellm.core.ids import SequenceId
 from sagellm.core.tokens import TokenIdsLike
 
 
@@ -18,7 +17,7 @@ class PredictionRequest:
     Raises InvalidInputError for a length that is no int or is negative.
     """
 
-    sequence_id: SequenceId
+    sequence_id: str
     token_ids: TokenIdsLike  # the prompt
     current_length: int = 0
     max_length: int = 1 << 30
@@ -82,7 +81,7 @@ class LifetimePredictorProtocol(ABC):
         """Predict what remains; never more than `max_length - current_length` and never negative."""
 
     @abstractmethod
-    def update(self, *, sequence_id: SequenceId, actual_length: int, actual_time: float) -> None:
+    def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """Learn that a sequence generated `actual_length` tokens in `actual_time` seconds.
 
         A sequence that was never asked about teaches too. Raises InvalidInputError, and learns
@@ -107,7 +106,7 @@ class NullLifetimePredictor(LifetimePredictorProtocol):
         remaining = max(0, request.max_length - request.current_length)
         return LifetimePrediction(remaining_length=remaining, estimated_time=0.0, confidence=0.0)
 
-    def update(self, *, sequence_id: SequenceId, actual_length: int, actual_time: float) -> None:
+    def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """Learn nothing."""
         check_observation(actual_length=actual_length, actual_time=actual_time)
         self._num_updates += 1

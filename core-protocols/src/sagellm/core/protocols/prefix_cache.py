@@ -70,7 +70,7 @@ class PrefixCacheProtocol(ABC):
     def insert_prefix(
         self,
         token_ids: TokenIdsLike,
-        block_ids: Sequence[BlockId],
+        block_ids: Sequence[int],
         namespace: Namespace = DEFAULT,
         *,
         priority: int = 0,
@@ -226,7 +226,7 @@ class NullPrefixCache(PrefixCacheProtocol):
     def insert_prefix(
         self,
         token_ids: TokenIdsLike,
-        block_ids: Sequence[BlockId],
+        block_ids: Sequence[int],
         namespace: Namespace = DEFAULT,
         *,
         priority: int = 0,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sagellm.core.ids import RequestId
 from sagellm.core.tokens import TokenIdsLike
 
 
@@ -20,7 +19,7 @@ class ScheduleRequest:
     scheduler derive it from the tokens and the hit. Times are seconds on the engine's clock.
     """
 
-    request_id: RequestId
+    request_id: str
     token_ids: TokenIdsLike  # the prompt
     max_tokens: int
     priority: int = 0  # larger is more urgent
@@ -51,7 +50,7 @@ class ScheduledRequest(NamedTuple):
     num_new_blocks: int
 
     @property
-    def request_id(self) -> RequestId:
+    def request_id(self) -> str:
         """The id of the request."""
         return self.request.request_id
 

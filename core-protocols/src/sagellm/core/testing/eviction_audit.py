@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sagellm.core.ids import BlockId, NodeId, SequenceId
+from sagellm.core.ids import NodeId, SequenceId
 from sagellm.core.protocols.eviction import (
     CachedNode,
     EvictionCandidate,
@@ -71,10 +71,10 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
     ) -> list[SequenceId]:
         """Choose by last use."""
         chosen: list[SequenceId] = []
-        covered: set[BlockId] = set()
+        covered: set[int] = set()
         for candidate in sorted(candidates, key=lambda candidate: candidate.last_access_time):
             if len(covered) < required_blocks and not candidate.is_pinned:
-                chosen.append(candidate.sequence_id)
+                chosen.append(SequenceId(candidate.sequence_id))
                 covered.update(candidate.block_ids)
         return chosen
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sagellm.core.ids import RequestId
 from sagellm.core.protocols.scheduler_ir import SchedulePlan, ScheduleRequest, SchedulerIRProtocol
 from sagellm.core.runtime import Randomness, VirtualClock
 from sagellm.core.tokens import TokenIds
@@ -92,14 +91,14 @@ class ScheduleSimulation:
             probe=self._probe,
             clock=self.clock,
         )
-        self._jobs: dict[RequestId, _Job] = {}
+        self._jobs: dict[str, _Job] = {}
         longest = min(rng.choice((12, 300)), 12 * self.budget)
         step = 0
         for index in range(rng.randint(1, 20)):
             step += rng.choice((0, 0, rng.randint(0, 12)))
             prompt = rng.randint(1, longest)
             state = ScheduleRequest(
-                request_id=RequestId(f"r{index}"),
+                request_id=f"r{index}",
                 token_ids=TokenIds(bytes(4 * prompt)),
                 max_tokens=80,
                 priority=rng.choice((0, 0, 0, 1, 5)),

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
+from sagellm.core.checks import require_object
 from sagellm.core.errors import ConfigError
 from sagellm.core.ids import NodeId, SequenceId
 from sagellm.core.node_ranking import RankingKey
@@ -103,6 +104,10 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
             raise ConfigError(f"min_confidence is {min_confidence!r}; it must be between 0 and 1")
         if type(horizon_s) is not int or horizon_s < 1:
             raise ConfigError(f"horizon_s is {horizon_s!r}; it must be a whole number of seconds, at least 1")
+        if lifetime_predictor is not None:
+            require_object(
+                "lifetime_predictor", lifetime_predictor, LifetimePredictorProtocol, "lifetime_predictor"
+            )
         super().__init__()
         self.lifetime_predictor = lifetime_predictor or NullLifetimePredictor()
         self._min_confidence, self._horizon_s = min_confidence, horizon_s

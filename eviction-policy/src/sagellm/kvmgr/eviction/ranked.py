@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
-from sagellm.core.ids import BlockId, NodeId, SequenceId
+from sagellm.core.ids import NodeId, SequenceId
 from sagellm.core.node_ranking import NodeRanking, RankingKey
 from sagellm.core.protocols.eviction import (
     CachedNode,
@@ -99,11 +99,11 @@ def in_order(candidates: Iterable[EvictionCandidate], *keys: SequenceKey) -> Ite
 def choose(ordered: Iterable[EvictionCandidate], required_blocks: int) -> list[SequenceId]:
     """Take sequences that are not pinned, in their order, until their blocks cover `required_blocks`."""
     chosen: list[SequenceId] = []
-    covered: set[BlockId] = set()
+    covered: set[int] = set()
     for candidate in ordered:
         if len(covered) >= required_blocks:
             break
         if not candidate.is_pinned:
-            chosen.append(candidate.sequence_id)
+            chosen.append(SequenceId(candidate.sequence_id))
             covered.update(candidate.block_ids)
     return chosen

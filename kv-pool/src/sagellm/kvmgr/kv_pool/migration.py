@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sagellm.core.errors import BlockError, OutOfMemoryError
-from sagellm.core.ids import BlockId
 from sagellm.kvmgr.kv_pool.placement import MemoryLink, Place, Placement, check_bytes
 
 
@@ -15,7 +14,7 @@ from sagellm.kvmgr.kv_pool.placement import MemoryLink, Place, Placement, check_
 class BlockLocation:
     """A block, named by its id in the pool of the place where it lies, and the place where it is read."""
 
-    block_id: BlockId
+    block_id: int
     num_bytes: int
     place: Place
     consumer: Place
@@ -25,7 +24,7 @@ class BlockLocation:
 class Move:
     """One block to one place; which block it becomes there is the business of that place's pool."""
 
-    block_id: BlockId
+    block_id: int
     num_bytes: int
     source: Place
     target: Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from sagellm.core import (
     BlockAllocationRequest,
@@ -21,6 +21,7 @@ from sagellm.core import (
     OutOfBlocksError,
     SequenceId,
     SystemClock,
+    require_object,
 )
 from sagellm.kvmgr.kv_pool.block_view import BlockView
 from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
@@ -30,7 +31,7 @@ from sagellm.kvmgr.kv_pool.refusal import no_number, refusal, shortage
 class _Grant(NamedTuple):
     """What the blocks of one `allocate` have in common; a new one after each `share`."""
 
-    sequence_id: SequenceId
+    sequence_id: str
     priority: int
     accessed_ns: int
 
@@ -58,6 +59,8 @@ class PagedKVPool(KVPoolProtocol):
         for key, value in (("kv.num_blocks", total_blocks), ("kv.block_size", block_size)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{key} is {value!r}; it must be an int >= 1")
+        if allocator is not None:
+            require_object("allocator", allocator, KVAllocatorProtocol, "kv_allocator")
         self._total_blocks = total_blocks
         self._block_size = block_size
         self._allocator = FreeListAllocator(total_blocks) if allocator is None else allocator
@@ -104,23 +107,23 @@ class PagedKVPool(KVPoolProtocol):
         with self._lock:
             return self._take(num_blocks, grant)
 
-    def share(self, block_ids: Sequence[BlockId]) -> None:
+    def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""
-        block_ids = _as_list(block_ids)
+        ids = _as_list(block_ids)
         extra_refs, grants = self._extra_refs, self._grants
         now_ns = self._clock.now_ns()
         previous = touched = _NOBODY
         with self._lock:
-            if not self._allocator.all_allocated(block_ids):
-                raise self._refusal(block_ids)
-            for block_id in block_ids:
+            if not self._allocator.all_allocated(ids):
+                raise self._refusal(ids)
+            for block_id in ids:
                 extra_refs[block_id] = extra_refs.get(block_id, 0) + 1
                 grant = grants[block_id]
                 if grant is not previous:  # neighbours mostly come from the same call of allocate
                     previous, touched = grant, grant._replace(accessed_ns=now_ns)
                 grants[block_id] = touched
 
-    def copy_on_write(self, block_id: BlockId, sequence_id: SequenceId, priority: int = 0) -> BlockId:
+    def copy_on_write(self, block_id: BlockId, sequence_id: str, priority: int = 0) -> BlockId:
         """Return the block itself if it has one reference, else a fresh one for one of its references.
 
         Raises OutOfBlocksError when none is free, BlockError for a block that is free or unknown.
@@ -136,20 +139,20 @@ class PagedKVPool(KVPoolProtocol):
             self._drop_extra_refs([block_id])
         return fresh
 
-    def free(self, block_ids: Sequence[BlockId]) -> int:
+    def free(self, block_ids: Sequence[int]) -> int:
         """Drop one reference of each block and return how many became free.
 
         Raises BlockError for an id that is unknown or has no reference left to drop.
         """
-        block_ids = _as_list(block_ids)
+        ids = _as_list(block_ids)
         with self._lock:
-            if self._extra_refs and not _is_disjoint(self._extra_refs, block_ids):
-                block_ids = self._drop_extra_refs(block_ids)
+            if self._extra_refs and not _is_disjoint(self._extra_refs, ids):
+                ids = self._drop_extra_refs(ids)
             try:
-                self._allocator.free(block_ids)
+                self._allocator.free(ids)
             except BlockError as error:
-                raise self._refusal(block_ids) from error
-        return len(block_ids)
+                raise self._refusal(ids) from error
+        return len(ids)
 
     def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
         """Return which blocks to move where, both ascending, so that what is free is one run at the end."""
@@ -277,7 +280,7 @@ class PagedKVPool(KVPoolProtocol):
             return None
         return BlockInfo(
             block_id=found,
-            sequence_id=grant.sequence_id,
+            sequence_id=SequenceId(grant.sequence_id),
             priority=grant.priority,
             ref_count=ref_count,
             last_access_time=grant.accessed_ns / 1e9,
@@ -313,10 +316,10 @@ GPUKVPool = PagedKVPool
 """Another name of the pool; where its blocks lie is the engine's business."""
 
 
-def _as_list(block_ids: Sequence[BlockId]) -> list[BlockId]:
+def _as_list(block_ids: Sequence[int]) -> list[BlockId]:
     """Copy what a caller gave, so that it cannot change during the call."""
     try:
-        return list(block_ids)
+        return cast("list[BlockId]", list(block_ids))
     except TypeError:
         raise BlockError(f"block ids must be a sequence of ints, not {block_ids!r}") from None
 

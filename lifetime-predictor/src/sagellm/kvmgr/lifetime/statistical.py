@@ -12,7 +12,6 @@ from sagellm.core import (
     LifetimePrediction,
     LifetimePredictorProtocol,
     PredictionRequest,
-    SequenceId,
     check_observation,
     get_logger,
 )
@@ -62,7 +61,7 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._all_lengths = Window(window)
         self._lengths: dict[int, Window] = {}  # by bucket
         self._seconds_per_token = Window(window)
-        self._live: OrderedDict[SequenceId, _Live] = OrderedDict()  # least recently asked about first
+        self._live: OrderedDict[str, _Live] = OrderedDict()  # least recently asked about first
         self._num_predictions = 0
         self._num_updates = 0
         self._num_cut = 0
@@ -89,7 +88,7 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
             remaining_length=remaining, estimated_time=remaining * pace, confidence=confidence
         )
 
-    def update(self, *, sequence_id: SequenceId, actual_length: int, actual_time: float) -> None:
+    def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """Learn from a sequence that ended; one never asked about teaches the whole, no bucket."""
         check_observation(actual_length=actual_length, actual_time=actual_time)
         self._num_updates += 1

@@ -69,7 +69,7 @@ class Limits:
         )
 
 
-def check_number_of_blocks(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> None:
+def check_number_of_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) -> None:
     """Raise BlockError for more blocks than tokens fill, and for a block that is given twice."""
     if len(block_ids) > -(-num_tokens // block_size):
         raise BlockError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
+from typing import cast
 
+from sagellm.core.checks import require_object
 from sagellm.core.errors import BlockError
 from sagellm.core.ids import BlockId
 from sagellm.core.kv_block import UNNAMED, KVIdentity
@@ -65,7 +67,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     What was evicted is remembered without its blocks, `max_ghost_blocks` of them (if None, 16
     times `max_blocks`, at least 65,536; 150 bytes each): when it is inserted again, its counts go on.
 
-    Raises ConfigError for sizes below one and negative ones of what may be 0.
+    Raises ConfigError for sizes below one, negative ones of what may be 0, and a policy that is none.
     """
 
     def __init__(  # noqa: PLR0913
@@ -81,6 +83,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
         reuses_partial_blocks: bool = True,
         identity: KVIdentity = UNNAMED,
     ) -> None:
+        if eviction_policy is not None:
+            require_object("eviction_policy", eviction_policy, EvictionPolicyProtocol, "eviction_policy")
         self.max_blocks = max_blocks
         self.block_size = block_size
         self._clock = SystemClock() if clock is None else clock
@@ -155,7 +159,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     def insert_prefix(
         self,
         token_ids: TokenIdsLike,
-        block_ids: Sequence[BlockId],
+        block_ids: Sequence[int],
         namespace: Namespace = DEFAULT,
         *,
         priority: int = 0,
@@ -168,7 +172,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """
         tokens = pack(token_ids)
         check_number_of_blocks(block_ids, len(tokens), self.block_size)
-        offer = Offer(data=tokens.data, block_ids=list(block_ids), namespace=namespace, priority=priority)
+        ids = cast("list[BlockId]", list(block_ids))
+        offer = Offer(data=tokens.data, block_ids=ids, namespace=namespace, priority=priority)
         with self._mutex:
             result = insert(self._tree, offer, self.max_blocks, self._clock.now_ns())
             self._num_inserted += result.num_new_blocks + (result.partial_block_id is not None)

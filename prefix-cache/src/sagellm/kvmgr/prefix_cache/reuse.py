@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sagellm.core.checks import require_object
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.prefix_cache import KVBlockDescriptor, PrefixCacheProtocol
 from sagellm.core.tokens import TokenIdsLike
@@ -11,6 +12,7 @@ class CrossRequestKVCache:
     """Answers which KV blocks another request has already computed, from any prefix cache."""
 
     def __init__(self, prefix_cache: PrefixCacheProtocol) -> None:
+        require_object("prefix_cache", prefix_cache, PrefixCacheProtocol, "prefix_cache")
         self.prefix_cache = prefix_cache
 
     def try_reuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sagellm.core.checks import require_object
 from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.scheduler_ir import (
@@ -57,7 +58,8 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         self._metrics = SchedulerMetrics()
 
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
-        """Append a pass to the pipeline."""
+        """Append a pass to the pipeline. Raises ConfigError for what is not a pass."""
+        require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
         self._passes.append(optimization_pass)
         _logger.info("scheduler pass %d is %s", len(self._passes), optimization_pass.name)
 

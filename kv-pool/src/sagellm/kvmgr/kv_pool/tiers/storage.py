@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TypeAlias
 
+from sagellm.core.checks import require_object
 from sagellm.core.errors import ConfigError
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.core.protocols.kv_tier import (
@@ -88,6 +89,8 @@ class TieredKVStorage(KVTierProtocol):
     ) -> None:
         if not tiers:
             raise ConfigError("a tiered storage needs at least one tier")
+        for name, tier in tiers.items():
+            require_object(f"tier {name!r}", tier, KVTierProtocol, "kv_tier")
         self.names = tuple(tiers)
         self.classifier = HotColdClassifier() if classifier is None else classifier
         self._tiers = tuple(tiers.values())

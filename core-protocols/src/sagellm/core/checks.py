@@ -1,0 +1,26 @@
+"""Checks of objects that are handed to a constructor: at once, and not where they are first used."""
+
+from __future__ import annotations
+
+from sagellm.core.errors import ConfigError
+
+
+def require_object(name: str, value: object, protocol: type, kind: str) -> None:
+    """Raise ConfigError unless `value` has the methods of a protocol; the error says how to make one.
+
+    `kind` is the kind of provider, so that a name in place of an object gets the line that resolves it.
+    Any object with the methods will do, and a class is not an object. Costs a few microseconds.
+    """
+    abstract: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
+    lacking = sorted(method for method in abstract if not hasattr(value, method))
+    if isinstance(value, type):
+        found, how = f"the class {value.__name__}", f"make one: {value.__name__}(…)"
+    elif isinstance(value, str):
+        found, how = repr(value), f"by name: PluginRegistry.load().resolve({kind!r}, {value!r})(…)"
+    elif lacking:
+        found, how = f"of type {type(value).__name__}", f"it lacks {', '.join(lacking)}"
+    else:
+        return
+    raise ConfigError(
+        f"{name} is {found}; it must be an object with the methods of {protocol.__name__}; {how}"
+    )
