@@ -51,8 +51,20 @@ def test_an_example_runs(code, tmp_path):
     assert done.returncode == 0, f"{code}\n{done.stdout}{done.stderr}"
 
 
+WRONG_SETTINGS = """
+from sagellm.engines import AsyncLLMEngine, LLMEngine
+
+LLMEngine("model", blok_size=16)  # type: ignore[call-arg]
+LLMEngine("model", block_size="16")  # type: ignore[arg-type]
+LLMEngine("model", tensor_parallel_size=2)  # type: ignore[arg-type]
+AsyncLLMEngine("model", dtype="int3")  # type: ignore[arg-type]
+LLMEngine("model", block_size=16, dtype="auto", tensor_parallel_size=1, enforce_eager=True)
+"""
+
+
 @pytest.mark.full  # 6 s with mypy's cache, a minute without
-def test_examples_pass_a_strict_type_checker(tmp_path):
+def test_examples_pass_a_strict_type_checker_and_wrong_settings_do_not(tmp_path):
+    (tmp_path / "wrong_settings.py").write_text(WRONG_SETTINGS)  # an ignore without an error is one
     for number, example in enumerate(examples()):
         name = re.sub(r"\W", "_", str(example.id))
         (tmp_path / f"example_{number}_{name}.py").write_text(example.values[0])

@@ -104,9 +104,9 @@ def test_bad_requests_raise_where_they_are_made(make_engine):
     run(main())
 
 
-def test_a_model_in_the_place_of_an_engine_is_told_where_it_goes():
-    with pytest.raises(ConfigError, match=r"'some-model'.*AsyncLLMEngine\(model="):
-        AsyncLLMEngine("some-model")
+def test_an_engine_that_is_made_takes_no_settings(make_engine):
+    with pytest.raises(ConfigError, match="give settings or an engine"):
+        AsyncLLMEngine(make_engine(), block_size=8)
 
 
 def test_a_closed_engine_says_so(make_engine):

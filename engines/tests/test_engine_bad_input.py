@@ -16,7 +16,7 @@ from sagellm.core import (
     OutOfMemoryError,
     SageLLMError,
 )
-from sagellm.engines import LLMEngine, SamplingParams
+from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -157,9 +157,11 @@ def test_an_option_that_the_policy_does_not_take_is_told(make_engine):
         make_engine(eviction_policy="lru", eviction_options={"depth": 3})
 
 
-def test_a_model_in_the_place_of_a_configuration_is_told_where_it_goes():
-    with pytest.raises(ConfigError, match=r"'some-model'.*LLMEngine\(model="):
-        LLMEngine("some-model")
+def test_a_model_in_the_place_of_a_configuration_is_refused():
+    with pytest.raises(ConfigError, match=r"config is 'some-model'; it must be an EngineConfig"):
+        LLMEngine(config="some-model")
+    with pytest.raises(ConfigError, match="two configurations"):
+        LLMEngine(EngineConfig(), config=EngineConfig())
 
 
 def test_an_unknown_module_is_found_before_a_model_is_looked_for():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from sagellm.core import (
@@ -20,15 +21,18 @@ from sagellm.core import (
     UnknownRequestError,
     get_logger,
 )
+from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.input_processor import Prompt
-from sagellm.engines.llm_engine import LLMEngine
+from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from sagellm.core import PluginRegistry, Runtime
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -37,15 +41,33 @@ logger = get_logger(__name__)
 class AsyncLLMEngine:
     """Runs an LLMEngine on a thread of its own; every call to it goes through that thread in order.
 
-    `async with AsyncLLMEngine(model=…) as engine: async for output in engine.generate(prompt): …`
+    `async with AsyncLLMEngine("path/or/hub-id") as engine: async for output in engine.generate(prompt): …`
+    It takes what LLMEngine takes, or an LLMEngine that is there already and is not closed with this one.
     """
 
-    def __init__(self, engine: LLMEngine | None = None, **settings: Any) -> None:
-        if engine is not None and not isinstance(engine, LLMEngine):
-            raise ConfigError(
-                f"engine is {engine!r}; it must be an LLMEngine; a model is named as AsyncLLMEngine(model=…)"
-            )
-        self.engine = engine or LLMEngine(**settings)
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | EngineConfig | LLMEngine | None = None,
+        *,
+        engine: LLMEngine | None = None,
+        config: EngineConfig | None = None,
+        registry: PluginRegistry | None = None,
+        runtime: Runtime | None = None,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        if isinstance(model, LLMEngine):
+            model, engine = None, model
+        if engine is not None and (model, config, registry, runtime, settings) != (
+            None,
+            None,
+            None,
+            None,
+            {},
+        ):
+            raise ConfigError("an LLMEngine is given, whose settings are made; give settings or an engine")
+        self.engine = engine or LLMEngine(
+            model, config=config, registry=registry, runtime=runtime, **settings
+        )
         self._owns_engine = engine is None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sagellm-step")
         self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
@@ -124,10 +146,23 @@ class AsyncLLMEngine:
         return stream
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its outputs as they come. Leaving the loop aborts it."""
-        stream = await self.add_request(prompt, params, **options)
+        stream = await self.add_request(
+            prompt,
+            one_of(params, sampling_params),
+            request_id=request_id,
+            namespace=namespace,
+            priority=priority,
+        )
         try:
             async for output in stream:
                 yield output

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from sagellm.core import (
     DEFAULT,
@@ -21,7 +22,9 @@ from sagellm.core import (
 )
 from sagellm.engines.assembly import assemble
 from sagellm.engines.client import InProcessClient
+from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
+from sagellm.engines.config.vllm_names import without_vllm_names
 from sagellm.engines.input_processor import ProcessedRequest, Prompt
 from sagellm.engines.output_processor import OutputProcessor
 from sagellm.engines.outputs import RequestOutput
@@ -33,11 +36,14 @@ if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime
 
 
+T = TypeVar("T")
+
+
 class LLMEngine:
     """Generates text with one model in this process.
 
-    `LLMEngine(model="path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
-    `sagellm.engines.config.settings`; `LLMEngine(config)` takes a whole configuration. Loading
+    `LLMEngine("path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
+    `EngineSettings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
     `default_params` is what a request without parameters gets: the checkpoint's own settings. A context
     manager, which closes it: files and connections of KV tiers go then, at the latest with the process.
@@ -45,17 +51,14 @@ class LLMEngine:
 
     def __init__(
         self,
-        config: EngineConfig | None = None,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
         *,
+        config: EngineConfig | None = None,
         registry: PluginRegistry | None = None,
         runtime: Runtime | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
-        if config is not None and not isinstance(config, EngineConfig):
-            raise ConfigError(
-                f"config is {config!r}; it must be an EngineConfig; a model is named as LLMEngine(model=…)"
-            )
-        config = (config or EngineConfig()).with_values(flat_to_dotted(settings))
+        config = _configuration(model, config, settings)
         assembled = assemble(config, registry=registry, runtime=runtime)
         self.config = assembled.config
         self.tokenizer = assembled.tokenizer
@@ -90,30 +93,36 @@ class LLMEngine:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         namespace: Namespace = DEFAULT,
         progress: bool = False,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Run prompts to their end and return their outputs in the same order.
 
         A prompt is a text or a list of token ids; `params` is one for all or one for each, None what
         the checkpoint asks for. If one of them is wrong, nothing is run. Requests that were added
         before run along, and no later step returns what they end with. Raises InvalidRequestError.
+        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
         """
+        given = one_of(params, sampling_params)
         batch = _as_batch(prompts)
-        each = _params_for(batch, self.default_params if params is None else params)
+        each = _params_for(batch, self.default_params if given is None else given)
         requests = self._input.process_requests(batch, each, namespace=namespace)
-        finished = self._run_to_end(requests, progress=progress)
+        finished = self._run_to_end(requests, progress=progress or use_tqdm)
         return [finished[request.request_id] for request in requests]
 
-    def chat(
+    def chat(  # noqa: PLR0913
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         namespace: Namespace = DEFAULT,
         progress: bool = False,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, by the model's chat template.
 
@@ -121,13 +130,14 @@ class LLMEngine:
         template. All else is as in `generate`; outputs have the prompt's token ids and no text of it.
         Raises InvalidRequestError, also where the model has no chat template.
         """
+        given = one_of(params, sampling_params)
         prompts = [
             self.chat_template.render(
                 conversation, add_generation_prompt=add_generation_prompt, options=chat_template_kwargs
             )
             for conversation in read_conversations(messages)
         ]
-        return self.generate(prompts, params, namespace=namespace, progress=progress)
+        return self.generate(prompts, given, namespace=namespace, progress=progress or use_tqdm)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -235,6 +245,31 @@ def _num_expected_tokens(processed: ProcessedRequest) -> int:
     """Return the tokens of a prompt, and all that may be generated for it."""
     request = processed.request
     return len(request.token_ids) + len(processed.sequences) * request.max_tokens
+
+
+def _configuration(
+    model: str | os.PathLike[str] | EngineConfig | None, config: EngineConfig | None, settings: EngineSettings
+) -> EngineConfig:
+    """Lay what was said by name over a configuration, in whichever place that stands."""
+    given: dict[str, Any] = without_vllm_names(settings)
+    if isinstance(model, EngineConfig):
+        if config is not None:
+            raise ConfigError("two configurations are given; give one")
+        config = model
+    elif model is not None:
+        given["model"] = model
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ConfigError(f"config is {config!r}; it must be an EngineConfig")
+    return (config or EngineConfig()).with_values(flat_to_dotted(given))
+
+
+def one_of(params: T, named: T) -> T:
+    """Return the parameters, by whichever of their two names. Raises InvalidRequestError for both."""
+    if params is not None and named is not None:
+        raise InvalidRequestError(
+            "params and sampling_params are two names of one argument; give one of them"
+        )
+    return named if params is None else params
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

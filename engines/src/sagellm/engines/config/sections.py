@@ -40,7 +40,14 @@ def _as_size(value: object) -> object:
     return str(value)
 
 
+def _as_dtype(value: object) -> object:
+    """Take torch's own dtypes, and the short names that vLLM has for two of them."""
+    name = str(value).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
 Name = Annotated[str, Field(min_length=1)]
+DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)]
 Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
@@ -82,7 +89,7 @@ class ModelConfig(Checked):
         default=None, description="tokenizer: a directory or a hub id, if not the model's own"
     )
     revision: Name | None = Field(default=None, description="branch, tag or commit of a hub id")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: DType = Field(
         default="auto", description="number format of weights and KV: auto, float32, bfloat16 or float16"
     )
     device: str = Field(default="auto", description="where the model runs: auto, cpu, cuda or cuda:N")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sagellm.core.errors import InvalidRequestError
+from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.sampling import checks
 from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N
 
@@ -60,6 +60,15 @@ class SamplingParams:
     bad_words: _Strings = ()  # kept as a tuple
     bad_words_token_ids: Collection[Sequence[int]] = ()  # kept as tuples
     extra_args: Mapping[str, Any] | None = field(default=None, hash=False)  # kept as a dict
+
+    if not TYPE_CHECKING:  # a type checker knows the names from the fields
+
+        def __new__(cls, *_: object, **given: object):  # noqa: D102
+            for name in given.keys() - cls.__dataclass_fields__.keys():
+                known = ", ".join(cls.__dataclass_fields__)
+                hint = nearest(name, cls.__dataclass_fields__)
+                raise InvalidRequestError(f"SamplingParams has no {name!r}; it has {known}.{hint}")
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in checks.INT_RANGES:

@@ -1,0 +1,100 @@
+"""What `LLMEngine(…)` takes by keyword, as engines/tools/engine_settings.py writes it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, TypedDict
+
+
+class EngineSettings(TypedDict, total=False):
+    """The settings of an engine by their flat names, but for `model`; docs/configuration.md lists them."""
+
+    engine_kind: str
+    """engine by name: llm is the one that comes with sageLLM"""
+    engine_options: dict[str, Any]
+    """options of the engine, as a YAML mapping; llm takes none"""
+    tokenizer: str | os.PathLike[str] | None
+    """tokenizer: a directory or a hub id, if not the model's own"""
+    revision: str | None
+    """branch, tag or commit of a hub id"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    """number format of weights and KV: auto, float32, bfloat16 or float16"""
+    device: str
+    """where the model runs: auto, cpu, cuda or cuda:N"""
+    quantization: str | None
+    """quantizer that the weights go through at loading"""
+    max_model_len: int | None
+    """longest prompt and output together, in tokens; null: the model's own"""
+    seed: int | None
+    """seed of requests that bring none; null: a fresh one each"""
+    block_size: int
+    """tokens in a KV block"""
+    num_blocks: int | None
+    """KV blocks; null: what memory allows, at most max_num_seqs of the longest sequences"""
+    gpu_memory_utilization: float | None
+    """share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU"""
+    kv_pool: str
+    """KV pool by name"""
+    kv_allocator: str
+    """allocator of KV blocks by name: free_list, buddy"""
+    kv_tiers: dict[str, Any]
+    """tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}"""
+    kv_fetch: Literal["cheaper", "always", "never"]
+    """whether KV comes back from a tier: cheaper (than computing it), always or never"""
+    kv_save_folder: str | os.PathLike[str] | None
+    """folder of `cache save` and `load`; null: sagellm/kv among the user's data"""
+    kv_max_saved: str | int
+    """most bytes of all saves together, as in 64GiB"""
+    enable_prefix_caching: bool
+    """reuse the KV of prompts that begin alike"""
+    prefix_cache: str
+    """prefix cache by name"""
+    prefix_cache_max_blocks: int | None
+    """most KV blocks that the cache keeps; null: all there are"""
+    prefix_cache_options: dict[str, Any]
+    """options of the prefix cache, as a YAML mapping"""
+    eviction_policy: str
+    """policy that chooses what is evicted, by name"""
+    eviction_options: dict[str, Any]
+    """options of the eviction policy, as a YAML mapping"""
+    scheduler: str
+    """scheduler by name"""
+    scheduler_passes: str | list[str] | tuple[str, ...]
+    """optimization passes by name, in order, separated by commas"""
+    max_num_batched_tokens: int
+    """most tokens computed in one step"""
+    max_num_seqs: int
+    """most sequences that run at once"""
+    lifetime_predictor: str
+    """lifetime predictor by name"""
+    forward_backend: str
+    """forward backend by name"""
+    attention_backend: str
+    """attention backend by name"""
+    logits_processors: str | list[str] | tuple[str, ...]
+    """logits processors by name, after the built-in ones, in order, separated by commas"""
+    trace: str | os.PathLike[str] | None
+    """file for a trace of steps and requests in Chrome's format, which Perfetto opens; one that is there is replaced"""
+    topology: str
+    """topology reader by name: tells what this machine has"""
+
+    # Names of vLLM's that may say what is so here anyway.
+    tensor_parallel_size: Literal[1]
+    pipeline_parallel_size: Literal[1]
+    data_parallel_size: Literal[1]
+    trust_remote_code: Literal[False]
+    enforce_eager: bool
+    disable_log_stats: bool
+    enable_chunked_prefill: Literal[True]
+    swap_space: Literal[0]
+    cpu_offload_gb: Literal[0]
+    kv_cache_dtype: Literal["auto"]
+    load_format: Literal["auto", "safetensors"]
+    tokenizer_mode: Literal["auto"]
+    skip_tokenizer_init: Literal[False]
+    enable_lora: Literal[False]
+    speculative_config: None
+    compilation_config: None
+    num_gpu_blocks_override: None
+    download_dir: None
+    hf_token: None

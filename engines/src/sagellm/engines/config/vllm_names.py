@@ -1,0 +1,58 @@
+"""Settings of vLLM that this engine does not have: values that change nothing, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sagellm.core import ConfigError
+
+
+class VLLMSetting(NamedTuple):
+    """A setting of vLLM's: what may be said because it is so here anyway, and why nothing else."""
+
+    accepts: tuple[object, ...]
+    instead: str
+
+
+_ONE_DEVICE = "a model runs on one device; `device` says which"
+_BOTH = (True, False)
+
+VLLM_NAMES: dict[str, VLLMSetting] = {
+    "tensor_parallel_size": VLLMSetting((1,), _ONE_DEVICE),
+    "pipeline_parallel_size": VLLMSetting((1,), _ONE_DEVICE),
+    "data_parallel_size": VLLMSetting((1,), "start one engine per replica"),
+    "trust_remote_code": VLLMSetting((False,), "code that comes with a checkpoint is never run"),
+    "enforce_eager": VLLMSetting(_BOTH, ""),
+    "disable_log_stats": VLLMSetting(_BOTH, ""),
+    "enable_chunked_prefill": VLLMSetting(
+        (True,), "long prompts are always computed in chunks, of max_num_batched_tokens at most"
+    ),
+    "swap_space": VLLMSetting((0,), "kv_tiers={'host': '4GiB'} keeps evicted KV in host memory"),
+    "cpu_offload_gb": VLLMSetting((0,), "weights are not offloaded; quantization='int8' makes them smaller"),
+    "kv_cache_dtype": VLLMSetting(("auto",), "KV has the number format of the weights, `dtype`"),
+    "load_format": VLLMSetting(("auto", "safetensors"), "weights are read from safetensors alone"),
+    "tokenizer_mode": VLLMSetting(("auto",), "the tokenizer is the one that transformers chooses"),
+    "skip_tokenizer_init": VLLMSetting((False,), "give SamplingParams(detokenize=False) to get no text"),
+    "enable_lora": VLLMSetting((False,), "adapters are not supported"),
+    "speculative_config": VLLMSetting((None,), "speculative decoding is not supported"),
+    "compilation_config": VLLMSetting((None,), "nothing is compiled"),
+    "num_gpu_blocks_override": VLLMSetting((None,), "num_blocks is the number of KV blocks"),
+    "download_dir": VLLMSetting((None,), "the environment variable HF_HUB_CACHE names the folder"),
+    "hf_token": VLLMSetting((None,), "the environment variable HF_TOKEN has the token"),
+}
+"""Name → what may be said, and what to write for all else."""
+
+
+def without_vllm_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those of vLLM that say what is so anyway. Raises ConfigError for others."""
+    for name in values.keys() & VLLM_NAMES.keys():
+        accepts, instead = VLLM_NAMES[name]
+        if not any(values[name] is accepted or _equal(values[name], accepted) for accepted in accepts):
+            one_of = " or ".join(map(repr, accepts))
+            raise ConfigError(f"{name} is {values[name]!r}; it can only be {one_of} here: {instead}")
+    return {name: value for name, value in values.items() if name not in VLLM_NAMES}
+
+
+def _equal(value: object, accepted: object) -> bool:
+    return type(value) in (int, float, str) and not isinstance(accepted, bool) and value == accepted
