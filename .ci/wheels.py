@@ -1,4 +1,4 @@
-"""Builds the nine wheels and uses each one alone.
+"""Builds the nine wheels, and the one that only names them, and uses each one alone.
 
 Each package's folder is copied out of the repository and built there. Its wheel is then installed
 into an environment of its own, with nothing beside it but what it depends on; there `pip check`
@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from venvs import MEMBERS, ROOT, Environment, Stopwatch
+from venvs import MEMBERS, META, ROOT, Environment, Stopwatch
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "dist", "build")
 
@@ -40,9 +40,9 @@ def main() -> None:
 def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:
     """Copy every folder out and build its wheel; return the wheels by folder."""
     builder = Environment(scratch / "builder")
-    builder.pip("install", "-q", "hatchling>=1.24")
+    builder.pip("install", "-q", "hatchling>=1.27")
     wheels: dict[str, Path] = {}
-    for folder in MEMBERS:
+    for folder in (*MEMBERS, META):
         alone = scratch / "folders" / folder
         shutil.copytree(ROOT / folder, alone, ignore=IGNORED)
         target = scratch / "wheels" / folder
@@ -55,7 +55,10 @@ def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:
 def write_constraints(scratch: Path, wheels: dict[str, Path]) -> Path:
     """Pin every package of ours to its wheel, so that nothing of that name comes from a registry."""
     path = scratch / "constraints.txt"
-    ours = [f"sagellm-{folder} @ {wheel.as_uri()}" for folder, wheel in wheels.items()]
+    ours = [
+        f"{'sagellm' if folder == META else f'sagellm-{folder}'} @ {wheel.as_uri()}"
+        for folder, wheel in wheels.items()
+    ]
     path.write_text((ROOT / "constraints.txt").read_text() + "\n".join(ours) + "\n")
     return path
 
@@ -65,6 +68,9 @@ def check(folder: str, scratch: Path, constraints: Path, core: Path, watch: Stop
     alone = scratch / "folders" / folder
     environment = Environment(scratch / "environments" / folder)
     environment.pip("install", "-q", "-c", str(constraints), f"sagellm-{folder}")
+    if folder == "engines":  # `sagellm` is this package by the name that people type first
+        environment.pip("install", "-q", "-c", str(constraints), "sagellm")
+        environment.execute(PROGRAM)
     environment.pip("check")
     watch.lap(f"{folder}: installed alone")
 
@@ -106,6 +112,11 @@ def examples(readme: Path) -> list[str]:
         sys.exit(f"{readme} has no ```python example")
     return found
 
+
+PROGRAM = """
+import subprocess, sys
+assert b"sageLLM" in subprocess.check_output([sys.executable, "-m", "sagellm", "--version"])
+"""
 
 PUBLIC_NAMES = """
 import importlib, sagellm
