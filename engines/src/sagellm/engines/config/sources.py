@@ -22,6 +22,8 @@ from sagellm.engines.config.settings import ALL_NAMES, flag_of
 from sagellm.engines.config.text import parse_text
 
 PREFIX = "SAGELLM_"
+_OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
+"""Variables that the plugin registry reads, though one begins like a section of settings."""
 DIRECTORY_FILE = "sagellm.yaml"
 
 
@@ -131,7 +133,7 @@ def _mapping(value: Any, what: str, flat_name: str = "") -> dict[str, Any]:
 def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
     """Yield one layer a variable `SAGELLM_SECTION__NAME`; an empty variable counts as not set."""
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or not text:
+        if not variable.startswith(PREFIX) or not text or variable in _OF_PLUGINS:
             continue
         section, separator, name = variable.removeprefix(PREFIX).lower().partition("__")
         key = f"{section}.{name}"
