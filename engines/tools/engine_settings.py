@@ -6,6 +6,7 @@ python engines/tools/engine_settings.py
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal, get_args, get_origin
 
 from sagellm.engines.config.explain import kind_of
@@ -54,12 +55,18 @@ def main() -> None:
 def source() -> str:
     """Return what the file has to hold."""
     rows = "".join(
-        f'    {name}: {type_of(name, key)}\n    """{field_of(key).description}"""\n'
+        f"    {name}: {type_of(name, key)}\n{described(key)}"
         for name, key in FLAT_NAMES.items()
         if name != "model"
     )
     vllm = "".join(f"    {name}: {type_of_values(each.accepts)}\n" for name, each in VLLM_NAMES.items())
     return HEAD + rows + VLLM + vllm
+
+
+def described(key: str) -> str:
+    """Write what a setting means, as editors show it, in lines of the repository's length."""
+    text = f'"""{field_of(key).description}"""'
+    return fill(text, width=110, initial_indent="    ", subsequent_indent="    ") + "\n"
 
 
 def type_of(name: str, key: str) -> str:
