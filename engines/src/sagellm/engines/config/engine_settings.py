@@ -74,8 +74,7 @@ class EngineSettings(TypedDict, total=False):
     logits_processors: str | list[str] | tuple[str, ...]
     """logits processors by name, after the built-in ones, in order, separated by commas"""
     trace: str | os.PathLike[str] | None
-    """file for a trace of steps and requests in Chrome's format, which Perfetto opens; one that is there is
-    replaced"""
+    """file for a trace of steps and requests in Chrome's format; one that is there is replaced"""
     topology: str
     """topology reader by name: tells what this machine has"""
 

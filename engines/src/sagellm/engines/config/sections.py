@@ -216,7 +216,7 @@ class TraceConfig(Checked):
 
     file: PathOrName | None = Field(
         default=None,
-        description="file for a trace of steps and requests in Chrome's format, which Perfetto opens; "
+        description="file for a trace of steps and requests in Chrome's format; "
         "one that is there is replaced",
     )
 
