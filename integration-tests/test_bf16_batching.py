@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parity import CHECKPOINTS, NUM_OUTPUT_TOKENS, SHORT, make_prompts
 
 from sagellm.engines import LLMEngine, SamplingParams
@@ -15,6 +16,21 @@ from sagellm.engines.testing import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 MARGIN_ULPS = 2.0  # a difference is allowed only below this top-2 margin, in bf16 ulps of the top logit
+
+
+def tokens_per_allowed_difference() -> int:
+    """10,000, or 1,000 where torch's own products already depend on the number of rows (AMX does)."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (64, 112, 128, 168, 1024):
+        weight = torch.randn(256, width, generator=generator).bfloat16()
+        rows = torch.randn(64, width, generator=generator).bfloat16()
+        alone = torch.cat([torch.nn.functional.linear(row[None], weight) for row in rows])
+        if any(
+            not torch.equal(torch.nn.functional.linear(rows[:number], weight), alone[:number])
+            for number in (8, 33, 64)
+        ):
+            return 1_000
+    return 10_000
 
 
 @dataclass
@@ -95,4 +111,4 @@ def test_bf16_in_a_batch_equals_bf16_alone(
     with capsys.disabled():
         print(f"\nbf16: {num_tokens} tokens, {allowed} allowed differences, {len(wrong)} wrong")
     assert not wrong
-    assert allowed <= max(1, num_tokens // 10_000)
+    assert allowed * tokens_per_allowed_difference() <= num_tokens
