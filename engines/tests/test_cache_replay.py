@@ -250,10 +250,10 @@ def test_options_are_those_of_the_configured_policy_alone():
 
 
 def test_a_policy_that_fails_is_not_judged(monkeypatch):
-    def fail(self):
+    def fail(self, num_blocks):
         raise ValueError("no victim today")
 
-    monkeypatch.setattr("sagellm.kvmgr.eviction.lru.LRUEvictionPolicy.victim", fail)
+    monkeypatch.setattr("sagellm.kvmgr.eviction.lru.LRUEvictionPolicy.victims", fail)
     requests = [TraceRequest(float(i), SIZE * 2, 1, token_ids=pack([i] * SIZE * 2)) for i in range(9)]
     with pytest.raises(PluginError, match="cannot be judged: LRUEvictionPolicy: ValueError: no victim today"):
         replay(requests, config(4), ignore)

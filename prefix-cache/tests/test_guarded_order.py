@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from sagellm.core import CachedNode
+from sagellm.core import CachedNode, NodeId, VirtualClock
 from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.core.testing import AuditError, AuditingEvictionPolicy
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 
-CALLS = ["on_insert", "on_hit", "on_remove", "add_candidate", "remove_candidate", "victim"]
+CALLS = ["on_insert", "on_hit", "on_resize", "on_remove", "add_candidate", "remove_candidate", "victim"]
 
 
 class Failing(NullEvictionPolicy):
@@ -22,7 +24,7 @@ class Failing(NullEvictionPolicy):
     def __init__(self, call: str, number: int, error: type[Exception] = RuntimeError) -> None:
         self._order, self._call, self._left, self._error = LeafLRU(), call, number, error
 
-    def _pass_on(self, call: str, *nodes: CachedNode) -> CachedNode | None:
+    def _pass_on(self, call: str, *nodes: Any) -> CachedNode | None:
         self._left -= call == self._call
         if not self._left:
             raise self._error(call)
@@ -33,6 +35,9 @@ class Failing(NullEvictionPolicy):
 
     def on_hit(self, node: CachedNode) -> None:
         self._pass_on("on_hit", node)
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        self._pass_on("on_resize", node, num_more)
 
     def on_remove(self, node: CachedNode) -> None:
         self._pass_on("on_remove", node)
@@ -67,8 +72,10 @@ def churn(cache: RadixPrefixCache, rng: random.Random) -> list[list[int]]:
     return given
 
 
-@pytest.mark.parametrize("number", [1, 2, 7, 20])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [(call, number) for call in CALLS for number in (1, 2, 7, 20) if (call, number) != ("on_resize", 20)],
+)
 def test_a_policy_that_fails_is_replaced_and_nothing_is_lost(caplog, call, number):
     for seed in range(5):
         cache = RadixPrefixCache(24, 1, eviction_policy=Failing(call, number))
@@ -93,3 +100,86 @@ def test_an_audit_accuses_the_cache():
     with pytest.raises(AuditError, match=f"node {leaf.node_id} became a candidate twice"):
         cache._tree.leaves.add(leaf)
     assert not cache.metrics().policy_failure
+
+
+class TakesAtOnce(NullEvictionPolicy):
+    """Yields two of its leaves, then what it is told to: an exception, or a node."""
+
+    def __init__(self, then: Exception | CachedNode) -> None:
+        self.leaves: dict[int, CachedNode] = {}
+        self._then = then
+
+    def add_candidate(self, node: CachedNode) -> None:
+        self.leaves[node.node_id] = node
+
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
+        for node in list(self.leaves.values())[:2]:
+            yield self.leaves.pop(node.node_id)
+        if isinstance(self._then, Exception):
+            raise self._then
+        yield self._then
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        (RuntimeError("no more"), "RuntimeError: no more"),
+        (CachedNode(node_id=NodeId(77), num_blocks=1, depth=1, created_ns=0, last_access_ns=0), "node 77"),
+    ],
+)
+def test_a_policy_that_fails_while_it_yields_victims_is_replaced_and_nothing_is_lost(then, message):
+    cache = RadixPrefixCache(24, 1, eviction_policy=TakesAtOnce(then))
+    for number in range(6):
+        cache.insert_prefix([number], [number])
+    assert cache.evict(4) == [0, 1, 2, 3]
+    assert message in cache.metrics().policy_failure
+    cache.check_integrity()
+    assert cache.evict(9) == [4, 5]
+
+
+def test_a_parent_that_becomes_a_leaf_is_the_next_victim_of_the_same_call():
+    cache = RadixPrefixCache(24, 1, clock=VirtualClock())
+    cache.insert_prefix([1], [0])
+    match = cache.lock(cache.match_prefix([1]))
+    cache.insert_prefix([1, 2], [0, 1])
+    cache.unlock(match)
+    cache.insert_prefix([7], [2])
+    assert cache.evict(2) == [1, 0]
+    cache.check_integrity()
+
+
+class CountsBlocks(NullEvictionPolicy):
+    """Adds up what it is told of sizes."""
+
+    num_blocks = 0
+
+    def on_insert(self, node: CachedNode) -> None:
+        self.num_blocks += node.num_blocks
+
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
+        pass
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        self.num_blocks += num_more
+
+    def on_remove(self, node: CachedNode) -> None:
+        self.num_blocks -= node.num_blocks
+
+
+class CountsAndEvicts(CountsBlocks):
+    """Names leaves by their last use as well."""
+
+    def __init__(self) -> None:
+        self._order = LeafLRU()
+        self.add_candidate, self.remove_candidate = self._order.add_candidate, self._order.remove_candidate
+        self.victim = self._order.victim
+
+
+def test_a_policy_is_told_of_every_block_that_comes_and_goes():
+    for seed in range(20):
+        policy = CountsAndEvicts()
+        cache = RadixPrefixCache(24, 1, eviction_policy=policy, reuses_partial_blocks=False)
+        churn(cache, random.Random(seed))
+        cache.evict(3)
+        assert policy.num_blocks == cache.metrics().num_blocks > 0
+        assert not cache.metrics().policy_failure

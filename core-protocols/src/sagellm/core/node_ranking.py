@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
@@ -34,6 +34,7 @@ class NodeRanking:
         self._heap: list[_Entry] = []
         self._live: dict[NodeId, _Entry] = {}  # any other entry is stale
         self._num_entries = 0
+        self.num_taken = 0  # by `take`
 
     def __len__(self) -> int:
         return len(self._live)
@@ -78,6 +79,32 @@ class NodeRanking:
             heappop(heap)
             self._num_entries -= 1
         return None if best is None else best[2]
+
+    def take(self, num_blocks: int) -> Iterator[CachedNode]:
+        """Yield nodes in order, which are taken out, while whole ones fit into so many blocks together.
+
+        Others may be added between two.
+        """
+        live = self._live
+        while num_blocks > 0:
+            queue = self._queues[0] if len(self._queues) == 1 and not self._heap else None
+            if queue:  # the usual case, without a call
+                entry = queue[0]
+                if live.get(entry[1]) is not entry:
+                    queue.popleft()
+                    self._num_entries -= 1
+                    continue
+                node = entry[2]
+            elif (found := self.first()) is not None:
+                node = found
+            else:
+                return
+            num_blocks -= node.num_blocks
+            if num_blocks < 0:
+                return
+            del live[node.node_id]
+            self.num_taken += 1
+            yield node
 
     def key_of(self, node: CachedNode) -> RankingKey:
         """Return the key of a node as it was when the node was added. Raises KeyError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.core.ids import NodeId
@@ -78,8 +78,8 @@ class EvictionPolicyProtocol(ABC):
     calls back. All calls come from one thread at a time. A node that is split is reported to
     `on_split`: its upper part is new and inherits the counts; the lower part keeps its id.
 
-    `num_blocks` and `depth` of a node may change without a call: it is split, it grows at its end,
-    or a victim gives up only its end and stays the candidate that it was. When `last_access_ns` of
+    `num_blocks` and `depth` of a node change when it is split, and else with `on_resize`: it grew at its
+    end, or a victim gave up only its end and stays the candidate that it was. When `last_access_ns` of
     a candidate changes without a hit (its prefix was inserted again), the cache takes it out and
     adds it again.
     """
@@ -93,9 +93,16 @@ class EvictionPolicyProtocol(ABC):
         del lower
         self.on_insert(upper)
 
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        """A node has so many blocks more at its end than before, or fewer. Ignored by default."""
+        del node, num_more
+
     @abstractmethod
     def on_hit(self, node: CachedNode) -> None:
-        """Blocks of the node are being reused; its counts are updated already."""
+        """Blocks of the node are being reused; its counts are updated already.
+
+        A path is hit as a whole, its deepest node first.
+        """
 
     @abstractmethod
     def on_remove(self, node: CachedNode) -> None:
@@ -112,6 +119,17 @@ class EvictionPolicyProtocol(ABC):
     @abstractmethod
     def victim(self) -> CachedNode | None:
         """Return the candidate to evict first, or None when there is none. Changes no order."""
+
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
+        """Yield candidates to evict whole, the first to go first, of at most `num_blocks` blocks together.
+
+        The fast way to evict much: `remove_candidate` and `on_remove` are not called for what is yielded,
+        it is gone. The cache takes it out before it asks for the next one and may `add_candidate` what it
+        was below, which may come next. It asks `victim` for what is left when this ends, so that a policy
+        may end it whenever a victim should give up only its end, or at once as it does by default.
+        """
+        del num_blocks
+        return iter(())
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Return how many of the wanted blocks the victim gives up from its end, at least one.

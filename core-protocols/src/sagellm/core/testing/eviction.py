@@ -147,6 +147,25 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
         differing = unpinned ^ set(self.make().select_victims(candidates, 10_000))
         assert not differing, f"{len(differing)} sequences are missing or were not to be chosen"
 
+    def test_leaves_taken_at_once_are_those_that_are_named_one_by_one(self) -> None:
+        """In the same order, whole, and no more than wanted; a policy may leave it to `victim`."""
+        at_once, one_by_one = self.make(), self.make()
+        for node_id in range(1, 41):
+            for policy in (at_once, one_by_one):
+                node = make_node(node_id, num_blocks=1 + node_id % 3)
+                policy.on_insert(node)
+                policy.add_candidate(node)
+        taken = [(node.node_id, node.num_blocks) for node in at_once.victims(30)]
+        assert sum(num_blocks for _, num_blocks in taken) <= 30
+        for node_id, _ in taken:
+            named = one_by_one.victim()
+            assert named is not None
+            assert named.node_id == node_id
+            one_by_one.remove_candidate(named)
+            one_by_one.on_remove(named)
+        counted = (at_once.metrics().num_victims, at_once.metrics().num_candidates)
+        assert counted == (len(taken), 40 - len(taken))
+
     def test_metrics_count_what_was_reported(self) -> None:
         """A victim is a node that left after it was named."""
         policy = self.make()

@@ -89,6 +89,15 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
         """The cache asks who is next and takes its blocks."""
         self._remove(self.policy.victim())
 
+    @rule(num_blocks=st.integers(1, 12))
+    def evict_at_once(self, num_blocks: int) -> None:
+        """The cache takes leaves that go whole, of so many blocks."""
+        for node in self.policy.victims(num_blocks):
+            assert node in self.leaves, f"node {node.node_id} was yielded: {self._what_is(node)}"
+            num_blocks -= node.num_blocks
+            assert num_blocks >= 0, f"node {node.node_id} was yielded and is larger than what was wanted"
+            self.leaves.remove(node)
+
     @rule(pick=_PICK)
     def drop(self, pick: int) -> None:
         """The cache is cleared, which asks no policy."""

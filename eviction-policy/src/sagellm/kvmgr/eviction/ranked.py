@@ -68,6 +68,12 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
         self._named = None if node is None else node.node_id
         return node
 
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
+        """Yield candidates by their keys; none where a subclass wants to be told of each that leaves."""
+        if type(self).on_remove is not RankedEvictionPolicy.on_remove:
+            return iter(())
+        return self._ranking.take(num_blocks)
+
     def select_victims(
         self, candidates: Sequence[EvictionCandidate], required_blocks: int
     ) -> list[SequenceId]:
@@ -79,7 +85,8 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
 
     def metrics(self) -> EvictionMetrics:
         """Return the counts so far. A victim is counted when it leaves whole."""
-        return replace(self._metrics, num_candidates=len(self._ranking), details={})
+        num_victims = self._metrics.num_victims + self._ranking.num_taken
+        return replace(self._metrics, num_victims=num_victims, num_candidates=len(self._ranking), details={})
 
 
 def in_order(candidates: Iterable[EvictionCandidate], *keys: SequenceKey) -> Iterator[EvictionCandidate]:

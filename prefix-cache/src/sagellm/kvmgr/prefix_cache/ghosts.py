@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.kv_events import RemovalReason
+
+if TYPE_CHECKING:
+    from sagellm.kvmgr.prefix_cache.node import PrefixNode
 
 _FILTER_BITS_A_GHOST = 64
 _MAX_STALE = 1024
@@ -50,13 +53,18 @@ class Ghosts:
         self._departed: deque[tuple[Sequence[int], _Entry]] = deque()  # oldest first; some came back
         self._num_departed = 0  # keys in there
         self._num_bits = _FILTER_BITS_A_GHOST * max_blocks + 8
+        self._unfiled: list[tuple[list[PrefixNode], Departure]] = []
         self._forgotten: bytearray | None = None  # made when the first goes
 
     def __len__(self) -> int:
+        if self._unfiled:
+            self._file()
         return len(self._ghosts)
 
     def remember(self, keys: Sequence[int], node: CachedNode, departure: Departure) -> None:
         """Note what became of the blocks with these keys."""
+        if self._unfiled:
+            self._file()
         if len(keys) > self.max_blocks:
             keys = keys[-self.max_blocks :]
         ghosts = self._ghosts
@@ -65,36 +73,69 @@ class Ghosts:
             ghosts[key] = ghost
         self._departed.append((keys, ghost))
         self._num_departed += len(keys)
-        if len(ghosts) > self.max_blocks or self._num_departed > 2 * len(ghosts) + _MAX_STALE:
-            self._drop_oldest()
+        self._keep_to_budget()
+
+    def remember_all(self, nodes: list[PrefixNode], departure: Departure) -> None:
+        """Note what became of all blocks of some nodes, which know their keys and are not used any more.
+
+        They are filed when ghosts are next looked for: an eviction waits for them less than an insertion.
+        """
+        if nodes:
+            self._unfiled.append((nodes, departure))
+
+    def _file(self) -> None:
+        """Put what left since into its place."""
+        ghosts, append = self._ghosts, self._departed.append
+        num_blocks = 0
+        for nodes, departure in self._unfiled:
+            for node in nodes:
+                keys = node.keys or ()
+                ghost = (node.node_id, node.access_count, node.last_access_ns, departure)
+                for key in keys:
+                    ghosts[key] = ghost
+                append((keys, ghost))
+                num_blocks += len(keys)
+        self._unfiled.clear()
+        self._num_departed += num_blocks
+        self._keep_to_budget()
 
     def find(self, key: int) -> Ghost | None:
         """Return what became of a block."""
+        if self._unfiled:
+            self._file()
         found = self._ghosts.get(key)
         return None if found is None else Ghost(*found)
 
     def may_have_forgotten(self, key: int) -> bool:
         """Say whether a block may have been evicted so long ago that its ghost went."""
+        if self._unfiled:
+            self._file()
         bits = self._forgotten
         return bits is not None and all(bits[bit >> 3] >> (bit & 7) & 1 for bit in self._bits_of(key))
 
-    def revive(self, key: int, edge: bytes, block_bytes: int) -> tuple[Ghost | None, int]:
+    def revive(self, key: int, edge: bytes, block_bytes: int, keys: list[int]) -> tuple[Ghost | None, int]:
         """Forget the blocks of an edge that are back; `key` is its parent's.
 
-        Returns the deepest of them and how many bytes of the edge they are.
+        Returns the deepest of them and how many bytes of the edge they are. The keys that were made for it
+        are added to `keys`.
         """
+        if self._unfiled:
+            self._file()
         deepest: _Entry | None = None
         for begin in range(0, len(edge), block_bytes):
-            key = block_key(key, edge[begin : begin + block_bytes])
+            key = hash((key, edge[begin : begin + block_bytes]))
+            keys.append(key)
             ghost = self._ghosts.pop(key, None)
             if ghost is None:
                 return Ghost(*deepest) if deepest else None, begin
             deepest = ghost
         return Ghost(*deepest) if deepest else None, len(edge)
 
-    def _drop_oldest(self) -> None:
-        """Keep to the budget, and let go of what came back."""
+    def _keep_to_budget(self) -> None:
+        """Drop the oldest, and let go of what came back."""
         departed = self._departed
+        if len(self._ghosts) <= self.max_blocks and self._num_departed <= 2 * len(self._ghosts) + _MAX_STALE:
+            return
         while departed and len(self._ghosts) > self.max_blocks:
             keys, ghost = departed.popleft()
             self._num_departed -= len(keys)

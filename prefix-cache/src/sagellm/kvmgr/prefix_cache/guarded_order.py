@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from sagellm.core.errors import PluginError
 from sagellm.core.logging import get_logger
@@ -37,6 +37,13 @@ class GuardedOrder:
             self.current.on_split(upper, lower)
         except Exception as error:
             self._replace(error).on_split(upper, lower)
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        """Pass it on."""
+        try:
+            self.current.on_resize(node, num_more)
+        except Exception as error:
+            self._replace(error)
 
     def on_hit(self, node: CachedNode) -> None:
         """Pass it on."""
@@ -73,6 +80,17 @@ class GuardedOrder:
             return self.current.victim()
         except Exception as error:
             return self._replace(error).victim()
+
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
+        """Return what the policy yields; whoever asks for the next one passes what is raised to `fail`."""
+        try:
+            return iter(self.current.victims(num_blocks))
+        except Exception as error:
+            return self._replace(error).victims(num_blocks)
+
+    def fail(self, error: Exception) -> None:
+        """Take an error for the failure of the policy."""
+        self._replace(error)
 
     def refuse(self, node: CachedNode) -> None:
         """Take a victim that is no unlocked leaf for the failure it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Protocol
 
@@ -15,11 +16,13 @@ class LeafOrder(Protocol):
 
     def on_insert(self, node: CachedNode) -> None: ...  # noqa: D102
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None: ...  # noqa: D102
+    def on_resize(self, node: CachedNode, num_more: int) -> None: ...  # noqa: D102
     def on_hit(self, node: CachedNode) -> None: ...  # noqa: D102
     def on_remove(self, node: CachedNode) -> None: ...  # noqa: D102
     def add_candidate(self, node: CachedNode) -> None: ...  # noqa: D102
     def remove_candidate(self, node: CachedNode) -> None: ...  # noqa: D102
     def victim(self) -> CachedNode | None: ...  # noqa: D102
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]: ...  # noqa: D102
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int: ...  # noqa: D102
 
 
@@ -33,6 +36,9 @@ class LeafLRU:
         """Recency is all that counts."""
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
+        """Recency is all that counts."""
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
         """Recency is all that counts."""
 
     def on_hit(self, node: CachedNode) -> None:
@@ -52,6 +58,10 @@ class LeafLRU:
     def victim(self) -> CachedNode | None:
         """Return the leaf that was not used for the longest time."""
         return self._leaves.first()
+
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
+        """Yield leaves that go whole."""
+        return self._leaves.take(num_blocks)
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Take all that is wanted."""

@@ -68,18 +68,49 @@ class Ledger:
             keys = keys_of(node, self._block_bytes)
             gone_keys = keys if num_blocks == len(keys) else keys[-num_blocks:]
             self.ghosts.remember(gone_keys, node, departure)
+        if self.tells:
+            self.tell(node, num_blocks, departure)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what leaves becomes a ghost, which takes the keys of its blocks."""
+        return self.ghosts.max_blocks > 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether anybody wants to be told of what leaves."""
+        return bool(self.events.sinks) or self.events.keep is not None
+
+    def tell(self, node: PrefixNode, num_blocks: int, departure: Departure) -> None:
+        """Tell of the last blocks of a node, which are still there, that they are going."""
         if self.events.keep is not None and departure.reason != "cleared":
             self.events.show(node, num_blocks)
         if self.events.sinks:
             self.events.leaving(node, num_blocks, departure)
 
+    def left(self, nodes: list[PrefixNode], departure: Departure) -> None:
+        """Note that whole nodes, which know their keys if ghosts are remembered, have left."""
+        usage, num_blocks = TenantUsage(), 0
+        for node in nodes:
+            if node.usage is not usage:
+                usage.num_blocks -= num_blocks
+                usage.num_evicted_blocks += num_blocks
+                usage, num_blocks = node.usage, 0
+            num_blocks += node.num_blocks
+        usage.num_blocks -= num_blocks
+        usage.num_evicted_blocks += num_blocks
+        if self.ghosts.max_blocks:
+            self.ghosts.remember_all(nodes, departure)
+
     def revive(self, leaf: PrefixNode, parent: PrefixNode) -> None:
         """Let a new leaf go on from what it was before it was evicted."""
-        if not self.ghosts:
+        if not self.ghosts.max_blocks:
             return
+        keys: list[int] = []
         ghost, num_bytes = self.ghosts.revive(
-            end_key(parent, self._block_bytes), leaf.edge, self._block_bytes
+            end_key(parent, self._block_bytes), leaf.edge, self._block_bytes, keys
         )
+        leaf.keys = keys  # of its first blocks; the rest are made when they are wanted
         if ghost is not None:
             leaf.former_id, leaf.former_access_ns = ghost.node_id, ghost.last_access_ns
             leaf.former_depth = parent.depth + num_bytes // TOKEN_BYTES
@@ -88,7 +119,7 @@ class Ledger:
     def revive_behind(self, node: PrefixNode, tail: bytes) -> None:
         """Forget the ghosts of what a node is being extended with."""
         if self.ghosts:
-            self.ghosts.revive(end_key(node, self._block_bytes), tail, self._block_bytes)
+            self.ghosts.revive(end_key(node, self._block_bytes), tail, self._block_bytes, [])
 
     def _forget_idle(self) -> None:
         """Let the older accounts without blocks go; nobody else holds one. O(1) a new account, amortised."""

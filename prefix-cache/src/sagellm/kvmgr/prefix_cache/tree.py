@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
+from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.prefix_cache import PrefixMatch
-from sagellm.kvmgr.prefix_cache.edges import Found, split, walk
+from sagellm.kvmgr.prefix_cache.edges import Found, keys_of, split, walk
 from sagellm.kvmgr.prefix_cache.ghosts import Departure
 from sagellm.kvmgr.prefix_cache.integrity import check_tree
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
@@ -180,6 +181,8 @@ class RadixTree:
         num_blocks -= len(partials)
         order = self.leaves.order if own is None else self.leaves.of_account(own)
         try:
+            if own is None and num_blocks > 0:
+                self._drop_whole(num_blocks, departure, dropped)
             while (wanted := num_blocks - len(dropped)) > 0 and (node := order.victim()) is not None:
                 if not isinstance(node, PrefixNode) or not node.parent or node.children or node.lock_count:
                     assert own is None, f"node {node.node_id} is no leaf of {own}'s"
@@ -276,25 +279,81 @@ class RadixTree:
         node.num_blocks += len(new)
         node.depth += len(new) * self.block_size
         self.ledger.entered(node, len(new))
+        self.leaves.order.on_resize(node, len(new))
 
     def _drop(self, node: PrefixNode, departure: Departure) -> list[BlockId]:
         """Take a leaf out; the caller counts its blocks out."""
         self.ledger.leaving(node, node.num_blocks, departure)
-        parent = node.parent
-        assert parent is not None, "a root is no victim"
         behind = self.partials.drop_behind(node) if node.partials else []
-        del parent.children[node.edge[: self.block_bytes]]
-        node.parent = None
+        parent = self._detach(node)
         self.num_nodes -= 1
         self.leaves.order.leave(node)
         if self.leaves.has_quotas:
             self.leaves.remove_own(node)
         if not parent.children:
-            if parent.parent is None:
-                self._drop_root(parent)
-            elif not parent.lock_count:
-                self.leaves.add(parent)
+            self._bare(parent)
         return node.block_ids + behind if behind else node.block_ids
+
+    def _drop_whole(self, num_blocks: int, departure: Departure, dropped: list[BlockId]) -> None:
+        """Take out leaves that go whole, as many as the order yields, and add their blocks to `dropped`.
+
+        What this does for a leaf counts: a cache of one-block leaves gives up hundreds of them at once.
+        """
+        leaves, ledger, block_bytes = self.leaves, self.ledger, self.block_bytes
+        remembers, tells, has_quotas = ledger.remembers, ledger.tells, leaves.has_quotas
+        gone: list[PrefixNode] = []
+        order = leaves.order
+        policy, victims = order.current, order.victims(num_blocks)
+        try:
+            while order.current is policy and (node := self._next_whole(victims, num_blocks)) is not None:
+                num_blocks -= node.num_blocks
+                if tells:
+                    ledger.tell(node, node.num_blocks, departure)
+                if remembers and (node.keys is None or len(node.keys) < node.num_blocks):
+                    keys_of(node, block_bytes)
+                gone.append(node)
+                dropped += node.block_ids
+                if node.partials:
+                    dropped += self.partials.drop_behind(node)
+                if has_quotas:
+                    leaves.remove_own(node)
+                parent = self._detach(node)
+                if not parent.children:
+                    self._bare(parent)
+        finally:
+            self.num_nodes -= len(gone)
+            ledger.left(gone, departure)
+
+    def _next_whole(self, victims: Iterator[CachedNode], num_blocks: int) -> PrefixNode | None:
+        """Return the next leaf that goes whole; None after the last one, or when the policy failed."""
+        order = self.leaves.order
+        try:
+            node = next(victims, None)
+        except Exception as error:
+            order.fail(error)
+            return None
+        if node is None:
+            return None
+        is_leaf = type(node) is PrefixNode and node.parent and not (node.children or node.lock_count)
+        if is_leaf and node.num_blocks <= num_blocks:
+            return node  # type: ignore[return-value]  # the type was asked for
+        order.refuse(node)
+        return None
+
+    def _detach(self, node: PrefixNode) -> PrefixNode:
+        """Take a leaf from its parent and return that."""
+        parent = node.parent
+        assert parent is not None, "a root is no victim"
+        del parent.children[node.edge[: self.block_bytes]]
+        node.parent = None
+        return parent
+
+    def _bare(self, node: PrefixNode) -> None:
+        """Note that a node has no children any more."""
+        if node.parent is None:
+            self._drop_root(node)
+        elif not node.lock_count:
+            self.leaves.add(node)
 
     def _shorten(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
         """Take the end of a leaf; the caller counts its blocks out."""
@@ -309,6 +368,7 @@ class RadixTree:
             if by_block is not None:
                 del by_block[node.num_blocks :]
         node.depth -= num_blocks * self.block_size
+        self.leaves.order.on_resize(node, -num_blocks)
         return dropped
 
     def _drop_partials(self, num_blocks: int) -> list[BlockId]:
