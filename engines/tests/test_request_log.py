@@ -20,7 +20,7 @@ def log_of(*names: str, num_tokens: int = 3) -> RequestLog:
                 namespace=Namespace(),
                 token_ids=pack(range(num_tokens)),
                 admitted_ns=index,
-                explanation=MISS,
+                explain=lambda: MISS,
             )
         )
     return log

@@ -109,3 +109,30 @@ def test_a_miss_never_ends_before_what_was_reused():
         cache.insert_prefix([index, 1, 2, 3], [index])
     found = cache.explain_miss([0, 1, 2, 9, 8])
     assert (found.match_length, found.diverges_at, found.cause) == (3, 3, "never_seen")
+
+
+def test_what_was_noted_at_a_miss_explains_it_after_the_prompt_was_cached():
+    clock = VirtualClock()
+    cache = RadixPrefixCache(10, SIZE, clock=clock)
+    cache.insert_prefix(range(16), blocks(0, 4), A)
+    cache.evict(3, namespace=B)
+    prompt = [*range(16), 99]
+    match = cache.match_prefix(prompt, A)
+    now, noted = cache.explain_miss(prompt, A), cache.note_miss(prompt, match)
+    assert (now.cause, now.num_evicted_blocks) == ("evicted", 3)
+    clock.advance_ns(5)
+    cache.insert_prefix(range(16), [0, *blocks(10, 3)], A)
+    assert cache.explain_miss(prompt[:16], A).cause == "none"
+    assert noted() == now
+
+
+def test_what_others_cached_after_a_miss_does_not_explain_it():
+    clock = VirtualClock()
+    cache = RadixPrefixCache(10, SIZE, clock=clock)
+    unseen, seen = range(8), range(100, 108)
+    cache.insert_prefix(seen, blocks(0, 2), B)
+    explain_unseen = cache.note_miss(unseen, cache.match_prefix(unseen, A))
+    explain_seen = cache.note_miss(seen, cache.match_prefix(seen, A))
+    clock.advance_ns(5)
+    cache.insert_prefix(unseen, blocks(4, 2), B)
+    assert (explain_unseen().cause, explain_seen().cause) == ("never_seen", "other_tenant")

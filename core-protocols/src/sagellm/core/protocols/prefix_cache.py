@@ -168,6 +168,16 @@ class PrefixCacheProtocol(ABC):
             diverges_at=match_length,
         )
 
+    def note_miss(self, token_ids: TokenIdsLike, match: PrefixMatch) -> Callable[[], MissExplanation]:
+        """Note why no more of some tokens matched, as `explain_miss` would say now; the result says it later.
+
+        `match` is what was found of them just now, locked or not. Comes with every admission, so it should
+        cost next to nothing: the explanation itself may wait until it is asked for, which is seldom. By
+        default it is made at once.
+        """
+        explanation = self.explain_miss(token_ids, match.namespace)
+        return lambda: explanation
+
     def move_blocks(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Hold the second block of each pair in place of the first, where it holds that; KV was copied.
 

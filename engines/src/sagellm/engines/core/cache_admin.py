@@ -33,9 +33,9 @@ class CacheAdmin:
         logits of all positions are wanted of, and `one_token`.
         """
         logged = self._kv.log.find(request)
-        found = asdict(logged.explanation)
+        found = asdict(logged.explain())
         evicted_ns = found.pop("evicted_ns")
-        if not logged.explanation.num_tokens and found["cause"] != "disabled":
+        if not found["num_tokens"] and found["cause"] != "disabled":
             found["cause"] = "scored" if logged.is_scored else "one_token"
         if found["policy"] is not None:
             found["policy"] = self._policy_name(found["policy"])

@@ -130,7 +130,7 @@ class KVCacheManager:
         match = self.cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
         with ExitStack() as undo:
             undo.callback(self.cache.unlock, match)
-            explanation = self.cache.explain_miss(reusable, namespace) if first_time else None
+            explain = self.cache.note_miss(reusable, match) if first_time else None
             new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
             undo.callback(self._pool.free, new_blocks)
             self._pool.share(match.block_ids)
@@ -142,9 +142,9 @@ class KVCacheManager:
         self._fetched.discard(sequence.sequence_id)
         sequence.match = match
         sequence.block_ids = [*match.block_ids, *new_blocks]
-        if explanation is not None:
+        if explain is not None:
             sequence.num_cached_tokens = match.match_length
-            self.log.add(LoggedRequest.of(sequence, explanation, self._clock.now_ns()))
+            self.log.add(LoggedRequest.of(sequence, explain, self._clock.now_ns()))
         schedule = sequence.schedule
         schedule.num_computed_tokens = match.match_length
         schedule.num_blocks = len(sequence.block_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,11 +23,11 @@ class LoggedRequest:
     namespace: Namespace
     token_ids: TokenIds
     admitted_ns: int
-    explanation: MissExplanation
+    explain: Callable[[], MissExplanation]  # why no more of it matched
     is_scored: bool = False  # its prompt's log-probabilities are wanted, so nothing was looked up
 
     @classmethod
-    def of(cls, sequence: Sequence, explanation: MissExplanation, admitted_ns: int) -> Self:
+    def of(cls, sequence: Sequence, explain: Callable[[], MissExplanation], admitted_ns: int) -> Self:
         """Note what a sequence asked for that is admitted."""
         request = sequence.request
         return cls(
@@ -34,7 +35,7 @@ class LoggedRequest:
             namespace=request.namespace,
             token_ids=request.token_ids,
             admitted_ns=admitted_ns,
-            explanation=explanation,
+            explain=explain,
             is_scored=sequence.num_to_score > 0,
         )
 

@@ -29,7 +29,7 @@ from sagellm.core.protocols.prefix_cache import (
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.tokens import TokenIdsLike, pack
-from sagellm.kvmgr.prefix_cache.explain import explain_miss
+from sagellm.kvmgr.prefix_cache.explain import explain, explain_miss, note_miss
 from sagellm.kvmgr.prefix_cache.ghosts import Departure
 from sagellm.kvmgr.prefix_cache.insertion import Offer, insert
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
@@ -311,7 +311,21 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """Say why no more of some tokens would match now. Counts nothing."""
         data = pack(token_ids).data
         with self._mutex:
-            return explain_miss(self._tree, data, namespace)
+            return explain_miss(self._tree, data, namespace, self._clock.now_ns())
+
+    def note_miss(self, token_ids: TokenIdsLike, match: PrefixMatch) -> Callable[[], MissExplanation]:
+        """Note why no more of some tokens matched. Costs 1 µs, or 0.2 µs a block that was evicted."""
+        data, tree = pack(token_ids).data, self._tree
+        with self._mutex:
+            position = match.match_length // self.block_size * self.block_size * TOKEN_BYTES
+            node = end_of(match, tree) or tree.roots.get(match.namespace)
+            miss = note_miss(tree, data, node, position, match.namespace, self._clock.now_ns())
+
+        def explain_later() -> MissExplanation:
+            with self._mutex:
+                return explain(tree, data, miss)
+
+        return explain_later
 
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
         """Show `keep` what is about to be evicted; if it raises, it is shown nothing more."""
