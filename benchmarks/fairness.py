@@ -1,7 +1,9 @@
-"""How evenly tenants share a cache: `python benchmarks/fairness.py TRACE`, with named blocks (Mooncake's).
+"""How evenly tenants share a cache: `python benchmarks/fairness.py [TRACE]`, a trace with named blocks.
 
-The trace is dealt by conversation (requests that share more than the blocks that all begin with) to tenants
-of equal weight, the first with ten times the conversations of each other one; they share no blocks.
+Without one, on the chat of `loads.py`. The trace of the kept figures is `conversation_trace.jsonl` of
+https://github.com/kvcache-ai/Mooncake (FAST25-release/traces, Apache-2.0). It is dealt by conversation
+(requests that share more than the blocks that all begin with) to tenants of equal weight, the first with
+ten times the conversations of each other one; they share no blocks.
 x = tokens saved ÷ tokens that the tenant saves alone in its share of the blocks, same policy.
 """
 
@@ -15,7 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from common import output_flags, publish
+from common import RESULTS, output_flags, publish
+from loads import chat
 
 from sagellm.core import TraceRequest, jains_index
 from sagellm.engines import EngineConfig
@@ -118,20 +121,24 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--prompts", type=int, default=4000, help="of the chat that is made without a trace")
     parser.add_argument("--blocks", type=int, default=5000)
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--factor", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     output_flags(parser, "fairness")
     options = parser.parse_args()
-    requests = deal(read_trace(options.trace), options.tenants, options.factor, options.seed)
+    if options.trace is None and options.save == RESULTS / "fairness.json":
+        options.save = RESULTS / "fairness-chat.json"
+    whole = chat(options.seed, options.prompts) if options.trace is None else read_trace(options.trace)
+    requests = deal(whole, options.tenants, options.factor, options.seed)
     found = {name: measure(requests, settings, options.blocks) for name, settings in POLICIES.items()}
     publish(
         "fairness",
         as_text(found),
         options,
-        trace=options.trace.name,
+        trace="chat" if options.trace is None else options.trace.name,
         blocks=options.blocks,
         seed=options.seed,
         policies=found,

@@ -21,7 +21,7 @@ from sagellm.core.protocols.eviction import (
 )
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
 from sagellm.kvmgr.eviction.ranked import choose
-from sagellm.kvmgr.eviction.return_model import ReturnModel
+from sagellm.kvmgr.eviction.return_model import ReturnModels
 from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy
 
 _logger = get_logger(__name__)
@@ -96,6 +96,10 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._metrics.num_inserted += 1
         self._count(lower)
         self._count(upper).policy.on_split(upper, lower)
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        """Count it anew."""
+        self._count(node).policy.on_resize(node, num_more)
 
     def on_hit(self, node: CachedNode) -> None:
         """Tell its tenant's policy."""
@@ -245,10 +249,10 @@ def _by_use(group: list[EvictionCandidate]) -> Iterator[EvictionCandidate]:
 
 
 def _maker(within: str) -> Callable[[], EvictionPolicyProtocol]:
-    model = ReturnModel()
+    models = ReturnModels()
     makers: dict[str, Callable[[], EvictionPolicyProtocol]] = {
         "lru": LRUEvictionPolicy,
-        "reuse": lambda: ReuseEvictionPolicy.sharing(model),
+        "reuse": lambda: ReuseEvictionPolicy.sharing(models),
     }
     if within not in makers:
         raise ConfigError(f"within is {within!r}; what ranks a tenant's blocks is one of {', '.join(makers)}")

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sagellm.kvmgr.eviction.return_ranking import Worth
 
 _Floats = NDArray[np.float64]
 
 TYPICAL_GAP_S = 120.0
 """Between two turns, before anything was learnt."""
 
+NUM_CHANCES = 32
+"""The worth of room is tabulated for so many chances."""
+
 _LOG_TYPICAL = math.log(TYPICAL_GAP_S)
-_NUM_AGES = 40
-_AGES: _Floats = np.concatenate([[0.0], np.geomspace(0.06, 40.0, _NUM_AGES)])  # in a conversation's own pace
+_NUM_AGES = 48
+_AGES: _Floats = np.concatenate([[0.0], np.geomspace(0.06, 200.0, _NUM_AGES)])  # in a conversation's own pace
 _WIDTHS: _Floats = np.diff(_AGES)
-_LOG_FIRST, _LOG_STEP = math.log(0.06), math.log(40.0 / 0.06) / (_NUM_AGES - 1)
-_NUM_CHANCES = 64
+_EDGES: list[float] = _AGES.tolist()
+_LATER = np.tri(_NUM_AGES + 1, k=-1, dtype=bool).T[:-1]  # (ages, ages + 1): whether the second is later
 _NUM_FEATURES, _NUM_PACE = 16, 3
-_MAX_LOGIT, _MAX_HALVINGS = 30.0, 8
+_MAX_LOGIT, _MAX_STEP, _LEAST_CURVATURE = 30.0, 1.0, 0.02
+_ROWS_A_SLICE, _CHANCES_A_SLICE = 512, 8
+_FIRST_TURNS, _FEW_TURNS = 100, 2048
+_LEAST_SPAN_S = 1e-3
 
 
-class Turn(NamedTuple):
+class TurnFacts(NamedTuple):
     """What is known of one turn of a conversation when it comes."""
 
     time_s: float
@@ -45,11 +56,17 @@ class ReturnModel:
 
     What room is worth: max over T of P(back before T) ÷ E[time until back or T], the Gittins index of
     a renewal process (J. C. Gittins, 1979), in returns per second.
+
+    Learning goes on all the time, over the last `window` turns in a circle: with every eighth turn, at first
+    with every third, a slice of 512 of them is summed up, and at the end of each round comes one step of
+    EM. A slice takes 0.05 to 0.2 ms and no other call more than a few µs.
     """
 
-    def __init__(self, *, window: int = 8192, refit_every: int = 100) -> None:
-        self._window, self._refit_every = window, refit_every
-        self._num_turns = self._num_fitted = 0
+    def __init__(self, *, window: int = 8192) -> None:
+        self.version = 0  # of the answers of `worth`
+        self._window = window
+        self._num_turns = 0
+        self._now_s = 0.0
         self._features = np.zeros((window, _NUM_FEATURES))
         self._pace = np.zeros((window, _NUM_PACE))
         self._times = np.zeros(window)
@@ -60,23 +77,31 @@ class ReturnModel:
         self._pace_weights = self._pace_prior.copy()
         density = np.exp(-(np.log(_AGES[:-1] + _WIDTHS / 2) ** 2) / 2) * _WIDTHS / (_AGES[:-1] + _WIDTHS / 2)
         self._density: _Floats = density / density.sum()
-        self._table = self._tabulate()
+        # Until it has learnt from the first turns, the oldest of all earns least.
+        self._is_cold = True
+        self._table = [[1 / (1 + age) for age in range(_NUM_AGES)] for _ in range(NUM_CHANCES)]
+        self._weight_list: list[float] = self._weights.tolist()
+        self._pace_list: list[float] = self._pace_weights.tolist()
+        self._learning = self._learn()
 
-    def add(self, turn: Turn) -> tuple[int, float, float]:
+    def add(self, turn: TurnFacts) -> tuple[int, float, float]:
         """Take a turn; returns its number here, the chance of another, and the scale of the gap (s)."""
-        if self._num_turns - self._num_fitted >= self._refit_every:
-            self._fit(turn.time_s)
         index = self._num_turns
         self._num_turns += 1
+        self._now_s = turn.time_s
         slot = index % self._window
         mean = (turn.log_gaps + 2 * _LOG_TYPICAL) / (turn.number + 1) - _LOG_TYPICAL
-        self._features[slot] = features = _features_of(turn)
-        self._pace[slot] = pace = (1.0, mean, float(turn.number == 1))
+        features, pace = _features_of(turn), (1.0, mean, float(turn.number == 1))
+        self._features[slot], self._pace[slot] = features, pace
         self._times[slot] = turn.time_s
         self._gaps[slot] = np.nan
-        logit = min(_MAX_LOGIT, max(-_MAX_LOGIT, float(self._weights @ features)))
-        chance = 1 / (1 + math.exp(-logit))
-        return index, chance, math.exp(float(self._pace_weights @ pace))
+        if index % (3 if index < _FEW_TURNS else 8) == 0:
+            next(self._learning)
+        if self._is_cold:
+            return index, 0.5, TYPICAL_GAP_S
+        logit = min(_MAX_LOGIT, max(-_MAX_LOGIT, sum(map(mul, self._weight_list, features))))
+        scale = math.exp(min(_MAX_LOGIT, max(-_MAX_LOGIT, sum(map(mul, self._pace_list, pace)))))
+        return index, 1 / (1 + math.exp(-logit)), scale
 
     def go_on(self, index: int, time_s: float) -> None:
         """Note that another turn followed."""
@@ -84,13 +109,15 @@ class ReturnModel:
             slot = index % self._window
             self._gaps[slot] = max(1e-3, time_s - self._times[slot])
 
-    def index(self, chance: float, scale_s: float, age_s: float) -> float:
-        """Return what its room earns, in returns per second; before the first fit the oldest earns least."""
-        if not self._num_fitted:
-            return -age_s
-        age = age_s / scale_s
-        column = 0 if age < 0.06 else min(_NUM_AGES - 1, int((math.log(age) - _LOG_FIRST) / _LOG_STEP) + 1)
-        return self._table[min(_NUM_CHANCES - 1, int(chance * _NUM_CHANCES))][column] / scale_s
+    def worth(self, chance: float, scale_s: float, age_s: float) -> Worth:
+        """Return what the room of a turn earns, in returns per second, and in which ages it does."""
+        column = min(_NUM_AGES - 1, bisect_right(_EDGES, max(0.0, age_s) / scale_s) - 1)
+        index = self._table[min(NUM_CHANCES - 1, int(chance * NUM_CHANCES))][column] / scale_s
+        from_s = min(age_s, _EDGES[column] * scale_s) if column else -math.inf
+        to_s = math.inf
+        if column < _NUM_AGES - 1:
+            to_s = max(age_s + _LEAST_SPAN_S, _EDGES[column + 1] * scale_s)
+        return Worth(index, from_s, to_s)
 
     def details(self) -> dict[str, float]:
         """Return what was learnt, as figures."""
@@ -102,87 +129,121 @@ class ReturnModel:
             "typical_gap_s": math.exp(float(self._pace_weights[0])),
         }
 
-    def _fit(self, now_s: float) -> None:
-        """Learn from the turns of the window. A few milliseconds."""
-        self._num_fitted = self._num_turns
-        size = min(self._num_turns, self._window)
-        features, pace, gaps = self._features[:size], self._pace[:size], self._gaps[:size]
+    def _learn(self) -> Iterator[None]:
+        """Learn for ever, a slice each time."""
+        while True:
+            sums = _Sums()
+            begin = 0
+            while begin < (size := min(self._num_turns, self._window)):
+                self._add_up(sums, slice(begin, min(begin + _ROWS_A_SLICE, size)))
+                begin += _ROWS_A_SLICE
+                yield
+            self._improve(sums)
+            yield
+            table: list[list[float]] = []
+            for rows in self._tabulate():
+                table += rows
+                yield
+            if self._num_turns >= _FIRST_TURNS:
+                self._is_cold = False
+                self._table = table
+                self.version += 1
+
+    def _add_up(self, sums: _Sums, rows: slice) -> None:
+        """Sum up some turns, as the model sees them now."""
+        features, pace, gaps = self._features[rows], self._pace[rows], self._gaps[rows]
         has_returned = ~np.isnan(gaps)
-        self._fit_pace(pace[has_returned], np.log(gaps[has_returned]))
-        waited_s = np.where(has_returned, gaps, now_s - self._times[:size])
+        known = pace[has_returned]
+        sums.pace_normal += known.T @ known
+        sums.pace_moment += known.T @ (np.log(gaps[has_returned]) - known @ self._pace_prior)
+        waited_s = np.where(has_returned, gaps, self._now_s - self._times[rows])
         ages = np.clip(waited_s / np.exp(pace @ self._pace_weights), 0.0, _AGES[-1])
         columns = np.clip(np.searchsorted(_AGES, ages, side="right") - 1, 0, _NUM_AGES - 1)
         into = np.minimum((ages - _AGES[columns]) / _WIDTHS[columns], 1.0)
-        for _ in range(3):
-            chances = _logistic(features @ self._weights)
-            passed = np.concatenate([[0.0], np.cumsum(self._density)])
-            gone = np.clip(passed[columns] + into * self._density[columns], 0.0, 1.0)
-            expected = np.where(has_returned, 1.0, chances * (1 - gone) / (1 - chances * gone + 1e-12))
-            self._fit_density(columns, into, expected, has_returned)
-            self._fit_weights(features, expected)
-        self._table = self._tabulate()
+        chances = 1 / (1 + np.exp(-np.clip(features @ self._weights, -_MAX_LOGIT, _MAX_LOGIT)))
+        passed = np.concatenate([[0.0], np.cumsum(self._density)])
+        gone = np.clip(passed[columns] + into * self._density[columns], 0.0, 1.0)
+        expected = np.where(has_returned, 1.0, chances * (1 - gone) / (1 - chances * gone + 1e-12))
+        sums.returns += np.bincount(columns[has_returned], minlength=_NUM_AGES)
+        sums.counts += np.bincount(columns, weights=expected, minlength=_NUM_AGES)
+        sums.into += np.bincount(columns, weights=expected * into, minlength=_NUM_AGES)
+        sums.gradient += features.T @ (expected - chances)
+        sums.curvature += (
+            features * np.maximum(_LEAST_CURVATURE, chances * (1 - chances))[:, None]
+        ).T @ features
 
-    def _fit_pace(self, pace: _Floats, log_gaps: _Floats) -> None:
-        """Least squares around the prior."""
-        normal = pace.T @ pace + np.diag([20.0, 5.0, 5.0])
-        residual = log_gaps - pace @ self._pace_prior
-        self._pace_weights = self._pace_prior + np.linalg.solve(normal, pace.T @ residual)
+    def _improve(self, sums: _Sums) -> None:
+        """Take one step of EM, its Newton step no longer than it can be trusted."""
+        normal = sums.pace_normal + np.diag([20.0, 5.0, 5.0])
+        self._pace_weights = self._pace_prior + np.linalg.solve(normal, sums.pace_moment)
+        self._pace_list = self._pace_weights.tolist()
+        self._improve_density(sums)
+        step = np.linalg.solve(sums.curvature + np.eye(_NUM_FEATURES), sums.gradient - self._weights)
+        self._weights = self._weights + step * min(1.0, _MAX_STEP / max(1e-9, float(np.abs(step).max())))
+        self._weight_list = self._weights.tolist()
 
-    def _fit_density(
-        self, columns: NDArray[np.intp], into: _Floats, expected: _Floats, has_returned: NDArray[np.bool_]
-    ) -> None:
+    def _improve_density(self, sums: _Sums) -> None:
         """Hazard by age: returns ÷ expected time at risk, around the hazard so far."""
-        returns = np.bincount(columns[has_returned], minlength=_NUM_AGES)
-        counts = np.bincount(columns, weights=expected, minlength=_NUM_AGES)
-        beyond = np.cumsum(counts[::-1])[::-1] - counts
-        at_risk = beyond + np.bincount(columns, weights=expected * into, minlength=_NUM_AGES)
+        at_risk = np.cumsum(sums.counts[::-1])[::-1] - sums.counts + sums.into
         left = np.maximum(1 - np.concatenate([[0.0], np.cumsum(self._density)])[:-1], 1e-9)
         prior = np.clip(np.maximum(self._density, 1e-9) / left, 0.0, 3.0)
-        hazard = (returns + 5 * prior) / (at_risk + 5)
+        hazard = (sums.returns + 5 * prior) / (at_risk + 5)
         staying = np.exp(-np.cumsum(np.concatenate([[0.0], hazard])))
         density = staying[:-1] - staying[1:]
         self._density = density / density.sum()
 
-    def _fit_weights(self, features: _Floats, expected: _Floats) -> None:
-        """Two Newton steps of a ridge logistic regression, each halved until it gains: they may overshoot."""
-        loss = _loss(features, expected, self._weights)
-        for _ in range(2):
-            chances = _logistic(features @ self._weights)
-            gradient = features.T @ (expected - chances) - self._weights
-            curvature = (features * (chances * (1 - chances))[:, None]).T @ features + np.eye(_NUM_FEATURES)
-            step = np.linalg.solve(curvature, gradient)
-            for _ in range(_MAX_HALVINGS):
-                found = _loss(features, expected, self._weights + step)
-                if found < loss:
-                    self._weights, loss = self._weights + step, found
-                    break
-                step = step / 2
-
-    def _tabulate(self) -> list[list[float]]:
-        """Tabulate the index by chance and age, in units of a conversation's own pace."""
-        chances = (np.arange(_NUM_CHANCES) + 0.5) / _NUM_CHANCES
+    def _tabulate(self) -> Iterator[list[list[float]]]:
+        """Yield the rows of the table by chance and age, some at once; ages and gaps in their own pace."""
         passed = np.concatenate([[0.0], np.cumsum(self._density)])
-        staying = 1 - chances[:, None] * passed  # (chances, ages + 1)
-        room = (staying[:, :-1] + staying[:, 1:]) / 2 * _WIDTHS
-        best = np.zeros((_NUM_CHANCES, _NUM_AGES))
-        for age in range(_NUM_AGES):
-            earned = (staying[:, age, None] - staying[:, age + 1 :]) / np.cumsum(room[:, age:], axis=1)
-            best[:, age] = earned.max(axis=1)
-        table: list[list[float]] = best.tolist()
-        return table
+        for begin in range(0, NUM_CHANCES, _CHANCES_A_SLICE):
+            chances = (np.arange(begin, begin + _CHANCES_A_SLICE) + 0.5) / NUM_CHANCES
+            staying = 1 - chances[:, None] * passed  # (chances, ages + 1)
+            room = np.zeros_like(staying)
+            room[:, 1:] = np.cumsum((staying[:, :-1] + staying[:, 1:]) / 2 * _WIDTHS, axis=1)
+            earned = staying[:, :-1, None] - staying[:, None, :]  # (chances, from, to)
+            taken = np.where(_LATER, room[:, None, :] - room[:, :-1, None], np.inf)
+            rows: list[list[float]] = (earned / taken).max(axis=2).tolist()
+            yield rows
 
 
-def _logistic(values: _Floats) -> _Floats:
-    return 1 / (1 + np.exp(-np.clip(values, -_MAX_LOGIT, _MAX_LOGIT)))
+class ReturnModels:
+    """Two models: of the turns of conversations, and of the uses of what several of them begin with."""
+
+    def __init__(self, *, window: int = 8192) -> None:
+        self._turns, self._uses = ReturnModel(window=window), ReturnModel(window=max(1, window // 4))
+
+    @property
+    def version(self) -> int:
+        """Another number whenever the answers of `worth` have changed."""
+        return self._turns.version + self._uses.version
+
+    def of(self, *, is_shared: bool) -> ReturnModel:
+        """Return one of the two."""
+        return self._uses if is_shared else self._turns
+
+    def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
+        """Return what the room of a turn, or of what is shared, earns."""
+        return self.of(is_shared=is_shared).worth(chance, scale_s, age_s)
+
+    def details(self) -> dict[str, float]:
+        """Return what was learnt of conversations, as figures."""
+        return self._turns.details()
 
 
-def _loss(features: _Floats, expected: _Floats, weights: _Floats) -> float:
-    """Return what the regression minimises."""
-    logits = features @ weights
-    return float(np.logaddexp(0.0, logits).sum() - expected @ logits + weights @ weights / 2)
+class _Sums:
+    """What one round over the turns adds up."""
+
+    def __init__(self) -> None:
+        self.pace_normal = np.zeros((_NUM_PACE, _NUM_PACE))
+        self.pace_moment = np.zeros(_NUM_PACE)
+        self.returns = np.zeros(_NUM_AGES)
+        self.counts = np.zeros(_NUM_AGES)  # all turns, by the chance that they come back
+        self.into = np.zeros(_NUM_AGES)  # how far they are into their age
+        self.gradient = np.zeros(_NUM_FEATURES)
+        self.curvature = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
 
 
-def _features_of(turn: Turn) -> list[float]:
+def _features_of(turn: TurnFacts) -> list[float]:
     """Describe a turn: how far the conversation is, how fast, how long, and how much of it is new."""
     first, second = float(turn.number == 1), float(turn.number == 2)
     lag = 0.0 if turn.gap_s is None else math.log(max(turn.gap_s, 1.0)) - _LOG_TYPICAL

@@ -4,158 +4,262 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from heapq import heappop, heappush
-from typing import Literal, NamedTuple, TypeAlias
-
-from sagellm.core.ids import NodeId
-
-Index = Callable[[float, float, float], float]
-"""Chance of a return, scale of the gap (s), age (s) → what the room earns."""
-
-_CHANCES = 16
-_SCALES_AN_E_FOLD = 2
-_REBUILT_AFTER_S = 0.25
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 LEFT_BEHIND, END, LIVE = 0, 1, 2
 """What goes first: what a conversation left behind, the last blocks of turns, all others."""
 
-_Group: TypeAlias = tuple[int, int, int]  # rank, chance, scale
+_CHANCES = 32
+_SCALES_AN_E_FOLD = 4
+_MAX_STALE = 256
+
+_GroupName: TypeAlias = tuple[int, bool, int, int]  # rank, whether it is shared, chance, scale
 _Side: TypeAlias = Literal[1, -1]  # oldest first, newest first
 _SIDES: tuple[_Side, ...] = (1, -1)
+
+
+class Worth(NamedTuple):
+    """What room earns, in returns per second, from one age of its turn (s) up to another."""
+
+    returns_per_s: float
+    from_s: float
+    to_s: float
+
+
+class Index(Protocol):
+    """Says what room earns."""
+
+    @property
+    def version(self) -> int:
+        """Another number whenever the answers have changed."""
+
+    def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
+        """Return what it earns, by chance of a return, scale of the gap and age of the last use."""
+
+
+class Sized(Protocol):
+    """What is ranked."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The room that it takes."""
+
+
+_Leaf = TypeVar("_Leaf", bound=Sized)
+_Entry: TypeAlias = tuple[float, int, _Leaf]  # time of its turn, id, leaf
 
 
 class Place(NamedTuple):
     """Where a leaf stands. Leaves of one group differ in their age alone."""
 
-    rank: int
-    chance: float
-    scale_s: float
     time_s: float  # of its turn
-    group: _Group
+    group: _GroupName
 
     @classmethod
-    def of(cls, rank: int, chance: float, scale_s: float, time_s: float) -> Place:
+    def of(cls, rank: int, chance: float, scale_s: float, time_s: float, *, is_shared: bool = False) -> Place:
         """Find the group."""
         if rank != LIVE:
-            return cls(rank, chance, scale_s, time_s, (rank, 0, 0))
+            return cls(time_s, (rank, False, 0, 0))
         scale = round(math.log(scale_s) * _SCALES_AN_E_FOLD)
-        group = (LIVE, min(_CHANCES - 1, int(chance * _CHANCES)), scale)
-        return cls(rank, chance, scale_s, time_s, group)
+        return cls(time_s, (LIVE, is_shared, min(_CHANCES - 1, int(chance * _CHANCES)), scale))
 
 
-_Entry: TypeAlias = tuple[tuple[int, float], NodeId, Place, Literal[1, -1, 0]]
-"""Key, node, place, and which end of its group it is: 0 for a leaf that was added since."""
-
-_Aged: TypeAlias = tuple[float, NodeId, Place]
-
-
-class _Ages:
-    """The leaves of a group by time, for both ends; which of them are stale the caller knows.
+class _Group(Generic[_Leaf]):
+    """The leaves of a group by time, for both ends; which of them are stale the ranking knows.
 
     Those that come in the order of time, as most do, wait in a queue that both ends share.
     """
 
-    def __init__(self) -> None:
-        self._queue: deque[_Aged] = deque()
-        self._heaps: dict[_Side, list[_Aged]] = {1: [], -1: []}  # all others, in both
+    __slots__ = ("chance", "claims", "heaps", "is_shared", "queue", "rank", "scale_s")
 
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._heaps[1])
+    def __init__(self, name: _GroupName) -> None:
+        self.rank, self.is_shared = name[:2]
+        self.chance = (name[2] + 0.5) / _CHANCES
+        self.scale_s = math.exp(name[3] / _SCALES_AN_E_FOLD)
+        self.queue: deque[_Entry[_Leaf]] = deque()
+        self.heaps: dict[_Side, list[tuple[float, int, _Entry[_Leaf]]]] = {1: [], -1: []}
+        self.claims: dict[_Side, _Claim[_Leaf] | None] = {1: None, -1: None}  # the only valid ones
 
-    def add(self, node_id: NodeId, place: Place) -> None:
-        """Take a leaf in."""
-        queue = self._queue
-        if not queue or queue[-1][0] <= place.time_s:
-            queue.append((place.time_s, node_id, place))
+    def add(self, entry: _Entry[_Leaf]) -> None:
+        """Put a leaf in its place."""
+        queue, time_s = self.queue, entry[0]
+        if not queue or queue[-1][0] <= time_s:
+            queue.append(entry)
+        elif time_s <= queue[0][0]:
+            queue.appendleft(entry)
         else:
-            for side, heap in self._heaps.items():
-                heappush(heap, (side * place.time_s, node_id, place))
+            for side, heap in self.heaps.items():
+                heappush(heap, (side * time_s, entry[1], entry))
 
-    def end(self, side: _Side, live: Mapping[NodeId, Place]) -> _Aged | None:
+    def end(self, side: _Side, live: dict[int, _Entry[_Leaf]]) -> _Entry[_Leaf] | None:
         """Return the oldest (1) or newest (-1) leaf; stale ones before it go."""
-        queue, heap = self._queue, self._heaps[side]
-        index, drop = (0, queue.popleft) if side == 1 else (-1, queue.pop)
-        while queue and live.get(queue[index][1]) is not queue[index][2]:
-            drop()
+        queue, heap = self.queue, self.heaps[side]
+        if side == 1 and queue and not heap:  # the usual case
+            first = queue[0]
+            if live.get(first[1]) is first:
+                return first
+        index = 0 if side == 1 else -1
+        while queue and live.get(queue[index][1]) is not queue[index]:
+            if side == 1:
+                queue.popleft()
+            else:
+                queue.pop()
         while heap and live.get(heap[0][1]) is not heap[0][2]:
             heappop(heap)
         if not heap:
             return queue[index] if queue else None
         if queue and side * queue[index][0] <= heap[0][0]:
             return queue[index]
-        return heap[0]
+        return heap[0][2]
 
 
-class ReturnRanking:
+class _Claim(NamedTuple, Generic[_Leaf]):
+    """What one end of a group stands for in the order of all, while its leaf's age is in a span."""
+
+    key: tuple[int, float]  # rank, what the room earns
+    number: int
+    group: _Group[_Leaf]
+    side: _Side
+    from_s: float
+    to_s: float
+
+
+class ReturnRanking(Generic[_Leaf]):
     """Leaves by group, each group by time.
 
     The index of equal conversations rises with their age until most are back, and falls after, so that
-    the smallest one of a group is at one of its ends. Both ends of all groups wait in one heap, which
-    is built anew when time has moved on: O(log leaves) a call, amortised.
+    the smallest one of a group is at one of its ends. Both ends of all groups wait in one heap, and in
+    another one for the moment when their index changes: O(log groups) a call, amortised, and O(1) for
+    the next leaf of the same end.
     """
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._places: dict[NodeId, Place] = {}  # any other place of a node is stale
-        self._groups: dict[_Group, _Ages] = {}
-        self._heap: list[_Entry] = []
-        self._built_s = -math.inf
+    def __init__(self, model: Index) -> None:
+        self._model = model
+        self._live: dict[int, _Entry[_Leaf]] = {}  # any other entry of an id is stale
+        self._groups: dict[_GroupName, _Group[_Leaf]] = {}
+        self._heap: list[_Claim[_Leaf]] = []
+        self._changes: list[tuple[float, int, _Claim[_Leaf]]] = []  # when a claim ends
+        self._num_claims = self._num_entries = 0
+        self._version = model.version
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._live)
 
-    def __contains__(self, node_id: NodeId) -> bool:
-        return node_id in self._places
+    def __contains__(self, leaf_id: int) -> bool:
+        return leaf_id in self._live
 
-    def add(self, node_id: NodeId, place: Place, now_s: float) -> None:
+    def add(self, leaf_id: int, leaf: _Leaf, place: Place, now_s: float) -> None:
         """Put a leaf in its place; one that is there already moves."""
-        self._places[node_id] = place
-        ages = self._groups.get(place.group)
-        if ages is None:
-            ages = self._groups[place.group] = _Ages()
-        ages.add(node_id, place)
-        heappush(self._heap, (self._key(place, now_s), node_id, place, 0))
-
-    def discard(self, node_id: NodeId) -> None:
-        """Take a leaf out, if it is in."""
-        self._places.pop(node_id, None)
-
-    def first(self, now_s: float) -> NodeId | None:
-        """Return the leaf whose room earns least now."""
-        if not now_s - self._built_s < _REBUILT_AFTER_S or len(self._heap) > 4 * len(self._places) + 256:
+        time_s, name = place
+        entry = self._live[leaf_id] = (time_s, leaf_id, leaf)
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group(name)
+        group.add(entry)
+        self._num_entries += 1
+        age_s = now_s - time_s
+        for side, claim in group.claims.items():
+            if claim is None or not claim.from_s <= age_s < claim.to_s:
+                self._claim(group, side, now_s)
+        if self._num_entries > 3 * len(self._live) + _MAX_STALE:
             self._build(now_s)
-        heap, places = self._heap, self._places
+
+    def discard(self, leaf_id: int) -> None:
+        """Take a leaf out, if it is in."""
+        self._live.pop(leaf_id, None)
+
+    def first(self, now_s: float) -> _Leaf | None:
+        """Return the leaf whose room earns least now."""
+        claim = self._best(now_s)
+        if claim is None:
+            return None
+        found = claim.group.end(claim.side, self._live)
+        assert found is not None, "a claim without a leaf"
+        return found[2]
+
+    def take(self, now_s: float, num_blocks: int) -> Iterator[_Leaf]:
+        """Yield leaves in order, which are taken out; whole ones alone, of so many blocks together.
+
+        Ends at the first one that is larger than what is left, or that gives up its end alone. Others may
+        be added between two.
+        """
+        while num_blocks > 0 and (claim := self._best(now_s)) is not None:
+            group = claim.group
+            if group.rank == END:
+                return
+            oldest_s, newest_s = now_s - claim.to_s, now_s - claim.from_s
+            while num_blocks and self._heap[0] is claim:
+                found = group.end(claim.side, self._live)
+                if found is None or not oldest_s < found[0] <= newest_s:
+                    break
+                leaf = found[2]
+                num_blocks -= leaf.num_blocks
+                if num_blocks < 0:
+                    return
+                del self._live[found[1]]
+                yield leaf
+
+    def _best(self, now_s: float) -> _Claim[_Leaf] | None:
+        """Return the claim that holds and comes first."""
+        if self._version != self._model.version or len(self._heap) > 8 * len(self._groups) + _MAX_STALE:
+            self._build(now_s)
+        changes, heap, live = self._changes, self._heap, self._live
+        while changes and changes[0][0] <= now_s:
+            claim = heappop(changes)[2]
+            if claim.group.claims[claim.side] is claim:
+                self._claim(claim.group, claim.side, now_s)
         while heap:
-            _, node_id, place, side = heap[0]
-            if places.get(node_id) is place:
-                return node_id
+            claim = heap[0]
+            group, side = claim.group, claim.side
+            if group.claims[side] is not claim:
+                heappop(heap)
+                continue
+            found = group.end(side, live)
+            if found is not None and claim.from_s <= now_s - found[0] < claim.to_s:
+                return claim
             heappop(heap)
-            if side:
-                self._offer(place.group, side, now_s)
+            group.claims[side] = None
+            if found is not None:
+                self._claim(group, side, now_s)
         return None
 
     def _build(self, now_s: float) -> None:
-        self._built_s = now_s
-        self._heap = []
-        if sum(map(len, self._groups.values())) > 3 * len(self._places) + 256:
-            self._groups = {}
-            for node_id, place in sorted(self._places.items(), key=lambda item: item[1].time_s):
-                self._groups.setdefault(place.group, _Ages()).add(node_id, place)
-        for group in list(self._groups):
+        """Begin anew, without what is stale. O(groups), and O(leaves) if too many of these are stale."""
+        self._version = self._model.version
+        self._heap, self._changes = [], []
+        if self._num_entries > 3 * len(self._live) + _MAX_STALE:
+            self._num_entries = len(self._live)
+            live, groups = self._live, self._groups
+            for group in groups.values():
+                group.queue = deque(each for each in group.queue if live.get(each[1]) is each)
+                for side, heap in group.heaps.items():
+                    group.heaps[side] = [each for each in heap if live.get(each[1]) is each[2]]
+                    heapify(group.heaps[side])
+            self._groups = {name: one for name, one in groups.items() if one.queue or one.heaps[1]}
+        for group in self._groups.values():
             for side in _SIDES:
-                self._offer(group, side, now_s)
+                group.claims[side] = None
+                self._claim(group, side, now_s)
 
-    def _offer(self, group: _Group, side: _Side, now_s: float) -> None:
-        """Put the end of a group into the heap."""
-        found = self._groups[group].end(side, self._places)
-        if found is not None:
-            _, node_id, place = found
-            heappush(self._heap, (self._key(place, now_s), node_id, place, side))
+    def _claim(self, group: _Group[_Leaf], side: _Side, now_s: float) -> None:
+        """Put the end of a group into the order of all."""
+        found = group.end(side, self._live)
+        if found is None:
+            return
+        self._num_claims += 1
+        number = self._num_claims
+        if group.rank != LIVE:
+            claim = _Claim((group.rank, 0.0), number, group, side, -math.inf, math.inf)
+            if side == -1:
+                return
         else:
-            self._groups[group] = _Ages()
-
-    def _key(self, place: Place, now_s: float) -> tuple[int, float]:
-        if place.rank != LIVE:
-            return place.rank, place.time_s
-        return LIVE, self._index(place.chance, place.scale_s, max(0.0, now_s - place.time_s))
+            worth, from_s, to_s = self._model.worth(
+                group.chance, group.scale_s, now_s - found[0], is_shared=group.is_shared
+            )
+            claim = _Claim((LIVE, worth), number, group, side, from_s, to_s)
+            if to_s < math.inf:
+                heappush(self._changes, (found[0] + to_s, number, claim))
+        group.claims[side] = claim
+        heappush(self._heap, claim)

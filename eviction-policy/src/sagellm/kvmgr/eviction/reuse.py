@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from sagellm.core.ids import NodeId, SequenceId
+from sagellm.core.node_ranking import NodeRanking
 from sagellm.core.protocols.eviction import (
     CachedNode,
     EvictionCandidate,
     EvictionMetrics,
     EvictionPolicyProtocol,
 )
+from sagellm.kvmgr.eviction.duel import Duel
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
-from sagellm.kvmgr.eviction.return_model import ReturnModel, Turn
+from sagellm.kvmgr.eviction.return_model import ReturnModels, TurnFacts
 from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking
+from sagellm.kvmgr.eviction.shadows import Stretch, Turn
 
 _UNIT_TOKENS = 512
 """Lengths enter the model in units of so many tokens."""
@@ -31,22 +34,22 @@ _MIN_ENDS = 20
 _MAX_GONE = 100_000
 """Nodes that left the cache and whose turn is remembered, in case they come back."""
 
+_SAME_USE_S = 1.0
+"""Uses of what conversations share count once within this time."""
+
+_MAX_PARTINGS = 2
+"""Behind one block, prompts of one conversation part no more often; behind what many share, they do."""
+
+_LAST_USE = LRUEvictionPolicy().node_key
+
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    """The newest request of a conversation: every node on its path belongs to it."""
+class _Known:
+    """What is known of a node of the cache."""
 
-    time_s: float
-    number: int
-    log_gaps: float
-    depth: int  # tokens from the root to its end
-    index: int  # in the model
-    chance: float
-    scale_s: float
-    leaf_id: NodeId
-    num_hits: int  # of the leaf, when the turn ended there
-    is_continued: bool = False
-    is_cut: bool = False  # its end was given up
+    node: CachedNode
+    above: _Known | None = field(repr=False)
+    turn: Turn | None  # the newest one whose path it is on
 
 
 class ReuseEvictionPolicy(EvictionPolicyProtocol):
@@ -60,69 +63,86 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     turns out that such blocks are not reused (they are a prompt's partial ones, in replays); then the
     rest by the model's index. `select_victims` knows no turns and goes by the last use.
 
-    Each call is O(log nodes), an insertion O(nodes on its path); a fit of a few milliseconds comes with
-    every `refit_every`th turn, and learns from the last `window`.
+    That is so while it saves more than evicting by last use, which two shadows of the cache tell: until it
+    does, and when it no longer does, the least recently used leaf goes first.
+
+    Each call is O(log nodes), an insertion O(nodes on its path); learning from the last `window` turns
+    adds 0.1 ms to every eighth.
     """
 
-    def __init__(self, *, window: int = 8192, refit_every: int = 100) -> None:
-        self._learn_with(ReturnModel(window=window, refit_every=refit_every))
-        self._turns: dict[NodeId, _Turn] = {}
-        self._gone: OrderedDict[NodeId, _Turn] = OrderedDict()
-        self._common: set[NodeId] = set()  # from here on prompts have differed before
-        self._nodes: dict[NodeId, CachedNode] = {}
-        self._by_use = LRUEvictionPolicy()
+    def __init__(self, *, window: int = 8192) -> None:
+        self._known: dict[NodeId, _Known] = {}
+        self._gone: OrderedDict[NodeId, Turn] = OrderedDict()
+        self._by_use = NodeRanking(_LAST_USE)
+        self._stateless = LRUEvictionPolicy()
         self._metrics = EvictionMetrics()
         self._named: NodeId | None = None  # the last victim, until it has left
+        self._next_above: NodeId | None = None  # the next node of a path that is being hit
         self._num_ends = self._num_lost_ends = 0
+        self._num_blocks = self._block = 0
+        self._is_full = False  # something was evicted
         self._now_s = 0.0
+        self._learn_with(ReturnModels(window=window))
 
     @classmethod
-    def sharing(cls, model: ReturnModel) -> Self:
+    def sharing(cls, models: ReturnModels) -> Self:
         """Make a policy that learns with others, each for its own leaves."""
-        policy = cls()
-        policy._learn_with(model)
+        policy = cls(window=1)
+        policy._learn_with(models)
         return policy
 
     def on_insert(self, node: CachedNode) -> None:
         """Find the turn that the node belongs to."""
         self._metrics.num_inserted += 1
-        self._nodes[node.node_id] = node
+        self._num_blocks += node.num_blocks
         now_s = self._see(node.created_ns)
-        parent = None if node.parent_id is None else self._nodes.get(node.parent_id)
-        of_parent = None if parent is None else self._turns.get(parent.node_id)
-        if of_parent is not None and parent is not None and _is_same_request(of_parent, parent):
-            of_parent.leaf_id, of_parent.depth = node.node_id, node.depth
-            of_parent.num_hits = node.access_count
-            self._turns[node.node_id] = of_parent
+        above = None if node.parent_id is None else self._known.get(node.parent_id)
+        if not self._block:
+            self._block = max(1, (node.depth - (0 if above is None else above.node.depth)) // node.num_blocks)
+        known = self._known[node.node_id] = _Known(node, above, None)
+        before = None if above is None else above.turn
+        if before is not None and above is not None and _is_same_request(before, above.node):
+            self._lengthen(known, before)
+            known.turn = before
             return
-        self._assign(node, self._new_turn(node, parent, of_parent, now_s))
+        self._begin_turn(known, now_s)
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
         """Both parts belong to the turn of the whole."""
         self._metrics.num_inserted += 1
-        self._nodes[upper.node_id] = upper
-        turn = self._turns.get(lower.node_id)
-        if turn is not None:
-            self._turns[upper.node_id] = turn
+        whole = self._known.get(lower.node_id)
+        above = None if whole is None else whole.above
+        known = self._known[upper.node_id] = _Known(upper, above, None if whole is None else whole.turn)
+        if whole is not None:
+            whole.above = known
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        """What a leaf grows by belongs to its turn."""
+        self._num_blocks += num_more
+        known = self._known.get(node.node_id)
+        if num_more > 0 and known is not None and known.turn is not None and not known.turn.is_shared:
+            self._lengthen(known, known.turn)
 
     def on_hit(self, node: CachedNode) -> None:
         """Count it; what it means shows when the prompt is inserted."""
         self._metrics.num_hits += 1
-        self._see(node.last_access_ns)
+        now_s = self._see(node.last_access_ns)
+        known = self._known.get(node.node_id)
+        if known is not None:
+            if node.node_id != self._next_above and known.turn is not None:
+                depth = node.depth // self._block
+                path = self._duel.path(known.turn, depth)
+                self._note_uses(path, 0, now_s)
+                self._assign(known, None, path)
+                self._duel.hit(path, depth, self._room, now_s)
+            self._next_above = None if known.above is None else known.above.node.node_id
         if node.node_id in self._ranking:
             self.add_candidate(node)
 
     def on_remove(self, node: CachedNode) -> None:
         """Remember its turn for a while."""
         node_id = node.node_id
-        self._nodes.pop(node_id, None)
-        turn = self._turns.pop(node_id, None)
-        is_common = node_id in self._common
-        self._common.discard(node_id)
-        if turn is not None and (turn.leaf_id == node_id or not is_common):
-            self._gone[node_id] = turn
-            if len(self._gone) > _MAX_GONE:
-                self._gone.popitem(last=False)
+        self._forget(node)
         if node_id == self._named:
             self._metrics.num_victims += 1
             self._named = None
@@ -130,29 +150,58 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def add_candidate(self, node: CachedNode) -> None:
         """Rank it by its turn."""
         now_s = self._see(node.last_access_ns)
-        turn = self._turns.get(node.node_id)
-        if turn is None:  # it came before this policy did
+        known = self._known.get(node.node_id)
+        turn = None if known is None else known.turn
+        if known is None or turn is None:  # it came before this policy did
             place = Place.of(LEFT_BEHIND, 0.0, 1.0, node.last_access_ns / 1e9)
         else:
             is_whole = turn.leaf_id == node.node_id and not turn.is_continued
             if is_whole and node.access_count > turn.num_hits:
-                turn = self._repeat(node, turn, now_s)
-            place = Place.of(self._rank(node, turn), turn.chance, turn.scale_s, turn.time_s)
-        self._ranking.add(node.node_id, place, now_s)
+                depth = node.depth // self._block
+                path = self._duel.path(turn, depth)
+                turn = self._next_turn(node, turn, node.depth, now_s)
+                self._assign(known, turn, path)
+                self._duel.use(path, turn, depth, depth, self._room, now_s)
+            place = turn.place(self._rank(node, turn))
+        self._ranking.add(node.node_id, node, place, now_s)
+        self._by_use.add(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
         """Take it out of the ranking."""
         self._ranking.discard(node.node_id)
+        self._by_use.discard(node)
 
     def victim(self) -> CachedNode | None:
-        """Return the leaf whose room earns least, or None when there is none."""
-        self._named = self._ranking.first(self._now_s)
-        return None if self._named is None else self._nodes[self._named]
+        """Return the leaf whose room earns least, or the one least recently used; None when there is none."""
+        self._is_full = True
+        node = self._ranking.first(self._now_s) if self._duel.is_won else self._by_use.first()
+        self._named = None if node is None else node.node_id
+        return node
+
+    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
+        """Yield leaves that go whole."""
+        self._is_full = True
+        metrics, forget = self._metrics, self._forget
+        if self._duel.is_won:
+            discard = self._by_use.discard
+            for node in self._ranking.take(self._now_s, num_blocks):
+                discard(node)
+                forget(node)
+                metrics.num_victims += 1
+                yield node
+        else:
+            discard_id = self._ranking.discard
+            for node in self._by_use.take(num_blocks):
+                discard_id(node.node_id)
+                forget(node)
+                metrics.num_victims += 1
+                yield node
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Give up only the last block of a turn that is whole, if such blocks do not come back."""
-        turn = self._turns.get(node.node_id)
-        if turn is None or self._rank(node, turn) != END:
+        known = self._known.get(node.node_id)
+        turn = None if known is None else known.turn
+        if turn is None or not self._duel.is_won or self._rank(node, turn) != END:
             return num_wanted
         turn.is_cut = True
         self.add_candidate(node)
@@ -162,21 +211,27 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self, candidates: Sequence[EvictionCandidate], required_blocks: int
     ) -> list[SequenceId]:
         """Choose sequences by their last use until their blocks cover `required_blocks`."""
-        return self._by_use.select_victims(candidates, required_blocks)
+        return self._stateless.select_victims(candidates, required_blocks)
 
     def metrics(self) -> EvictionMetrics:
-        """Return the counts so far; the details say what was learnt."""
-        return replace(self._metrics, num_candidates=len(self._ranking), details=self._model.details())
+        """Return the counts so far; the details say what was learnt, and what was saved in the shadows."""
+        details = self._models.details() | self._duel.details()
+        return replace(self._metrics, num_candidates=len(self._by_use), details=details)
 
-    def _learn_with(self, model: ReturnModel) -> None:
-        self._model = model
-        self._ranking = ReturnRanking(model.index)
+    def _learn_with(self, models: ReturnModels) -> None:
+        self._models = models
+        self._ranking: ReturnRanking[CachedNode] = ReturnRanking(models)
+        self._duel = Duel(models, lambda: self._gives_up_ends)
+
+    @property
+    def _room(self) -> float:
+        return self._num_blocks if self._is_full else math.inf
 
     def _see(self, time_ns: int) -> float:
         self._now_s = max(self._now_s, time_ns / 1e9)
         return self._now_s
 
-    def _rank(self, node: CachedNode, turn: _Turn) -> int:
+    def _rank(self, node: CachedNode, turn: Turn) -> int:
         if turn.is_continued:
             return LEFT_BEHIND
         is_end = turn.leaf_id == node.node_id and not turn.is_cut and node.num_blocks > 1
@@ -186,74 +241,126 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def _gives_up_ends(self) -> bool:
         return self._num_ends >= _MIN_ENDS and 2 * self._num_lost_ends > self._num_ends
 
-    def _new_turn(
-        self, node: CachedNode, parent: CachedNode | None, of_parent: _Turn | None, now_s: float
-    ) -> _Turn:
-        """Make the turn that a new leaf ends, as the next one of a conversation or the first."""
-        start = 0 if parent is None else parent.depth
-        agreed = max(start, node.former_depth)
-        previous = self._former(node)
-        if parent is not None and of_parent is not None:
-            is_end = of_parent.leaf_id == parent.node_id
-            if previous is None and (is_end or parent.node_id not in self._common):
-                previous = of_parent
-            if not is_end:
-                self._common.add(parent.node_id)
-        if previous is not None and previous.is_continued:
-            previous = None
-        if previous is not None:
-            self._note_end(previous.depth - agreed, (node.depth - start) / node.num_blocks)
-        return self._next_turn(node, previous, agreed, now_s)
+    def _forget(self, node: CachedNode) -> None:
+        """Let go of a node; its turn is remembered for a while."""
+        known = self._known.pop(node.node_id, None)
+        if known is None:
+            return
+        self._num_blocks -= node.num_blocks
+        turn = known.turn
+        if turn is not None:
+            self._gone[node.node_id] = turn
+            if len(self._gone) > _MAX_GONE:
+                self._gone.popitem(last=False)
 
-    def _former(self, node: CachedNode) -> _Turn | None:
-        """Return the turn that was evicted and is back."""
+    def _lengthen(self, known: _Known, turn: Turn) -> None:
+        """Let what a request generates belong to its turn."""
+        node, block = known.node, self._block
+        begin = turn.depth // block
+        path = self._duel.path(turn, begin)
+        turn.leaf_id, turn.depth, turn.num_hits = node.node_id, node.depth, node.access_count
+        self._duel.use(path, turn, begin, node.depth // block, self._room, self._now_s)
+
+    def _begin_turn(self, known: _Known, now_s: float) -> None:
+        """Make the turn that a new leaf ends, as the next one of a conversation or the first."""
+        node, block = known.node, self._block
+        start = 0 if known.above is None else known.above.node.depth
+        agreed, former = start, None if known.above is None else known.above.turn
+        if node.former_depth > start and (back := self._back(node)) is not None:
+            agreed, former = node.former_depth, back
+        path = self._duel.path(former, agreed // block)
+        previous = self._previous(former, agreed, start, path)
+        if previous is not None:
+            self._note_end(previous.depth - agreed, block)
+        self._note_uses(path, start // block, now_s)
+        turn = self._next_turn(node, previous, max(agreed, node.former_depth), now_s)
+        self._assign(known, turn, path)
+        self._duel.use(path, turn, start // block, node.depth // block, self._room, now_s)
+
+    def _previous(self, former: Turn | None, agreed: int, start: int, path: list[Stretch]) -> Turn | None:
+        """Return the turn that a prompt goes on with, if it is the next one of a conversation.
+
+        Its first `agreed` tokens are the former turn's, on that path; `start` of them are cached.
+        """
+        if former is None:
+            return None
+        is_end = former.depth - agreed <= self._block and not former.is_shared
+        is_parting = bool(path) and path[0].num_partings >= _MAX_PARTINGS
+        if path and not is_end:
+            path[0].num_partings += 1
+            if is_parting and path[0].shared is None:
+                path[0].shared = self._use_of(path[0], None, self._now_s)
+        if former.is_continued or former.is_shared or (is_parting and not is_end):
+            return None
+        if agreed > start and agreed <= _MIN_SHARE * former.depth:
+            return None
+        return former
+
+    def _back(self, node: CachedNode) -> Turn | None:
+        """Return the turn of what was evicted and is back."""
         if node.former_id is None:
             return None
-        turn = self._turns.get(node.former_id) or self._gone.get(node.former_id)
-        if turn is None or turn.is_continued or node.former_depth <= _MIN_SHARE * turn.depth:
-            return None
+        known = self._known.get(node.former_id)
+        return self._gone.get(node.former_id) if known is None else known.turn
+
+    def _next_turn(self, node: CachedNode, previous: Turn | None, agreed: int, now_s: float) -> Turn:
+        """Make the turn that ends at a node; `agreed` of its tokens are known."""
+        turn = self._learn_turn(previous, agreed, node.depth, now_s, is_shared=False)
+        turn.leaf_id, turn.num_hits = node.node_id, node.access_count
         return turn
 
-    def _repeat(self, node: CachedNode, turn: _Turn, now_s: float) -> _Turn:
-        """Make a turn of a prompt that was found whole."""
-        repeated = self._next_turn(node, turn, node.depth, now_s)
-        self._assign(node, repeated)
-        return repeated
+    def _note_uses(self, path: list[Stretch], begin: int, now_s: float) -> None:
+        """Note the use of what conversations share on a path, from a block on."""
+        for step in path:
+            if step.end <= begin:
+                break
+            if step.shared is not None and now_s - step.shared.time_s >= _SAME_USE_S:
+                step.shared = self._use_of(step, step.shared, now_s)
 
-    def _next_turn(self, node: CachedNode, previous: _Turn | None, agreed: int, now_s: float) -> _Turn:
+    def _use_of(self, stretch: Stretch, previous: Turn | None, now_s: float) -> Turn:
+        """Make the next use of a stretch that conversations share; it comes back as they do."""
+        depth = stretch.end * self._block
+        turn = self._learn_turn(previous, depth, depth, now_s, is_shared=True)
+        turn.stretch = stretch
+        return turn
+
+    def _learn_turn(
+        self, previous: Turn | None, agreed: int, depth: int, now_s: float, *, is_shared: bool
+    ) -> Turn:
         number, log_gaps, gap_s = 1, 0.0, None
         if previous is not None:
             gap_s = max(0.0, now_s - previous.time_s)
             number, log_gaps = previous.number + 1, previous.log_gaps + math.log(max(1.0, gap_s))
             self._go_on(previous, now_s)
-        described = Turn(
+        facts = TurnFacts(
             time_s=now_s,
             number=number,
             log_gaps=log_gaps,
             gap_s=gap_s,
-            new=(node.depth - agreed) / _UNIT_TOKENS,
-            length=node.depth / _UNIT_TOKENS,
+            new=(depth - agreed) / _UNIT_TOKENS,
+            length=depth / _UNIT_TOKENS,
             known=agreed / _UNIT_TOKENS,
         )
-        index, chance, scale_s = self._model.add(described)
-        return _Turn(
+        index, chance, scale_s = self._models.of(is_shared=is_shared).add(facts)
+        return Turn(
             time_s=now_s,
             number=number,
             log_gaps=log_gaps,
-            depth=node.depth,
+            depth=depth,
             index=index,
             chance=chance,
             scale_s=scale_s,
-            leaf_id=node.node_id,
-            num_hits=node.access_count,
+            leaf_id=0,
+            num_hits=0,
+            is_shared=is_shared,
         )
 
-    def _go_on(self, turn: _Turn, now_s: float) -> None:
+    def _go_on(self, turn: Turn, now_s: float) -> None:
         """Note that a conversation came back; what it leaves behind goes first from now on."""
         turn.is_continued = True
-        self._model.go_on(turn.index, now_s)
+        self._models.of(is_shared=turn.is_shared).go_on(turn.index, now_s)
         if turn.leaf_id in self._ranking:
-            self.add_candidate(self._nodes[turn.leaf_id])
+            self.add_candidate(self._known[NodeId(turn.leaf_id)].node)
 
     def _note_end(self, num_missing: float, block_tokens: float) -> None:
         """Count whether the last block of a turn was used by the next one."""
@@ -261,14 +368,17 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             self._num_ends += 1
             self._num_lost_ends += num_missing > 0
 
-    def _assign(self, node: CachedNode, turn: _Turn) -> None:
-        """Let the whole path to a node belong to a turn."""
-        step: CachedNode | None = node
+    def _assign(self, known: _Known, turn: Turn | None, path: list[Stretch]) -> None:
+        """Let the nodes on the way to one belong to a turn, or to the newest use of what is shared there."""
+        shared = [step for step in path if step.shared is not None]  # the deepest first
+        step: _Known | None = known
         while step is not None:
-            self._turns[step.node_id] = turn
-            step = None if step.parent_id is None else self._nodes.get(step.parent_id)
+            while shared and step.node.depth <= shared[0].end * self._block:
+                turn = shared.pop(0).shared
+            step.turn = turn or step.turn
+            step = step.above
 
 
-def _is_same_request(turn: _Turn, leaf: CachedNode) -> bool:
+def _is_same_request(turn: Turn, leaf: CachedNode) -> bool:
     """Say whether what follows a leaf is what its own request generated: nobody has used it since."""
     return turn.leaf_id == leaf.node_id and leaf.access_count <= turn.num_hits

@@ -1,0 +1,214 @@
+"""What a cache of the same size would have saved under either of two policies, kept without any blocks."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Index, Place, ReturnRanking
+
+LRU, REUSE = 0, 1
+"""The two caches that are compared."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The newest request of a conversation, or the newest use of what conversations share."""
+
+    time_s: float
+    number: int
+    log_gaps: float
+    depth: int  # tokens from the root to its end
+    index: int  # in the model
+    chance: float
+    scale_s: float
+    leaf_id: int
+    num_hits: int  # of the leaf, when the turn ended there
+    is_continued: bool = False
+    is_cut: bool = False  # its end was given up
+    is_shared: bool = False
+    stretch: Stretch | None = field(default=None, repr=False)  # in which its prompt ends
+
+    def place(self, rank: int) -> Place:
+        """Return where leaves stand whose newest turn this is."""
+        return Place.of(rank, self.chance, self.scale_s, self.time_s, is_shared=self.is_shared)
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """Blocks of a prompt that were always used together, whether or not a cache still has them.
+
+    `held` says up to where each of the two caches has it: its first blocks, or none (`start`).
+    """
+
+    number: int
+    parent: Stretch | None
+    start: int  # blocks from the root
+    end: int
+    turn: Turn
+    held: list[int]
+    num_below: int = 0  # stretches right below it of which REUSE has blocks, and locks
+    is_cut: bool = False  # its end was given up
+    num_partings: int = 0  # times that a prompt left behind it what came before
+    shared: Turn | None = None  # its newest use, once another one did
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that REUSE has."""
+        return self.held[REUSE] - self.start
+
+
+class Saved(NamedTuple):
+    """Blocks of one prompt that the two caches had."""
+
+    lru: int
+    reuse: int
+
+
+class Shadows:
+    """Two caches of prompts: one that evicts by last use, one by what room earns.
+
+    A path of stretches stands for a prompt, as in a radix tree. Both caches have as much room as the real
+    one has blocks, and drop the end of a path before its beginning. A use costs O(stretches on the path)
+    and what is evicted O(log stretches), some µs in all.
+    """
+
+    def __init__(self, model: Index, gives_up_ends: Callable[[], bool]) -> None:
+        self.num_blocks = [0, 0]
+        self._by_use: OrderedDict[Stretch, None] = OrderedDict()  # of LRU: all that it has, oldest first
+        self._by_worth: ReturnRanking[Stretch] = ReturnRanking(model)  # of REUSE: nothing held is below
+        self._gives_up_ends = gives_up_ends
+        self._numbers = count(1)
+
+    def use(self, path: list[Stretch], turn: Turn | None, depth: int, room: float, now_s: float) -> Saved:
+        """Let a turn use a path and what follows on it, up to a depth in blocks.
+
+        Without a turn, the path is only used again. Returns how deep either cache had it.
+        """
+        saved = Saved(self._depth_held(path, LRU), self._depth_held(path, REUSE))
+        known = path[0].end if path else 0
+        if turn is not None and depth > known:
+            above = path[0] if path else None
+            path.insert(0, Stretch(next(self._numbers), above, known, depth, turn, [known, known]))
+        if path:
+            if turn is not None:
+                turn.stretch = path[0]
+            for step in path:
+                turn = step.shared or turn
+                step.turn = turn or step.turn
+            self._use_in_lru(path, room)
+            self._use_in_reuse(path, room, now_s)
+        return saved
+
+    def path(self, turn: Turn | None, num_blocks: int) -> list[Stretch]:
+        """Return the stretches of the first blocks of a turn, the deepest first; split what is used in part.
+
+        They are to be used next.
+        """
+        step = None if turn is None else turn.stretch
+        while step is not None and step.start >= num_blocks:
+            step = step.parent
+        path: list[Stretch] = []
+        while step is not None:
+            if step.end > num_blocks:
+                step = self._split(step, num_blocks)
+            path.append(step)
+            num_blocks, step = step.start, step.parent
+        return path
+
+    def _split(self, lower: Stretch, at: int) -> Stretch:
+        """Give the first blocks of a stretch to a new one, which the caller uses."""
+        upper = Stretch(
+            next(self._numbers),
+            lower.parent,
+            lower.start,
+            at,
+            lower.turn,
+            [min(at, end) for end in lower.held],
+        )
+        lower.parent, lower.start = upper, at
+        if lower.held[LRU] <= at:
+            self._by_use.pop(lower, None)
+        if lower.held[REUSE] > at:
+            upper.num_below = 1
+            if lower.number in self._by_worth:
+                self._rank(lower, lower.turn.time_s)
+        else:
+            self._by_worth.discard(lower.number)
+        lower.held = [max(at, end) for end in lower.held]
+        return upper
+
+    def _depth_held(self, path: list[Stretch], cache: int) -> int:
+        return next((step.held[cache] for step in path if step.held[cache] > step.start), 0)
+
+    def _use_in_lru(self, path: list[Stretch], room: float) -> None:
+        order = self._by_use
+        num_missing = 0
+        for step in path:
+            order.pop(step, None)
+            num_missing += step.end - step.held[LRU]
+            step.held[LRU] = step.end
+        num_over = self.num_blocks[LRU] + num_missing - room
+        while num_over > 0 and order:
+            oldest = next(iter(order))
+            num_given = min(math.ceil(num_over), oldest.held[LRU] - oldest.start)
+            oldest.held[LRU] -= num_given
+            num_over -= num_given
+            num_missing -= num_given
+            if oldest.held[LRU] == oldest.start:
+                del order[oldest]
+        self.num_blocks[LRU] += num_missing
+        for step in path:  # the end of a path goes before its beginning
+            order[step] = None
+
+    def _use_in_reuse(self, path: list[Stretch], room: float, now_s: float) -> None:
+        num_missing = 0
+        for step in path:
+            self._by_worth.discard(step.number)
+            step.num_below += 1  # a lock
+            num_missing += step.end - step.held[REUSE]
+        self._evict(self.num_blocks[REUSE] + num_missing - room, now_s)
+        self.num_blocks[REUSE] += num_missing
+        for step in path:
+            if step.held[REUSE] == step.start and step.parent is not None:
+                step.parent.num_below += 1
+            step.held[REUSE] = step.end
+            step.num_below -= 1
+        for step in path:
+            if not step.num_below:
+                self._rank(step, now_s)
+
+    def _evict(self, num_over: float, now_s: float) -> None:
+        ranking = self._by_worth
+        while num_over > 0 and (worst := ranking.first(now_s)) is not None:
+            num_given = min(math.ceil(num_over), worst.num_blocks)
+            if self._rank_of(worst) == END:
+                num_given = 1
+                worst.is_cut = True
+                self._rank(worst, now_s)
+            worst.held[REUSE] -= num_given
+            self.num_blocks[REUSE] -= num_given
+            num_over -= num_given
+            if worst.held[REUSE] == worst.start:
+                ranking.discard(worst.number)
+                above = worst.parent
+                if above is not None:
+                    above.num_below -= 1
+                    if not above.num_below and above.num_blocks:
+                        self._rank(above, now_s)
+
+    def _rank(self, stretch: Stretch, now_s: float) -> None:
+        turn = stretch.turn
+        place = turn.place(self._rank_of(stretch))
+        self._by_worth.add(stretch.number, stretch, place, now_s)
+
+    def _rank_of(self, stretch: Stretch) -> int:
+        turn = stretch.turn
+        if turn.is_continued:
+            return LEFT_BEHIND
+        is_end = turn.stretch is stretch and not (turn.is_shared or stretch.is_cut) and stretch.num_blocks > 1
+        return END if is_end and self._gives_up_ends() else LIVE
