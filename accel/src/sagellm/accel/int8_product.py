@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sagellm.accel.slices import row_slices
+from sagellm.accel.widening import widening_for
 from sagellm.core import QuantizationGranularity, QuantizationOutput
 
 _HAS_PACKED_KERNEL = hasattr(torch.ops.aten, "_weight_int8pack_mm")
@@ -49,10 +50,15 @@ def packed_product(x: torch.Tensor, output: QuantizationOutput) -> torch.Tensor:
 
 
 def sliced_product(x: torch.Tensor, output: QuantizationOutput) -> torch.Tensor:
-    """Return x @ weight.T, expanding a bounded number of weights at a time. On any device."""
+    """Return x @ weight.T, expanding a bounded number of weights at a time. On any device.
+
+    They are expanded to x's dtype, or to float32 on a CPU that multiplies it faster.
+    """
     num_tokens, num_columns = x.shape
     num_rows = output.values.shape[0]
     product = x.new_empty(num_tokens, num_rows)
+    if widening_for(x.dtype, x.device).takes(num_tokens):
+        x = x.float()
     # A row's scale can wait until after the product, except in float16, where unscaled sums overflow.
     is_late = output.scales.shape[1] == 1 and x.dtype is not torch.float16
     # int8 → x's dtype, or by way of float32; and the slice's product before it is stored

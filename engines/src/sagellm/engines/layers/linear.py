@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
 from sagellm.core import QuantizationOutput, QuantizerProtocol
 
 
@@ -20,17 +22,65 @@ class LinearLayer(Protocol):
         """Return (tokens, out) for (tokens, in)."""
 
 
-class Linear:
-    """`x @ weight.T + bias`."""
+class WideRows:
+    """Which rows of a step are multiplied widened: those of sequences that compute many tokens in it.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    So it is a sequence's own tokens that decide and not what else is in the batch. All layers of a model
+    share one.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._widening = widening_for(dtype, device)
+        self._num_rows = 0  # of the step, where some are wide
+        self._wide: torch.Tensor | None = None  # their indices; None: all
+        self._narrow: torch.Tensor | None = None
+
+    @property
+    def is_useful(self) -> bool:
+        """Say whether this CPU multiplies anything faster widened."""
+        return self._widening.min_rows is not None
+
+    def plan(self, query_lens: Sequence[int]) -> None:
+        """Take up a step in which each sequence computes so many tokens, in the order of rows."""
+        self._num_rows = 0
+        if not self.is_useful:
+            return
+        is_wide = [self._widening.takes(num_tokens) for num_tokens in query_lens]
+        if any(is_wide):
+            self._num_rows = sum(query_lens)
+            self._wide = self._narrow = None
+            if not all(is_wide):
+                rows = torch.tensor(is_wide).repeat_interleave(torch.tensor(query_lens))
+                self._wide, self._narrow = rows.nonzero().view(-1), (~rows).nonzero().view(-1)
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x @ weight.T + bias, each row in its way; rows that are not the step's own stay narrow."""
+        if not self._num_rows or len(x) != self._num_rows:
+            return functional.linear(x, weight, bias)
+        if self._wide is None or self._narrow is None:
+            return widened_product(x, weight, bias)
+        product = x.new_empty(len(x), len(weight))
+        product[self._wide] = widened_product(x[self._wide], weight, bias)
+        product[self._narrow] = functional.linear(x[self._narrow], weight, bias)
+        return product
+
+
+class Linear:
+    """`x @ weight.T + bias`, widened for the rows that `wide_rows` names."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, wide_rows: WideRows | None = None
+    ) -> None:
         self.weight = weight  # (out, in)
         self.bias = bias
+        self._wide_rows = wide_rows
         self.num_parameters = weight.numel() + (0 if bias is None else bias.numel())
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply."""
+        if self._wide_rows is not None:
+            return self._wide_rows.multiply(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -46,27 +96,21 @@ class PackedLinear:
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.bias = bias
         self._out_features = len(weight)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._multiply = packed_linear(weight)
 
     @staticmethod
     def takes(dtype: torch.dtype, device: torch.device) -> bool:
-        """Say whether such weights can be packed on this machine, with this version of torch."""
-        if device.type != "cpu" or dtype != torch.bfloat16:
-            return False
-        ops = torch.ops.mkldnn
-        names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if not available or not all(hasattr(ops, name) for name in names):
-            return False
-        return bool(ops._is_mkldnn_bf16_supported())
+        """Say whether such weights can be packed on this machine, with this version of torch.
+
+        False too where widening pays: packed weights cannot be widened.
+        """
+        return device.type == "cpu" and can_pack(dtype) and widening_for(dtype, device).min_rows is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply."""
         if not len(x):
             return x.new_empty(0, self._out_features)
-        out: torch.Tensor = self._linear(x, self._packed, self.bias, "none", [], "")
-        return out
+        return self._multiply(x, self.bias)
 
 
 class QuantizedLinear:
@@ -87,10 +131,13 @@ class QuantizedLinear:
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, quantizer: QuantizerProtocol | None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    quantizer: QuantizerProtocol | None,
+    wide_rows: WideRows | None = None,
 ) -> LinearLayer:
     """Make the layer that a weight (out, in) becomes with this quantizer, or with none."""
     if quantizer is None:
         packs = PackedLinear.takes(weight.dtype, weight.device)
-        return PackedLinear(weight, bias) if packs else Linear(weight, bias)
+        return PackedLinear(weight, bias) if packs else Linear(weight, bias, wide_rows)
     return QuantizedLinear(quantizer, quantizer.quantize(weight), bias)

@@ -7,7 +7,7 @@ import torch
 from sagellm.core import AttentionBackendProtocol, AttentionSpec, CausalLM, InputBatch, ModelFamilyMetrics
 from sagellm.engines.layers.activation import SiLUAndMul
 from sagellm.engines.layers.attention import Attention
-from sagellm.engines.layers.linear import LinearLayer
+from sagellm.engines.layers.linear import LinearLayer, WideRows
 from sagellm.engines.layers.rms_norm import HeadNorm, Normalised, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding, RotaryTables
 from sagellm.engines.models.decoder_config import DecoderConfig
@@ -124,9 +124,15 @@ class Decoder(CausalLM):
     """A decoder with its head. A tied head multiplies by the embedding itself."""
 
     def __init__(
-        self, config: DecoderConfig, model: DecoderModel, lm_head: LinearLayer, metrics: ModelFamilyMetrics
+        self,
+        config: DecoderConfig,
+        model: DecoderModel,
+        lm_head: LinearLayer,
+        wide_rows: WideRows,
+        *,
+        metrics: ModelFamilyMetrics,
     ) -> None:
-        self.config, self.model, self.lm_head = config, model, lm_head
+        self.config, self.model, self.lm_head, self._wide_rows = config, model, lm_head, wide_rows
         self._metrics = metrics
 
     @torch.inference_mode()
@@ -134,11 +140,13 @@ class Decoder(CausalLM):
         self, batch: InputBatch, kv: torch.Tensor, attention: AttentionBackendProtocol, plan: object
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
+        self._wide_rows.plan(batch.query_lens)
         return self.model(batch, kv, attention, plan)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (rows, vocab) for hidden states (rows, hidden)."""
+        self._wide_rows.plan([len(hidden)])
         return self.lm_head(hidden)
 
     def metrics(self) -> ModelFamilyMetrics:

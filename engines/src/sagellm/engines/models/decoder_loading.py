@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from sagellm.core import BuildContext, ModelFamilyMetrics, get_logger
-from sagellm.engines.layers.linear import Linear, LinearLayer, PackedLinear, make_linear
+from sagellm.engines.layers.linear import Linear, LinearLayer, PackedLinear, WideRows, make_linear
 from sagellm.engines.layers.rms_norm import HeadNorm, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding
 from sagellm.engines.models.decoder import (
@@ -78,6 +78,7 @@ class DecoderBuilder:
         self._linears: list[LinearLayer] = []
         self._others: list[torch.Tensor] = []
         self._staging = torch.empty(0, dtype=context.dtype, device=context.device)
+        self._wide_rows = WideRows(context.dtype, context.device)
         self._packs = context.quantizer is None and PackedLinear.takes(context.dtype, context.device)
 
     def build(self) -> Decoder:
@@ -87,16 +88,16 @@ class DecoderBuilder:
         embedding = self._tensor(EMBEDDING if EMBEDDING in self._shapes else HEAD)
         layers = [self._layer(index, rotary) for index in range(sizes.num_layers)]
         model = DecoderModel(embedding, layers, self._norm(FINAL_NORM), rotary)
-        return Decoder(config, model, self._head(embedding), self._weigh())
+        return Decoder(config, model, self._head(embedding), self._wide_rows, metrics=self._weigh())
 
     def _head(self, embedding: torch.Tensor) -> LinearLayer:
         """Tie the head as transformers does: only if no other one is stored beside the embedding."""
         if not {EMBEDDING, HEAD} <= self._shapes.keys():
-            return Linear(embedding)
+            return Linear(embedding, wide_rows=self._wide_rows)
         weight = self._joined([HEAD], staged=self._packs)
         if self._config.geometry.tie_word_embeddings:
             if torch.equal(weight, embedding):
-                return Linear(embedding)
+                return Linear(embedding, wide_rows=self._wide_rows)
             logger.warning(
                 "tie_word_embeddings is true in config.json, but the checkpoint has a %s that differs from "
                 "the embedding: it is used, as transformers does",
@@ -151,7 +152,7 @@ class DecoderBuilder:
         return self._made(weight, bias)
 
     def _made(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearLayer:
-        layer = make_linear(weight, bias, self._context.quantizer)
+        layer = make_linear(weight, bias, self._context.quantizer, self._wide_rows)
         self._linears.append(layer)
         return layer
 

@@ -19,12 +19,17 @@ from sagellm.core import (
     ModelGeometry,
     UnsupportedModelError,
 )
+from sagellm.engines.layers.linear import WideRows
 from sagellm.engines.models.hf_config import architecture_of, context_limit, read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.models.refusal import refuse_on_error
 from sagellm.engines.models.transformers_attention import ATTENTION, register
 from sagellm.engines.models.transformers_check import check_consistency
-from sagellm.engines.models.transformers_model import TransformersCausalLM, quantize_linears
+from sagellm.engines.models.transformers_model import (
+    TransformersCausalLM,
+    quantize_linears,
+    widen_linears,
+)
 from sagellm.engines.models.transformers_probe import AttentionUse, probe_attention
 
 
@@ -134,7 +139,9 @@ class TransformersFamily(ModelFamilyProtocol):
             model = model.eval().to(context.device)
             if context.quantizer is not None:
                 quantize_linears(model, context.quantizer)
-        built = TransformersCausalLM(model, inspected.use.specs)
+            wide_rows = WideRows(context.dtype, context.device)
+            widen_linears(model, wide_rows)
+        built = TransformersCausalLM(model, inspected.use.specs, wide_rows)
         check_consistency(built, inspected.geometry, context)
         return built
 

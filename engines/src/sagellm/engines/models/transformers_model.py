@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from sagellm.core import (
     ModelFamilyMetrics,
     QuantizerProtocol,
 )
-from sagellm.engines.layers.linear import QuantizedLinear
+from sagellm.engines.layers.linear import Linear, LinearLayer, QuantizedLinear, WideRows
 from sagellm.engines.models.transformers_attention import STEP, PagedStep
 
 _HIDDEN = "sagellm_hidden"
@@ -56,7 +57,7 @@ class QuantizedModule(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply (…, in) to (…, out)."""
-        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return _multiply(self.linear, x)
 
 
 def quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol) -> None:
@@ -70,6 +71,21 @@ def quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol) -> No
                 setattr(parent, name, QuantizedModule(QuantizedLinear(quantizer, output, bias)))
 
 
+def widen_linears(model: torch.nn.Module, wide_rows: WideRows) -> None:
+    """Have each linear layer multiply the rows that `wide_rows` names widened, where that is of use."""
+    if not wide_rows.is_useful:
+        return
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            linear = Linear(module.weight, module.bias, wide_rows)
+            module.forward = partial(_multiply, linear)  # type: ignore[method-assign]
+
+
+def _multiply(linear: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+    """Multiply (…, in) to (…, out)."""
+    return linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
 class TransformersCausalLM(CausalLM):
     """Runs the flat batch as one row of tokens; attention knows from the plan where sequences end.
 
@@ -77,7 +93,8 @@ class TransformersCausalLM(CausalLM):
     replaced by one that passes hidden states through.
     """
 
-    def __init__(self, model: Any, specs: Sequence[AttentionSpec]) -> None:
+    def __init__(self, model: Any, specs: Sequence[AttentionSpec], wide_rows: WideRows) -> None:
+        self._wide_rows = wide_rows
         self._metrics = _weigh(model)
         self._base = getattr(model, model.base_model_prefix)
         setattr(model, model.base_model_prefix, _GivenHidden())
@@ -89,6 +106,7 @@ class TransformersCausalLM(CausalLM):
         self, batch: InputBatch, kv: torch.Tensor, attention: AttentionBackendProtocol, plan: object
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
+        self._wide_rows.plan(batch.query_lens)
         step = PagedStep(kv, attention, plan, self._specs)
         output = self._base(
             input_ids=batch.input_ids.unsqueeze(0),
@@ -101,6 +119,7 @@ class TransformersCausalLM(CausalLM):
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (rows, vocab) for hidden states (rows, hidden)."""
+        self._wide_rows.plan([len(hidden)])
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         output = self._head(input_ids=ids, use_cache=False, **{_HIDDEN: hidden.unsqueeze(0)})
         return cast(torch.Tensor, output.logits[0])
