@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from sagellm.accel import widening
 from sagellm.core import PluginRegistry
 from sagellm.engines.cli.doctor import command, hardware, software
 from sagellm.engines.cli.doctor.plugins import examine_plugins
 from sagellm.engines.cli.doctor.report import Patient, Section, as_text, examine
 from sagellm.engines.config import EngineConfig
+from sagellm.engines.forward import free_cores
 
 
 def healthy(patient):
@@ -85,7 +87,9 @@ def test_a_library_that_does_not_import_is_a_finding_with_its_name():
 
 def test_a_real_run_tells_all_subjects(sage):
     titles = [section["title"] for section in sage("doctor", "--json").json["sections"]]
-    assert titles == ["software", "devices", "cpu", "threads", "memory", "plugins", "hub", "configuration"]
+    assert titles == [
+        "software", "devices", "cpu", "threads", "products", "memory", "plugins", "hub", "configuration",
+    ]  # fmt: skip
 
 
 def test_a_sound_installation_is_healthy(sage):
@@ -166,8 +170,60 @@ def test_threads_are_compared_with_cores(monkeypatch, threads, told):
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(free_cores, "read_cpu_time", lambda: None)
+    monkeypatch.setattr(hardware, "read_cpu_limit", lambda: None)
     [(severity, what)] = problems_of(hardware.examine_threads(patient_with()))
     assert (severity, told in what) == ("warning", True)
+
+
+@pytest.fixture
+def busy_machine(monkeypatch):
+    """Four CPUs with four threads of torch, of which others keep two busy."""
+    import torch
+
+    for name in free_cores.FIXING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    readings = iter(free_cores.CPUTime(at_s=at, busy_s=3.0 * at, own_s=at) for at in (1.0, 2.0))
+    monkeypatch.setattr(free_cores, "read_cpu_time", lambda: next(readings))
+    monkeypatch.setattr(hardware, "_LOAD_WINDOW_S", 0.0)
+    monkeypatch.setattr(hardware, "read_cpu_limit", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+
+
+def test_busy_neighbours_are_told_with_what_an_engine_makes_of_them(busy_machine):
+    section = hardware.examine_threads(patient_with())
+    assert section.facts["CPUs kept busy by others"] == "2.0 of 4, now"
+    assert section.facts["load average"].endswith(" for 4 CPUs, over the last minute")
+    assert section.facts["threads of a step"] == "2, as many as find a free core"
+    assert problems_of(section) == [
+        (
+            "warning",
+            "other programs keep 2.0 of 4 CPUs busy; an engine runs on 2 of 4 threads beside them, "
+            "and slower than alone",
+        )
+    ]
+
+
+def test_threads_that_the_user_fixed_beside_busy_neighbours_are_told(busy_machine, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    section = hardware.examine_threads(patient_with())
+    assert section.facts["threads of a step"] == "4, fixed by OMP_NUM_THREADS"
+    [problem] = section.problems
+    assert problem.what.endswith("the 4 threads that OMP_NUM_THREADS asks for will wait for each other")
+    assert problem.remedy.endswith("or unset OMP_NUM_THREADS")
+
+
+def test_how_16_bit_weights_are_multiplied_is_told(monkeypatch):
+    found = {
+        "torch.bfloat16": widening.Widening(min_rows=4, direct_gflops=7.2, widened_gflops=35.0),
+        "torch.float16": widening.Widening(min_rows=None, direct_gflops=200.0, widened_gflops=60.0),
+    }
+    monkeypatch.setattr(widening, "_measured", lambda dtype: found[str(dtype)])
+    assert hardware.examine_products(patient_with()).facts == {
+        "bfloat16 weights": "7 GFLOP/s per core, widened to float32 35; widened from 4 rows on",
+        "float16 weights": "200 GFLOP/s per core, widened to float32 60; widened never",
+    }
 
 
 def test_a_missing_package_is_an_error_and_a_mixture_a_warning(monkeypatch):

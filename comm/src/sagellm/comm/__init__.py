@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
+    from sagellm.comm.cgroups import read_cpu_limit as read_cpu_limit
     from sagellm.comm.local import LocalTopology as LocalTopology
     from sagellm.comm.memory import Memory as Memory, read_memory as read_memory
     from sagellm.core.protocols.topology import (
@@ -34,6 +35,7 @@ __all__ = [
     "TopologyMetrics",
     "TopologyProtocol",
     "__version__",
+    "read_cpu_limit",
     "read_memory",
 ]
 
@@ -51,6 +53,7 @@ __getattr__ = lazy(
         "Topology": "sagellm.core.protocols.topology",
         "TopologyMetrics": "sagellm.core.protocols.topology",
         "TopologyProtocol": "sagellm.core.protocols.topology",
+        "read_cpu_limit": ".cgroups",
         "read_memory": ".memory",
     },
 )

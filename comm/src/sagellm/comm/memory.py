@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from sagellm.comm.cgroups import group_folders
 from sagellm.comm.tree import Tree
 
 
@@ -22,23 +22,17 @@ class Memory:
 class _Version:
     """Names of the files of one version of control groups."""
 
-    filesystem: str
-    controller: str  # the mount's option; version 2 has one tree for all
     limit: str
     usage: str
     reclaimable: str  # the line of memory.stat that counts file pages which the kernel can drop
 
 
 _VERSION_1 = _Version(
-    filesystem="cgroup",
-    controller="memory",
     limit="memory.limit_in_bytes",
     usage="memory.usage_in_bytes",
     reclaimable="total_inactive_file",
 )
 _VERSION_2 = _Version(
-    filesystem="cgroup2",
-    controller="",
     limit="memory.max",
     usage="memory.current",
     reclaimable="inactive_file",
@@ -57,7 +51,8 @@ def read_memory(tree: Tree | None = None) -> Memory:
     if not total:
         tree.warn("/proc/meminfo does not tell MemTotal: the memory is not known")
     limit = total
-    for folder, version in _group_folders(tree):
+    for folder, number in group_folders(tree, "memory"):
+        version = _VERSION_1 if number == 1 else _VERSION_2
         group_limit = tree.number(f"{folder}/{version.limit}")  # "max" is no number: no limit
         if group_limit is None or not 0 <= group_limit < total:
             continue
@@ -87,57 +82,3 @@ def _used_bytes(tree: Tree, folder: str, version: _Version) -> int:
         if key == version.reclaimable and value.isdecimal():
             return max(0, usage - int(value))
     return usage
-
-
-def _group_folders(tree: Tree) -> Iterator[tuple[str, _Version]]:
-    """Yield the folders of this process's memory groups and of their ancestors, in both versions.
-
-    Both may be there at once; a group without limit has a file that says so, or none.
-    """
-    is_found = False
-    for line in (tree.text("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            version = _VERSION_2
-        elif "memory" in controllers.split(","):
-            version = _VERSION_1
-        else:
-            continue
-        mount = _find_mount(tree, version)
-        if mount is None:
-            continue
-        is_found = True
-        for folder in _ancestry(path, *mount):
-            yield folder, version
-    if not is_found:
-        tree.warn("/proc/self/cgroup names no memory group that is mounted: its limits are not known")
-
-
-def _find_mount(tree: Tree, version: _Version) -> tuple[str, str] | None:
-    """Return the group that is mounted and where, from /proc/self/mountinfo."""
-    for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
-        head, _, tail = line.partition(" - ")
-        fields, kind = head.split(), tail.split()
-        if len(fields) < 5 or len(kind) < 3 or kind[0] != version.filesystem:
-            continue
-        if not version.controller or version.controller in kind[2].split(","):
-            return fields[3], fields[4]
-    return None
-
-
-def _ancestry(path: str, mounted_group: str, mount_point: str) -> Iterator[str]:
-    """Yield the folders of a group and its ancestors up to the mount point.
-
-    Where the group lies outside what is mounted (a container that sees the host's path, or `/..`
-    in a namespace), the mount point is all that can be read, and in a container it is the
-    container's own group.
-    """
-    group, top = PurePosixPath(path), PurePosixPath(mounted_group)
-    relative = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
-    if ".." in relative.parts:
-        relative = PurePosixPath()
-    folder = PurePosixPath(mount_point)
-    yield str(folder)
-    for part in relative.parts:
-        folder /= part
-        yield str(folder)

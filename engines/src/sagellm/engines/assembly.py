@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from sagellm.engines.core.kv_tiers import build_offload, build_saves, read_tiers
 from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.core.scheduler import Scheduler
+from sagellm.engines.forward.free_cores import FreeCores
 from sagellm.engines.input_processor import InputProcessor
 from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation import GenerationDefaults
@@ -77,11 +79,12 @@ def build_core(  # noqa: PLR0913
     runtime: Runtime,
     fingerprint: Callable[[], str] = str,
     trace: TraceWriter | None = None,
+    around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet. The core closes `trace`.
 
     `fingerprint` returns what is equal for models whose KV is interchangeable; it is called when a tier or
-    a save first needs it.
+    a save first needs it. A step's forward pass and sampling run inside the context of `around_step`.
     """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
@@ -128,6 +131,7 @@ def build_core(  # noqa: PLR0913
                 "forward_backend": backend.metrics,
                 "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
             },
+            around_step=around_step,
         )
     )
 
@@ -154,6 +158,7 @@ def assemble(
 def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtime) -> EngineCore:
     """Load the model that a configuration names and build a core around it: the engine `llm`."""
     device = resolve_device(config.model.device)
+    cores = FreeCores() if device.type == "cpu" else None  # first: loading is what it measures by
     config = config.with_values({"model.device": str(device)})
     modules = Modules(registry, config)
     read_tiers(modules)  # its mistakes cost no loading
@@ -187,6 +192,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         runtime=runtime,
         fingerprint=partial(fingerprint_of, loaded.path, config.model),
         trace=trace,
+        around_step=nullcontext if cores is None else cores.during_step,
     )
     finalize(core, trace.close)  # at the latest when the process ends: the file lacks its end until then
     weight_bytes = loaded.model.metrics().weight_bytes

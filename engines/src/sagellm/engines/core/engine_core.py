@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,6 +70,7 @@ class CoreParts:
     runtime: Runtime
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    around_step: Callable[[], AbstractContextManager[object]] = nullcontext  # forward pass and sampling
 
 
 class EngineCore(EngineProtocol):
@@ -86,7 +87,7 @@ class EngineCore(EngineProtocol):
     def __init__(self, parts: CoreParts) -> None:
         self.parts = parts
         self.scheduler, self.kv, self.runner = parts.scheduler, parts.kv, parts.runner
-        self._steps = StepRunner(parts.runner, parts.sampler, parts.trace)
+        self._steps = StepRunner(parts.runner, parts.sampler, parts.trace, parts.around_step)
         self._trace = parts.trace
         self._is_traced = not isinstance(parts.trace, NullTrace)
         self._clock = parts.runtime.clock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,20 +36,28 @@ class StepRunner:
 
     After a fault the step is run again by halves until the culprit is alone. This is sound because
     KV writes are idempotent, random numbers are keyed by seed and position, and logits processors
-    keep nothing of a step.
+    keep nothing of a step. Model and sampler run inside the context that `around` returns.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, trace: TraceWriter) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        trace: TraceWriter,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._trace = trace
+        self._around = around
 
     def run(self, scheduled: list[ScheduledSequence]) -> StepResults:
         """Compute what is scheduled. Never raises."""
         if not scheduled:
             return StepResults()
         try:
-            return self._forward_and_sample(scheduled)
+            with self._around():
+                return self._forward_and_sample(scheduled)
         except Exception as error:
             if len(scheduled) == 1:
                 sequence_id = scheduled[0].sequence.sequence_id

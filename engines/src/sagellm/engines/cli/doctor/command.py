@@ -10,7 +10,13 @@ import typer
 
 from sagellm.core import ConfigError, PluginRegistry, SageLLMError, Topology
 from sagellm.engines.cli.doctor.files import describe_configuration, examine_hub
-from sagellm.engines.cli.doctor.hardware import examine_cpu, examine_devices, examine_memory, examine_threads
+from sagellm.engines.cli.doctor.hardware import (
+    examine_cpu,
+    examine_devices,
+    examine_memory,
+    examine_products,
+    examine_threads,
+)
 from sagellm.engines.cli.doctor.plugins import examine_plugins
 from sagellm.engines.cli.doctor.report import Examination, Patient, Section, as_text, examine
 from sagellm.engines.cli.doctor.software import examine_software
@@ -25,6 +31,7 @@ EXAMINATIONS: tuple[Examination, ...] = (
     examine_devices,
     examine_cpu,
     examine_threads,
+    examine_products,
     examine_memory,
     examine_plugins,
     examine_hub,

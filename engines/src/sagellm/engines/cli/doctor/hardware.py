@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+from sagellm.comm import read_cpu_limit
 from sagellm.engines.cli.doctor.report import Patient, Section
 from sagellm.engines.cli.topology import id_ranges
 from sagellm.engines.machine import kernel_flags
@@ -18,7 +20,10 @@ THREAD_VARIABLES = (
     "OMP_PLACES",
     "KMP_AFFINITY",
     "GOMP_CPU_AFFINITY",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
 )
+_LOAD_WINDOW_S = 0.2
 LITTLE_MEMORY_BYTES = 2 << 30
 
 
@@ -47,16 +52,20 @@ def examine_cpu(patient: Patient) -> Section:
 
 
 def examine_threads(patient: Patient) -> Section:
-    """Compare the threads that torch takes with the CPUs that this process may use."""
+    """Compare the threads that torch takes with the CPUs that this process may use, and with the load."""
     import torch
 
     num_threads = torch.get_num_threads()
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if patient.topology is not None:  # two threads on one core only get in each other's way
         num_cpus = min(num_cpus, patient.topology.cpu.num_cores)
+    limit = read_cpu_limit()
+    if limit is not None:
+        num_cpus = max(1, min(num_cpus, int(limit)))
     section = Section("threads", {"torch": num_threads, "cores at hand": num_cpus})
+    section.facts["CPU limit of the cgroup"] = "none" if limit is None else f"{limit:.1f} CPUs"
     section.facts.update({name: os.environ.get(name, "not set") for name in THREAD_VARIABLES})
-    if num_threads > num_cpus:
+    if num_threads > num_cpus and limit is None:
         section.warn(
             f"torch takes {num_threads} threads for {num_cpus} cores; they wait for each other",
             f"set OMP_NUM_THREADS={num_cpus}",
@@ -66,6 +75,54 @@ def examine_threads(patient: Patient) -> Section:
             f"torch takes {num_threads} of {num_cpus} cores",
             f"unset OMP_NUM_THREADS, or set it to {num_cpus}",
         )
+    _compare_with_load(section, num_threads, limit)
+    return section
+
+
+def _compare_with_load(section: Section, num_threads: int, limit: float | None) -> None:
+    """Say how busy others keep the cores, and on how many threads an engine would run beside them."""
+    from sagellm.engines.forward.free_cores import cores_of_others, fixed_by, free_threads, read_cpu_time
+
+    before = read_cpu_time()
+    time.sleep(_LOAD_WINDOW_S)
+    after = read_cpu_time()
+    if before is None or after is None:
+        section.facts["threads of a step"] = f"{num_threads}: this system does not tell how busy its CPUs are"
+        return
+    num_cpus, others = len(os.sched_getaffinity(0)), cores_of_others(before, after)
+    section.facts["load average"] = f"{os.getloadavg()[0]:.1f} for {num_cpus} CPUs, over the last minute"
+    section.facts["CPUs kept busy by others"] = f"{others:.1f} of {num_cpus}, now"
+    fixed, num_free = fixed_by(os.environ), free_threads(num_cpus, others, limit)
+    if fixed is not None:
+        section.facts["threads of a step"] = f"{num_threads}, fixed by {fixed}"
+    else:
+        section.facts["threads of a step"] = f"{min(num_threads, num_free)}, as many as find a free core"
+    if num_free < num_threads and num_free < free_threads(num_cpus, 0.0, limit):
+        section.warn(
+            f"other programs keep {others:.1f} of {num_cpus} CPUs busy; "
+            + (
+                f"an engine runs on {num_free} of {num_threads} threads beside them, and slower than alone"
+                if fixed is None
+                else f"the {num_threads} threads that {fixed} asks for will wait for each other"
+            ),
+            "end them, or give the engine CPUs of its own (taskset, or a container's cpuset)"
+            + ("" if fixed is None else f", or unset {fixed}"),
+        )
+
+
+def examine_products(patient: Patient) -> Section:
+    """Measure whether this CPU multiplies 16-bit weights faster as they are or widened to float32."""
+    import torch
+
+    from sagellm.accel.widening import widening_for
+
+    section = Section("products")
+    for dtype in (torch.bfloat16, torch.float16):
+        found = widening_for(dtype, torch.device("cpu"))
+        name = str(dtype).removeprefix("torch.")
+        rates = f"{found.direct_gflops:.0f} GFLOP/s per core, widened to float32 {found.widened_gflops:.0f}"
+        used = "never" if found.min_rows is None else f"from {found.min_rows} rows on"
+        section.facts[f"{name} weights"] = f"{rates}; widened {used}"
     return section
 
 

@@ -1,0 +1,137 @@
+"""How many threads a step takes: as many as there are cores that no other process keeps busy.
+
+A step on a CPU joins its threads some hundred times, and OpenMP's threads spin while they wait. Where another
+process runs on one of their cores, each join lasts until the kernel gives that core back, milliseconds
+later: a step on all cores then takes 10 to 40 times as long, one on the free cores 1 to 2 times.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sagellm.comm import read_cpu_limit
+from sagellm.core import get_logger
+
+logger = get_logger(__name__)
+
+FIXING_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "KMP_AFFINITY",
+    "GOMP_CPU_AFFINITY",
+)
+"""Variables by which a user chooses threads or their cores; with one of them, nothing is chosen here."""
+
+_WINDOW_S = 0.1  # the kernel counts in hundredths of a second
+_READS_SHARE = 0.005  # of the time, at most, goes into reading; /proc/stat is long where there are many CPUs
+_TAKEN = 0.4  # a core that others use for more than this share is theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPUTime:
+    """Seconds of CPU time up to a moment."""
+
+    at_s: float
+    busy_s: float  # of the CPUs this process may use, by anyone, the hypervisor included
+    own_s: float  # by this process
+
+
+def read_cpu_time(stat: Path = Path("/proc/stat")) -> CPUTime | None:
+    """Read the counters, or return None where the system has none."""
+    try:
+        allowed = os.sched_getaffinity(0)
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except (AttributeError, OSError, ValueError):
+        return None
+    busy = 0
+    for line in lines[1:]:  # the first is the sum of all
+        name, *fields = line.split()
+        if not name.startswith("cpu"):
+            break
+        if int(name[3:]) in allowed:
+            user, nice, system, _, _, irq, softirq, steal = map(int, (*fields, *"00000000")[:8])
+            busy += user + nice + system + irq + softirq + steal
+    return CPUTime(
+        at_s=time.perf_counter(), busy_s=busy / os.sysconf("SC_CLK_TCK"), own_s=time.process_time()
+    )
+
+
+def cores_of_others(before: CPUTime, after: CPUTime) -> float:
+    """Return how many cores other processes kept busy between two readings."""
+    busy_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+    return max(0.0, busy_s) / max(after.at_s - before.at_s, 1e-9)
+
+
+def free_threads(num_cpus: int, others: float, limit: float | None) -> int:
+    """Return how many threads find a core: at least one, and no more CPU time than `limit` allows."""
+    num_free = int(num_cpus - others + 1 - _TAKEN)
+    return max(1, num_free if limit is None else min(num_free, int(limit)))
+
+
+def fixed_by(environment: Mapping[str, str]) -> str | None:
+    """Return the variable by which the user has chosen the threads, or None."""
+    return next((name for name in FIXING_VARIABLES if environment.get(name)), None)
+
+
+class FreeCores:
+    """Lowers torch's number of threads for the length of a step while others keep cores busy.
+
+    torch's number is only ever lowered and comes back with the end of the step, so it stays the user's own
+    everywhere else. Looks at the system every tenth of a second at most, from one thread at a time.
+    """
+
+    def __init__(self, read: Callable[[], CPUTime | None] = read_cpu_time) -> None:
+        self._read = read
+        self._last = read() if fixed_by(os.environ) is None else None
+        self._next_s = 0.0 if self._last is None else self._last.at_s + _WINDOW_S
+        self._num_cpus = len(os.sched_getaffinity(0)) if self._last is not None else 0
+        self._limit = read_cpu_limit()
+        self._num_threads: int | None = None  # None: torch's own
+        self._has_told = False
+        if self._last is not None:
+            self._num_threads = free_threads(self._num_cpus, 0.0, self._limit)
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Run the block on the free cores."""
+        usual = torch.get_num_threads()
+        if self._last is not None and usual > 1:
+            self._look(self._last)
+        if self._num_threads is None or self._num_threads >= usual:
+            yield
+            return
+        torch.set_num_threads(self._num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(usual)
+
+    def _look(self, last: CPUTime) -> None:
+        started_s = time.perf_counter()
+        if started_s < self._next_s:
+            return
+        self._last = now = self._read()
+        if now is None:
+            self._num_threads = None
+            return
+        others = cores_of_others(last, now)
+        self._num_threads = free_threads(self._num_cpus, others, self._limit)
+        self._next_s = started_s + max(_WINDOW_S, (time.perf_counter() - started_s) / _READS_SHARE)
+        if others > _TAKEN and not self._has_told:
+            self._has_told = True
+            logger.info(
+                "others keep %.1f of %d cores busy: steps run on %d thread(s) until that ends "
+                "(OMP_NUM_THREADS sets a fixed number)",
+                others,
+                self._num_cpus,
+                self._num_threads,
+            )
