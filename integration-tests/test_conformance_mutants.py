@@ -53,6 +53,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a new policy names no victim",
             "a removed candidate is not named until it is added again",
         ),
+        "victims": (
+            "leaves taken at once are those that are named one by one",
+            "leaves taken at once are those that are named one by one",
+        ),
     },
     "kv_allocator": {
         "all_allocated": ("an unknown id cannot be freed", "an unknown id cannot be freed"),
@@ -166,6 +170,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "match_prefix": ("a block cannot hold two contents", "a block cannot hold two contents"),
         "metrics": ("a lock fails after blocks entered or left", "a lock fails after blocks entered or left"),
         "move_blocks": ("a move that cannot be changes nothing", "a move that cannot be changes nothing"),
+        "note_miss": (
+            "a noted miss is explained later as it was",
+            "a noted miss is explained later as it was",
+        ),
         "num_evictable_blocks": ("a locked path survives eviction", "a locked path survives eviction"),
         "num_idle_blocks": (
             "num idle blocks is what a lock would take",

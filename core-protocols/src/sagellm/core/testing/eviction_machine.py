@@ -84,6 +84,16 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
             self.policy.on_split(upper, lower[0])
             self.locked.append(upper)  # it has a child
 
+    @rule(pick=_PICK, num_more=st.sampled_from([1, 3, -1]))
+    def resize(self, pick: int, num_more: int) -> None:
+        """A leaf grows at its end or gives up some of it, locked or not."""
+        nodes = self.locked + self.leaves
+        if nodes and nodes[pick % len(nodes)].num_blocks + num_more > 0:
+            node = nodes[pick % len(nodes)]
+            node.num_blocks += num_more
+            node.depth += 16 * num_more
+            self.policy.on_resize(node, num_more)
+
     @rule()
     def evict(self) -> None:
         """The cache asks who is next and takes its blocks."""

@@ -289,6 +289,17 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert partly.cause != "none"
         assert cache.metrics() == before
 
+    def test_a_noted_miss_is_explained_later_as_it_was(self) -> None:
+        """What was cached, evicted and cleared since then changes nothing."""
+        cache, tokens = self.make(), [*range(8), *range(50, 58)]
+        cache.insert_prefix(range(8), blocks(0, 2))
+        explained_then = cache.explain_miss(tokens)
+        explain_later = cache.note_miss(tokens, cache.match_prefix(tokens))
+        cache.insert_prefix(tokens, blocks(0, 4))
+        assert explain_later() == explained_then
+        cache.clear()
+        assert explain_later() == explained_then
+
     def test_what_is_shown_to_a_keeper_is_what_is_evicted(self) -> None:
         """While it is cached; a cache that keeps nothing below itself shows nothing."""
         cache = self.make()
