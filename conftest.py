@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from sagellm.core.conformance.aspects import aspect_of
 
+_KIT = "sagellm.core.testing"
 _REPEATING = ("cost", "random operations", "threads")
 _TURN = pytest.StashKey[Path]()
 
@@ -35,13 +37,27 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Trace each test that runs its lines ten thousand times with one provider: it takes three times as long."""
-    if config.pluginmanager.hasplugin("_cov"):
-        traced = set()
-        for item in items:
-            if aspect_of(item.name) in _REPEATING and item.name in traced:
-                item.add_marker(pytest.mark.no_cover)
-            traced.add(item.name)
+    """Put those that measure time last, together, and trace what repeats its lines with one provider only."""
+    is_traced = config.pluginmanager.hasplugin("_cov")
+    seen = set()
+    for item in items:
+        aspect = _aspect_of(item)
+        if aspect == "cost":
+            item.add_marker("alone")
+        if is_traced and aspect in _REPEATING and item.name in seen:  # it would take three times as long
+            item.add_marker(pytest.mark.no_cover)
+        seen.add(item.name)
+    items.sort(key=_is_alone)
+
+
+def _aspect_of(item: pytest.Item) -> str | None:
+    """Return the part of a contract that a test of the conformance kit is, None for any other test."""
+    function = getattr(item, "function", None)
+    return aspect_of(item.name) if getattr(function, "__module__", "").startswith(_KIT) else None
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,8 +66,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     turn = item.config.stash.get(_TURN, None)
     if turn is None:
         return (yield)
-    is_alone = item.get_closest_marker("alone") is not None or aspect_of(item.name) == "cost"
-    with _taking_turns(turn, is_alone=is_alone):
+    with _taking_turns(turn, is_alone=_is_alone(item)):
         return (yield)
 
 
@@ -70,6 +85,17 @@ def _what_stays_is_not_searched_again() -> None:
     """Keep the collector off imported libraries; with torch and transformers a full search takes 0.4 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Take back what a command that runs in this process says about the log: its stderr ends with the test."""
+    logger = logging.getLogger("sagellm")
+    handlers, level, propagate = logger.handlers.copy(), logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -204,6 +204,7 @@ def test_nothing_comes_of_no_tokens():
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["text", "malformed", "special"])
 def test_the_cost_of_a_token_does_not_grow_with_the_text(kind):
     tokenizer = byte_level()

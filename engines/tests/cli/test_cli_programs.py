@@ -63,6 +63,7 @@ def test_showing_the_configuration_loads_no_torch():
     assert "torch" not in loaded_by("main", "llm", "chat", "--help")
 
 
+@pytest.mark.alone
 def test_help_takes_less_than_three_tenths_of_a_second():
     assert min(seconds_of_help() for _ in range(5)) < 0.3
 
