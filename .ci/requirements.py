@@ -7,7 +7,7 @@ from pathlib import Path
 
 from venvs import MEMBERS, ROOT, Environment, Stopwatch
 
-SUBSET = ["core-protocols/tests", "eviction-policy/tests", "prefix-cache/tests"]
+SUBSET = ["lifetime-predictor/tests", "comm/tests", "engines/tests/test_engine_requests.py"]
 
 
 def main() -> None:

@@ -62,6 +62,7 @@ class Case:
     max_num_batched_tokens: int = 512
     pool: str = "ample"  # or "tight": so small that preemption happens
     attention: str = "sdpa"
+    num_prompts: int | None = None  # the first ones alone
 
     def __str__(self) -> str:
         cache = "cache" if self.prefix_caching else "nocache"
@@ -236,11 +237,10 @@ def make_engine(case: Case, reference: Reference, **settings: Any) -> LLMEngine:
 
 def prompts_of(case: Case, reference: Reference) -> list[list[int]]:
     """The prompts of a case: short where a step computes one token, none very long in a tight pool."""
-    if case.max_num_batched_tokens == 1:
-        return reference.short_prompts
+    prompts = reference.short_prompts if case.max_num_batched_tokens == 1 else reference.long_prompts
     if case.pool == "tight":
-        return [prompt for prompt in reference.long_prompts if len(prompt) < 320]
-    return reference.long_prompts
+        prompts = [prompt for prompt in prompts if len(prompt) < 320]
+    return prompts[: case.num_prompts]
 
 
 def compare(case: Case, reference: Reference, engine: LLMEngine) -> Comparison:

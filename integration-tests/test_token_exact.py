@@ -24,7 +24,9 @@ HALVES = [
 ]
 """Many checkpoints together: one near-tie of a prompt shows in several cases of its checkpoint."""
 
-SUITE = [Case(name, pool="tight", block_size=8, max_num_batched_tokens=17) for name in CHECKPOINTS]
+SUITE = [
+    Case(name, pool="tight", block_size=8, max_num_batched_tokens=17, num_prompts=18) for name in CHECKPOINTS
+]
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_what_keeps_an_engine_from_starting_is_said(sage_process, tmp_path, port
 def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, sage_process, port):
     wait_until_ready(serving, port)
     chunks: list[dict] = []
-    reading = threading.Thread(target=lambda: chunks.extend(stream(port, 2000)))
+    reading = threading.Thread(target=lambda: chunks.extend(stream(port, 1200)))
     reading.start()
     while not chunks:
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, sage_process
     said = serving.stderr.read()
     assert "the requests that run may finish" in said
     assert "is loaded: float32 on cpu, KV for 8,192 tokens in blocks of 16" in said
-    assert "tokens: 3 prompt (0 cached), 2000 generated" in said
+    assert "tokens: 3 prompt (0 cached), 1200 generated" in said
 
 
 def test_a_second_signal_stops_at_once(serving, port):
@@ -153,7 +153,7 @@ def test_a_second_signal_stops_at_once(serving, port):
 
     def read() -> None:
         with suppress(httpx.TransportError):
-            chunks.extend(stream(port, 2000))
+            chunks.extend(stream(port, 1200))
 
     reading = threading.Thread(target=read)
     reading.start()
