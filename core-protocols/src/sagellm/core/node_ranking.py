@@ -102,6 +102,9 @@ class NodeRanking:
             num_blocks -= node.num_blocks
             if num_blocks < 0:
                 return
+            if queue:
+                queue.popleft()
+                self._num_entries -= 1
             del live[node.node_id]
             self.num_taken += 1
             yield node

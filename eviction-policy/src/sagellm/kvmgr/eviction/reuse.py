@@ -181,21 +181,16 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
         """Yield leaves that go whole."""
         self._is_full = True
-        metrics, forget = self._metrics, self._forget
-        if self._duel.is_won:
-            discard = self._by_use.discard
-            for node in self._ranking.take(self._now_s, num_blocks):
-                discard(node)
-                forget(node)
-                metrics.num_victims += 1
-                yield node
-        else:
-            discard_id = self._ranking.discard
-            for node in self._by_use.take(num_blocks):
-                discard_id(node.node_id)
-                forget(node)
-                metrics.num_victims += 1
-                yield node
+        by_use, by_worth, is_won = self._by_use, self._ranking, self._duel.is_won
+        taken = by_worth.take(self._now_s, num_blocks) if is_won else by_use.take(num_blocks)
+        for node in taken:
+            if is_won:
+                by_use.discard(node)
+            else:
+                by_worth.discard(node.node_id)
+            self._forget(node)
+            self._metrics.num_victims += 1
+            yield node
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Give up only the last block of a turn that is whole, if such blocks do not come back."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
-from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.prefix_cache import PrefixMatch
 from sagellm.kvmgr.prefix_cache.edges import Found, keys_of, split, walk
 from sagellm.kvmgr.prefix_cache.ghosts import Departure
@@ -300,45 +299,51 @@ class RadixTree:
         What this does for a leaf counts: a cache of one-block leaves gives up hundreds of them at once.
         """
         leaves, ledger, block_bytes = self.leaves, self.ledger, self.block_bytes
-        remembers, tells, has_quotas = ledger.remembers, ledger.tells, leaves.has_quotas
+        remembers, is_watched = ledger.remembers, ledger.tells or leaves.has_quotas
         gone: list[PrefixNode] = []
         order = leaves.order
         policy, victims = order.current, order.victims(num_blocks)
         try:
-            while order.current is policy and (node := self._next_whole(victims, num_blocks)) is not None:
+            while order.current is policy:
+                try:
+                    node = next(victims, None)
+                except Exception as error:
+                    order.fail(error)
+                    break
+                if node is None:
+                    break
+                if (
+                    type(node) is not PrefixNode
+                    or (parent := node.parent) is None
+                    or node.children
+                    or node.lock_count
+                    or node.num_blocks > num_blocks
+                ):
+                    order.refuse(node)
+                    break
                 num_blocks -= node.num_blocks
-                if tells:
-                    ledger.tell(node, node.num_blocks, departure)
+                if is_watched:
+                    self._note_leaving(node, departure)
                 if remembers and (node.keys is None or len(node.keys) < node.num_blocks):
                     keys_of(node, block_bytes)
                 gone.append(node)
                 dropped += node.block_ids
                 if node.partials:
                     dropped += self.partials.drop_behind(node)
-                if has_quotas:
-                    leaves.remove_own(node)
-                parent = self._detach(node)
+                del parent.children[node.edge[:block_bytes]]
+                node.parent = None
                 if not parent.children:
                     self._bare(parent)
         finally:
             self.num_nodes -= len(gone)
             ledger.left(gone, departure)
 
-    def _next_whole(self, victims: Iterator[CachedNode], num_blocks: int) -> PrefixNode | None:
-        """Return the next leaf that goes whole; None after the last one, or when the policy failed."""
-        order = self.leaves.order
-        try:
-            node = next(victims, None)
-        except Exception as error:
-            order.fail(error)
-            return None
-        if node is None:
-            return None
-        is_leaf = type(node) is PrefixNode and node.parent and not (node.children or node.lock_count)
-        if is_leaf and node.num_blocks <= num_blocks:
-            return node  # type: ignore[return-value]  # the type was asked for
-        order.refuse(node)
-        return None
+    def _note_leaving(self, node: PrefixNode, departure: Departure) -> None:
+        """Tell who listens that a leaf leaves, and take it out of its account's own order."""
+        if self.ledger.tells:
+            self.ledger.tell(node, node.num_blocks, departure)
+        if self.leaves.has_quotas:
+            self.leaves.remove_own(node)
 
     def _detach(self, node: PrefixNode) -> PrefixNode:
         """Take a leaf from its parent and return that."""
