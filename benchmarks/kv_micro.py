@@ -68,18 +68,19 @@ def request(num_blocks: int) -> BlockAllocationRequest:
 
 
 class Ours:
-    """The modules of the default configuration."""
+    """The modules of the default configuration, or of the same with another eviction policy."""
 
-    def __init__(self) -> None:
+    def __init__(self, eviction_policy: str | None = None) -> None:
+        chosen = {} if eviction_policy is None else {"eviction_policy": eviction_policy}
+        self.config = EngineConfig.from_flat(**chosen)
         self.kv = self.build(NUM_BLOCKS)
         self.numbers = itertools.count()
         for prompt in itertools.chain(others(), *map(resident, LENGTHS)):
             self.insert(self.kv, prompt)
 
-    @staticmethod
-    def build(num_blocks: int) -> KVModules:
+    def build(self, num_blocks: int) -> KVModules:
         """Make cache, pool and eviction policy as an engine does."""
-        return build_kv(Modules(PluginRegistry.load(), EngineConfig()), BLOCK_SIZE, num_blocks, SystemClock())
+        return build_kv(Modules(PluginRegistry.load(), self.config), BLOCK_SIZE, num_blocks, SystemClock())
 
     @staticmethod
     def insert(kv: KVModules, prompt: list[int]) -> None:
@@ -137,7 +138,7 @@ class Ours:
 
 
 def measure(
-    ours: Subject, peers: list[Conversation], options: argparse.Namespace
+    ours: dict[str, Subject], peers: list[Conversation], options: argparse.Namespace
 ) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     """Return by row and size each subject's spread in µs, all in turn in each round."""
     took: dict[tuple[str, int], dict[str, list[float]]] = {
@@ -149,7 +150,11 @@ def measure(
         for _ in range(options.rounds):
             for (row, size), found in took.items():
                 limit_s = options.seconds / options.rounds
-                answers = {"ours": ours.measure(row, size, num_calls, 2 * limit_s)}
+                answers = {
+                    name: subject.measure(row, size, num_calls, 2 * limit_s)
+                    for name, subject in ours.items()
+                    if name == "ours" or row.startswith("evict")
+                }
                 answers |= {peer.name: peer.ask(row, size, num_calls, limit_s) for peer in peers}
                 for name, times_ns in answers.items():
                     if times_ns is not None:
@@ -181,8 +186,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     peers = [Conversation(peer, "kv") for peer in options.peer]
-    ours = Subject(Ours())
-    about = {"ours": ABOUT, **{peer.name: peer.hear() for peer in peers}}
+    ours = {"ours": Subject(Ours()), "ours, lru": Subject(Ours("lru"))}
+    about = {
+        "ours": ABOUT,
+        "ours, lru": {"evict": "the same with the eviction policy lru"},
+        **{peer.name: peer.hear() for peer in peers},
+    }
     others_busy = foreign_cores()
     figures = measure(ours, peers, options)
     for peer in peers:
@@ -196,7 +205,7 @@ def main() -> None:
         return
     print("µs a call; sizes are tokens of a prompt, or leaves of 1 block, or of 32 where the row says so")
     print(f"other processes kept {others_busy} cores busy before the run")
-    print(f"{machine_line()}\n\n{table(figures, [peer.name for peer in peers])}")
+    print(f"{machine_line()}\n\n{table(figures, ['ours, lru', *(peer.name for peer in peers)])}")
     for name, contents in about.items():
         print(f"\n{name}\n" + "\n".join(f"  {row}: {what}" for row, what in contents.items()))
 

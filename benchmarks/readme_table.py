@@ -59,7 +59,7 @@ def beside_peers(call: str, size: str | int) -> Callable[[dict[str, Any]], str]:
         us = select(result["rows"], call=call, size=size)["us"]
         peers = (
             f"{name} {us[key]['median']:,.1f}"
-            for key, name in (("vllm", "vLLM"), ("sglang", "SGLang"))
+            for key, name in (("ours, lru", "`lru`"), ("vllm", "vLLM"), ("sglang", "SGLang"))
             if key in us
         )
         return "; ".join([micros(us["ours"]), *peers])
@@ -80,6 +80,21 @@ def saving(result: dict[str, Any]) -> str:
         f"{a['capacity']:,}: {share(b['token_saving'], 1)} ({share(a['token_saving'], 1)})"
         for a, b in zip(lru, ours, strict=True)
     )
+
+
+def beside_neighbours(result: dict[str, Any]) -> str:
+    """Format what neighbours make of a request's time: as the engine comes, and with all threads."""
+    rows = result["request_ms"]
+    alone = rows["all threads"]["beside 0"]["median"]
+    texts = {
+        name: "; ".join(f"{of['median'] / alone:.2f}×" for of in row.values()) for name, row in rows.items()
+    }
+    return f"{texts['as it comes']} (all threads {texts['all threads']})"
+
+
+def prefill_s(result: dict[str, Any], way: str) -> float:
+    """Return the median time of a prefill."""
+    return float(result["ways"][way]["prefill_s"]["median"])
 
 
 def eviction_costs(result: dict[str, Any]) -> str:
@@ -177,25 +192,37 @@ ROWS = [
     ),
     Row(
         "lookup of a cached prompt of 32,768 tokens, packed",
-        "kv-micro-zen4-2core",
+        "kv-micro-amx-2core",
         "kv_micro.py",
         beside_peers("match", 32768),
     ),
     Row(
         "eviction of one block, 100,000 leaves of one block",
-        "kv-micro-zen4-2core",
+        "kv-micro-amx-2core",
         "kv_micro.py",
         beside_peers("evict 1", 100000),
     ),
     Row(
         "eviction of 512 blocks, 8,000 leaves of one block",
-        "kv-micro-zen4-2core",
+        "kv-micro-amx-2core",
         "kv_micro.py",
         beside_peers("evict 512", 8000),
     ),
     Row(
+        "request of 64 tokens, embedded model, beside 0, 1 and 3 busy processes ÷ all threads alone",
+        "neighbours-amx-2core",
+        "neighbours.py",
+        beside_neighbours,
+    ),
+    Row(
+        "prefill of 512 tokens in bf16 ÷ in float32, AVX2 imitated",
+        "widened-prefill-avx2-imitated-2core",
+        "widened_prefill.py MODEL",
+        lambda r: f"{prefill_s(r, 'bfloat16') / prefill_s(r, 'float32'):.2f}×",
+    ),
+    Row(
         "eviction per block, 16 at a time, 100,000 leaves of 4 blocks",
-        "eviction-cost-leaves-of-4-zen4-2core",
+        "eviction-cost-leaves-of-4-amx-2core",
         "eviction_cost.py --leaf-blocks 4",
         eviction_costs,
     ),

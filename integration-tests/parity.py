@@ -136,7 +136,7 @@ class Reference:
         vocab_size = model.config.vocab_size
         limit = 512 if "dynamic" in name else 4096
         long_prompts = make_prompts(vocab_size, LONG if limit == 4096 else [n for n in LONG if n < 400])
-        return cls(path, model, long_prompts, make_prompts(vocab_size, SHORT))
+        return cls(path, model, long_prompts, make_prompts(vocab_size, ONE_BY_ONE))
 
     def generate(self, prompt: list[int]) -> list[int]:
         """Return the greedy continuation of a prompt that runs alone."""
@@ -161,6 +161,8 @@ class Reference:
 LONG = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 100, 127, 128, 129]
 LONG += [200, 255, 256, 257, 300, 400, 511, 513, 700, 1000, 1800, 3000]  # 33 prompts
 SHORT = [*range(1, 33), 64]  # 33 prompts
+ONE_BY_ONE = [1, 2, 7, 8, 9, 15, 16, 17, 32, 33, 63, 64]
+"""Prompts of which a step computes one token take a step for each."""
 
 
 def make_prompts(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:

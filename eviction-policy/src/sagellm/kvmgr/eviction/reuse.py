@@ -67,7 +67,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     does, and when it no longer does, the least recently used leaf goes first.
 
     Each call is O(log nodes), an insertion O(nodes on its path); learning from the last `window` turns
-    adds 0.1 ms to every eighth.
+    adds 0.1 ms to every fourth.
     """
 
     def __init__(self, *, window: int = 8192) -> None:
