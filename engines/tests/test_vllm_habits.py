@@ -24,7 +24,7 @@ def test_the_model_stands_first_and_settings_of_one_device_are_taken(checkpoint)
         named = engine.generate([[5, 6]], sampling_params=GREEDY, use_tqdm=False)
         placed = engine.generate([[5, 6]], GREEDY)
         assert named[0].outputs[0].token_ids == placed[0].outputs[0].token_ids
-        with pytest.raises(InvalidRequestError, match="two names of one argument"):
+        with pytest.raises(InvalidRequestError, match="two names of the same argument"):
             engine.generate([[5, 6]], GREEDY, sampling_params=GREEDY)
 
 

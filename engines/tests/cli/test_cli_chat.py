@@ -192,7 +192,7 @@ def test_a_conversation_goes_on_where_it_was_saved(engine, tmp_path):
         (
             '[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user"'
             ', "content": "b"}]',
-            "message 2 is of role 'user'; 'assistant' has its turn there",
+            "message 2 has the role 'user'; it must be 'assistant'",
         ),
         ('[{"role": "user"}]', "content is of type NoneType"),
     ],

@@ -61,7 +61,7 @@ class Door:
     """ASGI middleware around the application: host, origin and key, in this order.
 
     It leaves the caller's Namespace in `scope["state"]["namespace"]`, and adds to `scope["state"]["headers"]`
-    what a browser needs of an answer to another origin that is allowed.
+    the headers that a browser needs in an answer to an allowed origin.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Door:
         await self._app(scope, receive, send)
 
     def _check_origin(self, scope: Scope) -> bool:
-        """Say whether a browser sends this for another site; refuse it unless its origin is allowed.
+        """Say whether the request comes from a page of another site; refuse it unless its origin is allowed.
 
-        A name that was bent to this address is refused, too.
+        A Host that is not this server's (DNS rebinding) is refused, too.
         """
         hosts = _values(scope, b"host")
         if self._hosts is not None and (len(hosts) != 1 or _without_port(hosts[0]) not in self._hosts):
