@@ -294,9 +294,9 @@ class RadixTree:
         return node.block_ids + behind if behind else node.block_ids
 
     def _drop_whole(self, num_blocks: int, departure: Departure, dropped: list[BlockId]) -> None:
-        """Take out leaves that go whole, as many as the order yields, and add their blocks to `dropped`.
+        """Remove leaves that go whole, as many as the order yields, and add their blocks to `dropped`.
 
-        What this does for a leaf counts: a cache of one-block leaves gives up hundreds of them at once.
+        The cost per leaf matters: a cache of one-block leaves gives up hundreds of them at once.
         """
         leaves, ledger, block_bytes = self.leaves, self.ledger, self.block_bytes
         remembers, is_watched = ledger.remembers, ledger.tells or leaves.has_quotas
@@ -354,7 +354,7 @@ class RadixTree:
         return parent
 
     def _bare(self, node: PrefixNode) -> None:
-        """Note that a node has no children any more."""
+        """Handle that a node has no children left."""
         if node.parent is None:
             self._drop_root(node)
         elif not node.lock_count:
