@@ -199,8 +199,7 @@ def test_busy_neighbours_are_told_with_what_an_engine_makes_of_them(busy_machine
     assert problems_of(section) == [
         (
             "warning",
-            "other programs keep 2.0 of 4 CPUs busy; an engine runs on 2 of 4 threads beside them, "
-            "and slower than alone",
+            "other programs keep 2.0 of 4 CPUs busy; an engine uses 2 of 4 threads meanwhile, and is slower",
         )
     ]
 
