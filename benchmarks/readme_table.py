@@ -137,7 +137,7 @@ ROWS = [
         ),
     ),
     Row(
-        "external fragmentation of the free blocks, same load without prefix caching (with it, no block is free)",
+        "external fragmentation of free blocks, same load without prefix caching (with it, no block is free)",
         "fragmentation-zen4-2core",
         "fragmentation.py",
         lambda r: share(
