@@ -114,8 +114,11 @@ class Door:
             if not hosts or origin.partition(b"://")[2] != hosts[0]
         ]
         for origin in foreign:
-            # What only this machine may see is for no page of another site.
-            if len(foreign) > 1 or scope["path"] in LOOPBACK_PATHS or not self._origins.allow(origin):
+            if scope["path"] in LOOPBACK_PATHS:  # only this machine may see them, so pages of no other site
+                raise APIError(
+                    403, f"{scope['path']} is not answered for pages of other sites", code="bad_origin"
+                )
+            if len(foreign) > 1 or not self._origins.allow(origin):
                 raise APIError(
                     403,
                     f"requests from the origin {_shown(origin)} are not answered; if they should be, start "
