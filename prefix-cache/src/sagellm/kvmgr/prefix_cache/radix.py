@@ -67,8 +67,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     What was evicted is remembered without its blocks, `max_ghost_blocks` of them (if None, 16
     times `max_blocks`, at least 65,536; 150 bytes each): when it is inserted again, its counts go on.
 
-    Raises ConfigError for sizes below one, negative values of what may be 0, and an object that is not a
-    policy.
+    Raises ConfigError for sizes below one, negative values of what may be 0, and what is not a policy.
     """
 
     def __init__(  # noqa: PLR0913
