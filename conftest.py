@@ -89,7 +89,7 @@ def _what_stays_is_not_searched_again() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """Take back what a command in this process says about the log: its stderr ends with the test."""
+    """Undo what a command run in this process sets up for the log: its stderr ends with the test."""
     logger = logging.getLogger("sagellm")
     handlers, level, propagate = logger.handlers.copy(), logger.level, logger.propagate
     yield

@@ -1,7 +1,7 @@
-"""Writes the table of the README from the results that are kept; a test holds that the two agree.
+"""Writes the README's table from the kept results; a test checks that the two agree.
 
 python benchmarks/readme_table.py            # writes README.md
-python benchmarks/readme_table.py --check    # says whether README.md is what it would write
+python benchmarks/readme_table.py --check    # exits 1 if README.md differs from what it would write
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def eviction_costs(result: dict[str, Any]) -> str:
     """Format the median cost of evicting a block: LRU, the default and the slowest policy."""
     costs = {row["policy"]: row["evict_16_us_a_block"]["median"] for row in result["evictions"]}
     slowest = max(costs, key=lambda name: costs[name])
-    return f"`lru` {costs['lru']:.1f}, `reuse` {costs['reuse']:.1f}, `{slowest}` {costs[slowest]:.1f} us"
+    shown = f"`lru` {costs['lru']:.1f}, `reuse` {costs['reuse']:.1f}"
+    return f"{shown} us" if slowest == "reuse" else f"{shown}, `{slowest}` {costs[slowest]:.1f} us"
 
 
 def compaction(result: dict[str, Any]) -> str:
@@ -151,7 +152,7 @@ ROWS = [
         ),
     ),
     Row(
-        "external fragmentation of the free blocks, same load without prefix caching (with it, none is free)",
+        "external fragmentation of free blocks, same load without prefix caching (with it, no block is free)",
         "fragmentation-zen4-2core",
         "fragmentation.py",
         lambda r: share(
@@ -185,7 +186,7 @@ ROWS = [
         lambda r: micros(r["front_cpu_us_per_streamed_token"], 0),
     ),
     Row(
-        "from the cut of a stream by its client to no live block, 1,004 cuts",
+        "time from a client's cut of its stream until no block is in use, 1,004 cuts",
         "stream-cuts-zen4-2core",
         "stream_cuts.py",
         lambda r: f"{r['free_after_ms']['median']:.0f} ms (longest {r['longest_ms']:.0f} ms)",
@@ -239,7 +240,7 @@ ROWS = [
         lambda r: share(select(r["traces"]["multi_turn"], run="ours", capacity=10000)["share_of_ideal"], 1),
     ),
     Row(
-        "TTFT of 2,048 tokens with the KV of 1,920 in a tier, of computing all",
+        "TTFT of 2,048 tokens with the KV of 1,920 in a tier ÷ TTFT of computing all",
         "tier-prefill-zen4-2core",
         "tier_prefill.py MODEL",
         fetched_share,

@@ -105,7 +105,7 @@ def test_bad_requests_raise_where_they_are_made(make_engine):
 
 
 def test_an_engine_that_is_made_takes_no_settings(make_engine):
-    with pytest.raises(ConfigError, match="give settings or an engine"):
+    with pytest.raises(ConfigError, match="an LLMEngine and settings are given"):
         AsyncLLMEngine(make_engine(), block_size=8)
 
 

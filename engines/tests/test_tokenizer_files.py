@@ -54,7 +54,7 @@ def test_an_engine_does_not_start_with_such_a_tokenizer(copy):
 
 def test_an_empty_vocabulary_is_an_error(copy):
     (copy / "tokenizer.json").write_text(json.dumps(EMPTY))
-    with pytest.raises(CheckpointError, match=r"has no vocabulary.*tokenizer\.json holds none"):
+    with pytest.raises(CheckpointError, match=r"has no vocabulary.*tokenizer\.json has none"):
         load_tokenizer(copy)
 
 

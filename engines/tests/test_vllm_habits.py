@@ -24,7 +24,7 @@ def test_the_model_stands_first_and_settings_of_one_device_are_taken(checkpoint)
         named = engine.generate([[5, 6]], sampling_params=GREEDY, use_tqdm=False)
         placed = engine.generate([[5, 6]], GREEDY)
         assert named[0].outputs[0].token_ids == placed[0].outputs[0].token_ids
-        with pytest.raises(InvalidRequestError, match="two names of one argument"):
+        with pytest.raises(InvalidRequestError, match="two names of the same argument"):
             engine.generate([[5, 6]], GREEDY, sampling_params=GREEDY)
 
 
@@ -45,7 +45,7 @@ def test_the_asynchronous_engine_takes_the_same(checkpoint):
         ({"trust_remote_code": True}, "never run"),
         ({"swap_space": 4}, r"kv_tiers=\{'host': '4GiB'\}"),
         ({"kv_cache_dtype": "fp8"}, "can only be 'auto' here"),
-        ({"num_gpu_blocks_override": 100}, "num_blocks is the number"),
+        ({"num_gpu_blocks_override": 100}, "set num_blocks"),
         ({"gpu_memory_utilisation": 0.5}, r"Did you mean 'gpu_memory_utilization'"),
         ({"tensor_parallel_size": True}, "is True"),
     ],

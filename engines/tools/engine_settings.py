@@ -24,7 +24,7 @@ from typing import Any, Literal, TypedDict
 
 
 class EngineSettings(TypedDict, total=False):
-    """The settings of an engine by their flat names, but for `model`; docs/configuration.md lists them."""
+    """The settings of an engine by their flat names, except `model`; docs/configuration.md lists them."""
 
 '''
 VLLM = """

@@ -205,7 +205,7 @@ def test_a_save_is_deleted_by_name_when_that_is_said(sage, saved):
     outside = saved.parent / "outside.kv"
     outside.write_text("precious")
     refused = sage("llm", "cache", "delete", "monday")
-    assert (refused.code, "say so with --yes" in refused.err) == (2, True)
+    assert (refused.code, "confirm it with --yes" in refused.err) == (2, True)
     for name in ("../outside", str(outside), "..", "monday.kv"):
         assert "no path" in sage("llm", "cache", "delete", name, "--yes").err
     missing = sage("llm", "cache", "delete", "wednesday", "--yes")

@@ -186,13 +186,13 @@ def test_a_conversation_goes_on_where_it_was_saved(engine, tmp_path):
     ("content", "told"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("{", "not JSON as /save writes it"),
+        ("{", "it must be JSON as /save writes it"),
         ("[]", "messages is empty"),
-        ('[{"role": "assistant", "content": "a"}]', "message 0 is of role 'assistant'; 'user' has its turn"),
+        ('[{"role": "assistant", "content": "a"}]', "message 0 has the role 'assistant'; it must be 'user'"),
         (
             '[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user"'
             ', "content": "b"}]',
-            "message 2 is of role 'user'; 'assistant' has its turn there",
+            "message 2 has the role 'user'; it must be 'assistant'",
         ),
         ('[{"role": "user"}]', "content is of type NoneType"),
     ],

@@ -195,12 +195,11 @@ def test_busy_neighbours_are_told_with_what_an_engine_makes_of_them(busy_machine
     section = hardware.examine_threads(patient_with())
     assert section.facts["CPUs kept busy by others"] == "2.0 of 4, now"
     assert section.facts["load average"].endswith(" for 4 CPUs, over the last minute")
-    assert section.facts["threads of a step"] == "2, as many as find a free core"
+    assert section.facts["threads of a step"] == "2, as many as there are free cores"
     assert problems_of(section) == [
         (
             "warning",
-            "other programs keep 2.0 of 4 CPUs busy; an engine runs on 2 of 4 threads beside them, "
-            "and slower than alone",
+            "other programs keep 2.0 of 4 CPUs busy; an engine uses 2 of 4 threads meanwhile, and is slower",
         )
     ]
 

@@ -33,9 +33,9 @@ def trace(tmp_path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("x.foo", "x.foo ends with .foo; there are"),
+        ("x.foo", "x.foo ends with .foo; possible are"),
         ("x.pgn", "Did you mean 'png'?"),
-        ("x", "has no ending, which says the format"),
+        ("x", "has no suffix, which chooses the format"),
         ("absent/x.png", "absent does not exist"),
         ("folder.png", "it is a folder; name a file in it"),
     ],

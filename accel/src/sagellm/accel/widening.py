@@ -21,19 +21,19 @@ _ROWS = (64, 32)
 and partly cached prompts leave them, would be rounded in another way than the prompt in one piece."""
 _OUT, _IN = 256, 1024
 _REPEATS = 5
-_WORTH = 0.9  # of the direct time; so that noise does not decide where both are equally fast
+_WORTH = 0.9  # of the direct time; noise must not decide where both are equally fast
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widening:
-    """From how many rows on products with 16-bit weights are computed in float32, and what was measured."""
+    """The least number of rows to multiply 16-bit weights by in float32, and the rates measured."""
 
     min_rows: int | None  # None: never, or no 16-bit weights on a CPU
     direct_gflops: float = 0.0  # at 64 rows, on one core
     widened_gflops: float = 0.0
 
     def takes(self, num_rows: int) -> bool:
-        """Say whether a product with so many rows is to be widened."""
+        """Say whether a product with this many rows is to be widened."""
         return self.min_rows is not None and num_rows >= self.min_rows
 
 
@@ -41,7 +41,7 @@ NEVER = Widening(min_rows=None)
 
 
 def widening_for(dtype: torch.dtype, device: torch.device) -> Widening:
-    """Return what to do with weights of a dtype on a device.
+    """Return from how many rows on weights of a dtype are widened on a device.
 
     The first call for a 16-bit dtype on a CPU measures for up to 50 ms; the answer then stays for
     the life of the process, so that equal steps are computed equally.
@@ -52,7 +52,7 @@ def widening_for(dtype: torch.dtype, device: torch.device) -> Widening:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Say whether oneDNN multiplies this dtype on this CPU, and this torch packs weights for it."""
+    """Say whether oneDNN multiplies this dtype on this CPU and this torch can pack weights for it."""
     ops = torch.ops.mkldnn
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def packed_linear(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """Return what multiplies by a copy of a weight in oneDNN's own order; ask `can_pack` first.
+    """Return a function that multiplies by a copy of a weight in oneDNN's own layout; ask `can_pack` first.
 
     It takes (tokens, in), at least one token, and a bias or None.
     """
@@ -74,10 +74,9 @@ def packed_linear(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor 
 def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias in x's dtype, summed in float32 and rounded once.
 
-    By oneDNN where there is one: a row's product is then the same to the last bit beside any number of
-    others, from two rows on.
-    x is (tokens, in), weight (out, in). Takes 4 MiB for the widened panel, and x and a panel's part of
-    the product in float32.
+    x is (tokens, in), weight (out, in). With oneDNN, a row's product has the same bits beside any number
+    of other rows (of two rows or more). Needs up to 4 MiB for the widened panel, and x and a panel's part
+    of the product in float32.
     """
     num_columns = weight.shape[1]
     wide = x.float()
@@ -94,7 +93,7 @@ def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 @cache
 def _float32_product() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return what computes x @ weight.T in float32; MKL's order of sums depends on the number of rows."""
+    """Return a function for x @ weight.T in float32; not MKL's, whose order of sums depends on the rows."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return functional.linear
@@ -108,7 +107,7 @@ def _float32_product() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 def _measured(dtype: torch.dtype) -> Widening:
     """Multiply some weights both ways, by fewer and fewer rows while widening wins.
 
-    On one thread: two would wait for each other wherever another process has one of the cores.
+    On one thread: several would wait for each other where another process occupies a core.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Control groups, in both versions: where the files of this process's are, and the CPU time they allow."""
+"""Control groups, versions 1 and 2: where those of this process are, and the CPU time they allow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sagellm.comm.tree import Tree
 
 
 def read_cpu_limit(tree: Tree | None = None) -> float | None:
-    """Read how many CPUs' time this process's control groups allow, the tightest; None without a limit."""
+    """Read the tightest CPU limit of this process's control groups, in CPUs; None without a limit."""
     tree = Tree(Path("/")) if tree is None else tree
     limits = []
     for folder, version in group_folders(tree, "cpu"):
@@ -29,7 +29,7 @@ def read_cpu_limit(tree: Tree | None = None) -> float | None:
 def group_folders(tree: Tree, controller: str) -> Iterator[tuple[str, int]]:
     """Yield the folders of this process's groups and of their ancestors, each with its version, 1 or 2.
 
-    Both versions may be there at once; a group without limit has a file that says so, or none.
+    Both versions may be mounted at once; a group without a limit has a file that says so, or no file.
     """
     is_found = False
     for line in (tree.text("/proc/self/cgroup") or "").splitlines():

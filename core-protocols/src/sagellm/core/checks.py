@@ -1,4 +1,4 @@
-"""Checks of objects that are handed to a constructor: at once, and not where they are first used."""
+"""Checks of objects passed to a constructor, so that a wrong one fails there and not at its first use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sagellm.core.errors import ConfigError
 def require_object(name: str, value: object, protocol: type, kind: str) -> None:
     """Raise ConfigError unless `value` has the methods of a protocol; the error says how to make one.
 
-    `kind` is the kind of provider, so that a name in place of an object gets the line that resolves it.
-    Any object with the methods will do, and a class is not an object. Costs a few microseconds.
+    `kind` is the kind of provider: the error for a name in place of an object shows how to resolve it.
+    Any object with the methods passes; a class does not. Costs a few microseconds.
     """
     abstract: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
     lacking = sorted(method for method in abstract if not hasattr(value, method))

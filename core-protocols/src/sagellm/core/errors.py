@@ -105,7 +105,7 @@ class PluginImportError(PluginError, ImportError):
 
 
 class PluginMethodError(PluginError, TypeError):
-    """A provider's class lacks methods that its protocol requires, so nothing can be made of it."""
+    """A provider's class lacks methods that its protocol requires, so it cannot be instantiated."""
 
 
 class PluginVersionError(PluginError):

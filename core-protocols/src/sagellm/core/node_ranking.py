@@ -81,9 +81,9 @@ class NodeRanking:
         return None if best is None else best[2]
 
     def take(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield nodes in order, which are taken out, while whole ones fit into so many blocks together.
+        """Remove and yield nodes in order, while whole ones fit into this many blocks together.
 
-        Others may be added between two.
+        Nodes may be added while it runs.
         """
         live = self._live
         while num_blocks > 0:

@@ -17,8 +17,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class RequestStatus(Enum):
     """Where a request is in its life.
 
-    SWAPPED is experimental, and no request has it yet: preemption computes KV again. It is for those whose KV
-    waits in a tier, when preemption can swap.
+    SWAPPED is experimental and not used yet: preemption recomputes KV. It is reserved for requests whose KV
+    waits in a tier.
     """
 
     WAITING = "waiting"

@@ -41,15 +41,15 @@ class TraceWriter(ABC):
 
     @abstractmethod
     def begin_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
-        """Begin a span that is of no thread, such as a request: spans of several ids overlap freely."""
+        """Begin a span that belongs to no thread, such as a request; spans of different ids may overlap."""
 
     @abstractmethod
     def mark_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
-        """Mark a moment of the asynchronous span of that id."""
+        """Mark a moment in the asynchronous span of this id."""
 
     @abstractmethod
     def end_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
-        """End the asynchronous span of that name and id."""
+        """End the asynchronous span of this name and id."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -59,7 +59,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AssembledEngine:
-    """An engine and its front, ready to run. `config` has what was chosen where it said "auto"."""
+    """An engine and its front, ready to run. `config` has the values chosen for "auto"."""
 
     config: EngineConfig
     core: EngineProtocol
@@ -139,7 +139,7 @@ def build_core(  # noqa: PLR0913
 def assemble(
     config: EngineConfig, *, registry: PluginRegistry | None = None, runtime: Runtime | None = None
 ) -> AssembledEngine:
-    """Make the engine that a configuration names, whichever it is, and what stands before it."""
+    """Make the engine that a configuration names, and its front."""
     runtime = runtime or Runtime.system(seed=config.model.seed)
     core = engine(Modules(registry or PluginRegistry.load(), config), runtime)
     info = core.info
@@ -226,7 +226,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
 
 
 def open_trace(path: str | None, clock: Clock) -> TraceWriter:
-    """Return what writes to that file, or nowhere. Raises ConfigError where the file cannot be written."""
+    """Return a tracer that writes to this file, or to nowhere. Raises ConfigError if it cannot be written."""
     if path is None:
         return NullTrace()
     try:

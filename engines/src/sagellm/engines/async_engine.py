@@ -42,7 +42,7 @@ class AsyncLLMEngine:
     """Runs an LLMEngine on a thread of its own; every call to it goes through that thread in order.
 
     `async with AsyncLLMEngine("path/or/hub-id") as engine: async for output in engine.generate(prompt): …`
-    It takes what LLMEngine takes, or an LLMEngine that is there already and is not closed with this one.
+    It takes what LLMEngine takes, or an existing LLMEngine, which is not closed with this one.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class AsyncLLMEngine:
             None,
             {},
         ):
-            raise ConfigError("an LLMEngine is given, whose settings are made; give settings or an engine")
+            raise ConfigError(
+                "an LLMEngine and settings are given; give one of them: an engine has its settings already"
+            )
         self.engine = engine or LLMEngine(
             model, config=config, registry=registry, runtime=runtime, **settings
         )

@@ -38,7 +38,7 @@ class EngineClient(ABC):
 
 
 class InProcessClient(EngineClient):
-    """Calls an engine of any kind in this process; nothing happens between steps."""
+    """Calls an engine of any kind in this process; the engine does nothing between steps."""
 
     def __init__(self, core: EngineProtocol) -> None:
         self.core = core

@@ -153,7 +153,7 @@ class InputProcessor:
         return checked
 
     def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
-        """Refuse what no logits processor reads, and values that one does not accept."""
+        """Refuse arguments that no logits processor declares, and values that it does not allow."""
         for name, value in extra_args.items():
             declared = [arg for arg in self.limits.extra_args if arg.name == name]
             if not declared:

@@ -45,8 +45,8 @@ class LLMEngine:
     `LLMEngine("path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
     `EngineSettings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
-    `default_params` is what a request without parameters gets: the checkpoint's own settings. A context
-    manager, which closes it: files and connections of KV tiers go then, at the latest with the process.
+    `default_params` is what a request without parameters gets: the checkpoint's own settings. As a context
+    manager it closes itself, and with it files and connections of KV tiers.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Run prompts to their end and return their outputs in the same order.
 
-        A prompt is a text or a list of token ids; `params` is one for all or one for each, None what
-        the checkpoint asks for. If one of them is wrong, nothing is run. Requests that were added
-        before run along, and no later step returns what they end with. Raises InvalidRequestError.
-        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
+        A prompt is a text or a list of token ids; `params` is one for all or one for each; None means the
+        checkpoint's own settings. Raises InvalidRequestError, and runs nothing, if any of them is wrong.
+        Requests that were added before run too, and no later step returns their outputs. `sampling_params`
+        and `use_tqdm` are vLLM's names of `params` and `progress`.
         """
         given = one_of(params, sampling_params)
         batch = _as_batch(prompts)
@@ -199,7 +199,7 @@ class LLMEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Token ids are smaller than this."""
         return self._input.limits.vocab_size
 
     def metrics(self) -> EngineMetrics:
@@ -242,7 +242,7 @@ class LLMEngine:
 
 
 def _num_expected_tokens(processed: ProcessedRequest) -> int:
-    """Return the tokens of a prompt, and all that may be generated for it."""
+    """Return the number of a prompt's tokens and of all that may be generated for it."""
     request = processed.request
     return len(request.token_ids) + len(processed.sequences) * request.max_tokens
 
@@ -250,11 +250,13 @@ def _num_expected_tokens(processed: ProcessedRequest) -> int:
 def _configuration(
     model: str | os.PathLike[str] | EngineConfig | None, config: EngineConfig | None, settings: EngineSettings
 ) -> EngineConfig:
-    """Lay what was said by name over a configuration, in whichever place that stands."""
+    """Apply settings given by name to a configuration, which may be given as `model` or as `config`."""
     given: dict[str, Any] = without_vllm_names(settings)
     if isinstance(model, EngineConfig):
         if config is not None:
-            raise ConfigError("two configurations are given; give one")
+            raise ConfigError(
+                "two configurations are given, as the first argument and as config; give one of them"
+            )
         config = model
     elif model is not None:
         given["model"] = model
@@ -264,10 +266,10 @@ def _configuration(
 
 
 def one_of(params: T, named: T) -> T:
-    """Return the parameters, by whichever of their two names. Raises InvalidRequestError for both."""
+    """Return the parameters, given by either name. Raises InvalidRequestError if both are given."""
     if params is not None and named is not None:
         raise InvalidRequestError(
-            "params and sampling_params are two names of one argument; give one of them"
+            "params and sampling_params are two names of the same argument; give one of them"
         )
     return named if params is None else params
 

@@ -27,7 +27,7 @@ def kernel_flags(flags: Sequence[str]) -> list[str]:
 
 
 def read_topology(registry: PluginRegistry, name: str | None = None) -> tuple[Topology, TopologyMetrics]:
-    """Read this machine with the topology reader of that name; None: the one in the configuration."""
+    """Read this machine with the topology reader of this name; None: the configured one."""
     if name is None:
         from sagellm.engines.config.sources import load_config
 

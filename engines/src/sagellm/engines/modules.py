@@ -54,7 +54,7 @@ class Modules:
 
 
 def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
-    """Make the engine. Raises ConfigError for options that it does not take, and whatever its making does."""
+    """Make the engine. Raises ConfigError for unknown options, and whatever its factory raises."""
     settings = modules.config.engine
     factory = modules.factory("engine", settings.name)
     given = {"registry": modules.registry, "runtime": runtime}

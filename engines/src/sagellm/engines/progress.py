@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a bar for people who watch, a line now and then in a log."""
+"""Progress of long work, on standard error: a bar, or, where nobody watches, a line now and then."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import TextIO
 from sagellm.core import RequestId
 
 PLAIN_INTERVAL_S = 5.0
-"""Time between two lines where there is no bar."""
+"""Seconds between two lines where there is no bar."""
 
 Advance = Callable[[float], None]
-"""Moves progress on by an amount, in the unit of the total."""
+"""Advances progress by an amount, in the unit of the total."""
 
 
 @contextmanager
 def progress_bar(label: str, *, total: int, unit: str = "", enabled: bool = True) -> Iterator[Advance]:
-    """Show progress towards `total` and yield the function that moves it on.
+    """Show progress towards `total` and yield the function that advances it.
 
-    A bar on terminals, and in notebooks that have widgets; elsewhere a line every `PLAIN_INTERVAL_S`,
-    so that short work says nothing. `unit` is what a line counts: "tokens", "bytes".
+    A bar on terminals, and in notebooks that have widgets; elsewhere a line every `PLAIN_INTERVAL_S`
+    seconds, so short work prints nothing. `unit` is what a line counts: "tokens", "bytes".
     """
     if not enabled:
         yield lambda amount: None
@@ -47,12 +47,12 @@ def progress_bar(label: str, *, total: int, unit: str = "", enabled: bool = True
 
 
 def _shows_bars() -> bool:
-    """Say whether rich can draw: in a notebook only with widgets, else it warns again and again."""
+    """Say whether rich can draw bars: in a notebook only with widgets; without, it keeps warning."""
     return sys.stderr.isatty() or ("ipykernel" in sys.modules and find_spec("ipywidgets") is not None)
 
 
 class _PlainLines:
-    """A thread that writes how far the work is, also where one piece of it takes long."""
+    """A thread that writes how far the work is, even while one piece of it takes long."""
 
     def __init__(self, label: str, total: int, unit: str, stream: TextIO) -> None:
         self._label, self._total, self._unit, self._stream = label, total, unit, stream
@@ -63,7 +63,7 @@ class _PlainLines:
         self._thread = threading.Thread(target=self._run, name="sagellm-progress", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start writing."""
         self._thread.start()
 
     def advance(self, amount: float) -> None:
@@ -71,7 +71,7 @@ class _PlainLines:
         self._done += amount
 
     def stop(self, *, is_done: bool) -> None:
-        """Write no more, but for a last line under earlier ones."""
+        """Stop writing; add a last line if there were earlier ones."""
         self._ended.set()
         self._thread.join()
         if is_done and not self._is_silent:
@@ -102,10 +102,10 @@ class _PlainLines:
 
 
 class RequestShares:
-    """Adds up what requests have done; one that ends early has done all of its share.
+    """Adds up the progress of requests; one that ends early has done all of its share.
 
-    `shares` are tokens by request. A call of `take` costs a few dictionary lookups, one of `show` what
-    `advance` costs: once a step is enough.
+    `shares` are tokens by request. A call of `take` costs a few dictionary lookups, one of `show` as much as
+    `advance`: call it once per step.
     """
 
     def __init__(self, shares: Mapping[RequestId, int], advance: Advance) -> None:
@@ -115,7 +115,7 @@ class RequestShares:
         self._num_new = 0
 
     def take(self, request: RequestId, num_tokens: int, *, is_finished: bool) -> None:
-        """Say how many tokens of a request are done so far. Requests without a share do not count."""
+        """Set how many tokens of a request are done so far. Requests without a share do not count."""
         if (share := self._shares.get(request)) is None:
             return
         done = share if is_finished else min(share, num_tokens)
@@ -123,7 +123,7 @@ class RequestShares:
         self._done[request] = done
 
     def show(self) -> None:
-        """Move the progress on by what was taken since the last time."""
+        """Advance the progress by what was taken since the last call."""
         if self._num_new:
             self._advance(self._num_new)
             self._num_new = 0

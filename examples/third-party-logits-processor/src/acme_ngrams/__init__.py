@@ -1,3 +1,3 @@
-"""No n-gram twice: a logits processor for sageLLM from outside."""
+"""No n-gram twice: a third-party logits processor for sageLLM."""
 
 __version__ = "1.0.0"

@@ -1,4 +1,4 @@
-"""Forbids each token that would complete an n-gram which the output has already."""
+"""Forbids each token that would complete an n-gram that the output already has."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ SIZE = ExtraArg(
     type="int",
     minimum=1,
     maximum=64,
-    summary="tokens of the sequences that are generated at most once",
+    summary="length of the token sequences that may be generated only once",
 )
 
 
@@ -50,7 +50,7 @@ class NoRepeatNgrams(LogitsProcessorProtocol[int]):
 
 
 def _completions(tokens: list[int], size: int) -> list[int]:
-    """Return what has followed the last n - 1 tokens before."""
+    """Return the tokens that have followed the last n - 1 tokens before."""
     tail = tokens[len(tokens) - size + 1 :]
     ends = range(size - 1, len(tokens))
     return [tokens[end] for end in ends if tokens[end - size + 1 : end] == tail]

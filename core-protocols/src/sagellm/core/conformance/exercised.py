@@ -1,4 +1,4 @@
-"""Counts which methods of a protocol the kit has called, so that it cannot pass what it never touched."""
+"""Counts the kit's calls of each method of a protocol, to report those that it never called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NULLS = "sagellm.core.protocols"
 
 
 class Exercised:
-    """The calls of a protocol's methods on what a provider makes.
+    """Counts calls of a protocol's methods on the objects that a provider makes.
 
     `watch` wraps the methods where the provider's class defines them, until `stop` puts the originals
     back. Inherited defaults of the protocol are not the provider's, and methods of extension types cannot
@@ -26,7 +26,7 @@ class Exercised:
         self._wrapped: dict[tuple[type, str], Any] = {}
 
     def watch(self, made: object) -> None:
-        """Count the calls on an object, and on all others of its class."""
+        """Count the calls on an object and on all others of its class."""
         for name, owner in own_methods(type(made), self._protocol).items():
             if (owner, name) in self._wrapped:
                 continue
@@ -38,7 +38,7 @@ class Exercised:
             self._wrapped[owner, name] = original
 
     def stop(self) -> None:
-        """Put the provider's methods back as they were."""
+        """Restore the provider's methods."""
         for (owner, name), original in self._wrapped.items():
             setattr(owner, name, original)
         self._wrapped.clear()
@@ -74,9 +74,9 @@ def protocol_methods(protocol: type) -> list[str]:
 
 
 def own_methods(provided: type, protocol: type) -> dict[str, type]:
-    """Return the methods of a protocol that a class has by itself, each with the class that defines it.
+    """Return the methods of a protocol that a class implements, each with the class that defines it.
 
-    What core defines is not its own: defaults of the protocol, and the classes that do nothing.
+    Defaults of the protocol and core's null implementations do not count.
     """
     found = {}
     for name in protocol_methods(protocol):

@@ -30,7 +30,7 @@ def explain(error: BaseException, traceback: TracebackType | None) -> tuple[str,
 
 
 def _is_test(frame: FrameSummary) -> bool:
-    """Whether a frame is of the kit's tests, not of what only notes calls."""
+    """Whether a frame belongs to the kit's tests, not to the wrappers that count calls."""
     return frame.filename.startswith(_KIT) and Path(frame.filename).name != "calls.py"
 
 

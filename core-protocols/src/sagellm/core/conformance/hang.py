@@ -1,4 +1,4 @@
-"""Reads from the stacks of a process that hangs which method of a plugin it is in."""
+"""Finds the method of a plugin in which a process hangs, from the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Frame(NamedTuple):
 
 
 def find_hang(dump: str) -> Hang | None:
-    """Find the hung call in what faulthandler wrote; None where no code of a plugin is being run."""
+    """Find the hung call in faulthandler's output; None if no code of a plugin is running."""
     threads = [
         _frames(part) for part in re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[1:]
     ]
@@ -50,7 +50,7 @@ def find_hang(dump: str) -> Hang | None:
 
 
 def _frames(thread: str) -> list[_Frame]:
-    """Return the frames of a thread, the innermost first, without what only counts calls."""
+    """Return the frames of a thread, the innermost first, without the wrappers that count calls."""
     found = [_Frame(match["file"], match["line"], match["name"]) for match in _FRAME.finditer(thread)]
     return [frame for frame in found if frame.file not in _WRAPPERS]
 

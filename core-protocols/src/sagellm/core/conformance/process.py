@@ -20,7 +20,7 @@ from typing import Any
 from sagellm.core.conformance.hang import find_hang
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""A worker that gets it writes the stacks of its threads to standard error."""
+"""Makes a worker write the stacks of its threads to standard error."""
 
 _STACKS_S = 2.0
 _WORKER = "sagellm.core.conformance.worker"
@@ -28,7 +28,7 @@ _WORKER = "sagellm.core.conformance.worker"
 
 @dataclass(frozen=True)
 class Ended:
-    """The process is gone, or was ended for its silence; `hung` is the method that did not return."""
+    """The process is gone, or was ended because it hung; `hung` is the method that did not return."""
 
     sentence: str
     hung: str | None = None
@@ -83,7 +83,7 @@ class WorkerProcess:
         return event if event is not None else Ended(self._how_it_ended())
 
     def _stacks(self) -> str:
-        """Have the worker write where all its threads are, and return that."""
+        """Have the worker write the stacks of its threads, and return them."""
         known = self._errors.stat().st_size
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, STACKS_SIGNAL)

@@ -43,8 +43,8 @@ class CheckResult:
 class ProviderReport:
     """The verdict on one provider. `unchecked` says why there is none.
 
-    `num_calls` counts the kit's calls of each method that the provider has, those of tests of cost and
-    threads left out; `not_checked` names the methods that it never called, and why.
+    `num_calls` counts the kit's calls of each method that the provider implements, except in tests of cost
+    and threads; `not_checked` names the methods that it never called, and says why.
     """
 
     kind: str
@@ -81,5 +81,5 @@ class ProviderReport:
 
     @property
     def num_passed(self) -> int:
-        """The rules that hold."""
+        """How many rules hold."""
         return sum(result.outcome == "passed" for result in self.results)

@@ -57,9 +57,9 @@ class Conformance:
     ) -> Iterator[ProviderReport]:
         """Yield a report for each provider, or for those of a kind or a name.
 
-        `options`, which JSON can hold, go to the factory of the one that is chosen. `sample` is what it
-        has to be shown to do something: for a trace reader the path of a file, for a logits processor the
-        fields of a LogitsRequest as JSON. Raises PluginError if the distribution cannot be loaded,
+        `options`, JSON-serializable, go to the factory of the chosen provider. `sample` is input that it
+        needs to act on: for a trace reader the path of a file, for a logits processor the fields of a
+        LogitsRequest as JSON. Raises PluginError if the distribution cannot be loaded,
         UnknownProviderError if it has no such provider, ConfigError for options or a sample where there are
         several.
         """
@@ -144,7 +144,7 @@ class _ProviderRun:
         )
 
     def _not_checked(self) -> Iterator[str]:
-        """Name each method that was never called, with what the tests that were skipped would need."""
+        """Name each method that was never called, with what the skipped tests would need."""
         reasons = dict.fromkeys(each.reason for each in self._results.values() if each.outcome == "skipped")
         why = f" ({'; '.join(reason.removeprefix('Skipped: ') for reason in reasons)})" if reasons else ""
         for name in self._methods:

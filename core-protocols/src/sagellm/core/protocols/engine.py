@@ -1,4 +1,4 @@
-"""What an engine does for the front, which tokenizes before it and makes text after it."""
+"""The engine: it generates tokens for the front, which tokenizes prompts and makes text of the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.model_family import ModelGeometry
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds, inclusive, of the tokens that a step computes, by which `steps_by_tokens` counts."""
+"""Buckets of `steps_by_tokens`: inclusive upper bounds of the tokens that a step computes."""
 
 
 @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class EngineMetrics:
 
 
 class SampledToken(NamedTuple):
-    """A token and, where asked for, log-probabilities: its own and the most likely ones, best first.
+    """A token and, if requested, log-probabilities: its own and the most likely ones, best first.
 
     `rank` is the number of tokens that are at least as likely, itself included.
     """
@@ -58,8 +58,8 @@ class SampledToken(NamedTuple):
 class TokenOutput:
     """What one step did to one sequence: a new token, its end, or both.
 
-    With the first token come when the sequence was first scheduled, and the log-probabilities of the prompt,
-    if they were asked for: one entry for each token but the first, which follows nothing.
+    The first token comes with the time at which the sequence was first scheduled, and with the prompt's
+    log-probabilities, if requested: one entry for each token but the first, which follows nothing.
     """
 
     sequence_id: SequenceId
@@ -73,11 +73,11 @@ class TokenOutput:
 
 
 class EngineSequence(Protocol):
-    """One continuation to generate, checked: what an engine may read of it."""
+    """One checked continuation to generate: what an engine may read of it."""
 
     @property
     def sequence_id(self) -> SequenceId:
-        """Unique among the live ones; outputs name it."""
+        """Unique among live sequences; outputs name it."""
         ...
 
     @property
@@ -87,23 +87,23 @@ class EngineSequence(Protocol):
 
     @property
     def params(self) -> Any:
-        """The request's `sagellm.engines.SamplingParams`; its `n` and stop strings are the front's to do."""
+        """The request's `sagellm.engines.SamplingParams`; the front handles its `n` and stop strings."""
         ...
 
     @property
     def seed(self) -> int:
-        """The seed of its random numbers, its own."""
+        """The seed of this sequence's random numbers."""
         ...
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end it once `min_tokens` are there, the model's end of sequence among them."""
+        """The tokens that end it once there are `min_tokens`, including the model's end of sequence."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask for. Prompt and output must fit into all KV blocks together, too."""
+    """What one request may ask for. Its prompt and output must also fit into all KV blocks together."""
 
     vocab_size: int
     max_model_len: int
@@ -116,7 +116,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself when it is made.
+    """What an engine reports about itself once it is made.
 
     `settings` are those that it chose itself, by dotted key (`{"model.dtype": "float32"}`).
     `default_params` is what a request without parameters gets, by the names of `SamplingParams`.
@@ -134,12 +134,12 @@ class EngineProtocol(ABC):
     """Generates the tokens of any number of sequences, step by step.
 
     Providers are called as `factory(config, registry=..., runtime=..., **options)`; `config` is the whole
-    `sagellm.engines.EngineConfig`. Making one loads the model. What an engine serves through is not its
-    business: the front renders chats, tokenizes, checks requests against `info.limits`, makes one sequence
-    of each continuation, turns tokens into text, and ends sequences at stop strings by `abort`.
+    `sagellm.engines.EngineConfig`. Making one loads the model. The front does the rest: it renders chats,
+    tokenizes, checks requests against `info.limits`, makes one sequence for each continuation, turns
+    tokens into text, and ends sequences at stop strings by `abort`.
 
-    `add` only queues. `step` neither raises for the fault of one sequence, nor for parameters that the
-    engine does not have: that sequence ends with the reason "error" and a message, and the others go on.
+    `add` only queues. `step` does not raise if one sequence fails or has parameters that the engine does
+    not support: that sequence ends with the reason "error" and a message, and the others go on.
     Every sequence that was added ends in a step's outputs, or in `abort`. One thread makes all calls.
     """
 
@@ -151,7 +151,7 @@ class EngineProtocol(ABC):
 
     @abstractmethod
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
-        """End sequences before their time; no step tells of them again. Unknown ids are passed over."""
+        """End sequences early; no later step returns outputs for them. Unknown ids are ignored."""
 
     @abstractmethod
     def step(self) -> list[TokenOutput]:
@@ -166,11 +166,11 @@ class EngineProtocol(ABC):
         """Return a snapshot."""
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
-        """End all sequences, and let go of files and connections; nothing is asked of it any more."""
+        """End all sequences and release files and connections; no other call follows."""
 
 
 class NullEngine(EngineProtocol):
-    """Accepts sequences and ends each with no output at the next step."""
+    """Accepts sequences and ends each at the next step, without tokens."""
 
     def __init__(self, config: object = None, *, registry: object = None, runtime: object = None) -> None:
         del config, registry, runtime
@@ -189,14 +189,14 @@ class NullEngine(EngineProtocol):
             self._metrics.num_finished += self._waiting.pop(sequence_id, None) is not None
 
     def step(self) -> list[TokenOutput]:
-        """End what waits."""
+        """End all queued sequences."""
         ended = [TokenOutput(sequence_id, None, finish_reason="length") for sequence_id in self._waiting]
         self._waiting.clear()
         self._metrics.num_finished += len(ended)
         return ended
 
     def has_unfinished(self) -> bool:
-        """Whether a sequence waits."""
+        """Whether a sequence is queued."""
         return bool(self._waiting)
 
     def metrics(self) -> EngineMetrics:

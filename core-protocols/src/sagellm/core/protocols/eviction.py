@@ -78,8 +78,8 @@ class EvictionPolicyProtocol(ABC):
     calls back. All calls come from one thread at a time. A node that is split is reported to
     `on_split`: its upper part is new and inherits the counts; the lower part keeps its id.
 
-    `num_blocks` and `depth` of a node change when it is split, and else with `on_resize`: it grew at its
-    end, or a victim gave up only its end and stays the candidate that it was. When `last_access_ns` of
+    `num_blocks` and `depth` of a node change when it is split, and otherwise with `on_resize`: it grew at
+    its end, or a victim gave up only its end and remains a candidate. When `last_access_ns` of
     a candidate changes without a hit (its prefix was inserted again), the cache takes it out and
     adds it again.
     """
@@ -94,7 +94,7 @@ class EvictionPolicyProtocol(ABC):
         self.on_insert(upper)
 
     def on_resize(self, node: CachedNode, num_more: int) -> None:
-        """A node has so many blocks more at its end than before, or fewer. Ignored by default."""
+        """A node has gained (or, if negative, lost) this many blocks at its end. Ignored by default."""
         del node, num_more
 
     @abstractmethod
@@ -121,12 +121,12 @@ class EvictionPolicyProtocol(ABC):
         """Return the candidate to evict first, or None when there is none. Changes no order."""
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield candidates to evict whole, the first to go first, of at most `num_blocks` blocks together.
+        """Yield candidates to evict whole, in eviction order, of at most `num_blocks` blocks together.
 
-        The fast way to evict much: `remove_candidate` and `on_remove` are not called for what is yielded,
-        it is gone. The cache takes it out before it asks for the next one and may `add_candidate` what it
-        was below, which may come next. It asks `victim` for what is left when this ends, so that a policy
-        may end it whenever a victim should give up only its end, or at once as it does by default.
+        The fast way to evict many: the policy forgets what it yields, without calls of `remove_candidate` and
+        `on_remove`. The cache removes each one before it asks for the next, and may call `add_candidate` for
+        its parent, which may come next. For the blocks still needed when this ends, the cache calls `victim`:
+        a policy ends it when a victim should give up only its end, or, as the default does, at once.
         """
         del num_blocks
         return iter(())

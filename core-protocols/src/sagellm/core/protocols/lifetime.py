@@ -43,9 +43,9 @@ class LifetimePrediction:
 class LifetimeMetrics:
     """Errors of the predictions made at admission, for sequences that ended by themselves.
 
-    Not scored: a prediction that stood on no observation, and a sequence that ran into the `max_length` it
-    was asked about with, since the limit says nothing about where it would have ended. An error is None
-    before the first scored prediction.
+    Not scored: a prediction made without any observation, and a sequence that reached the `max_length` of
+    its prediction, as the limit says nothing about where it would have ended. Errors are None before the
+    first scored prediction.
     """
 
     num_predictions: int

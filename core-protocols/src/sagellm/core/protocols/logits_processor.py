@@ -34,14 +34,14 @@ class ExtraArg:
     maximum: float | None = None
 
     def accepts(self, value: object) -> bool:
-        """Say whether a value is possible."""
+        """Say whether a value is allowed."""
         if self.is_list:
             return isinstance(value, list | tuple) and all(map(self._accepts_one, value))
         return self._accepts_one(value)
 
     @property
     def possible(self) -> str:
-        """What is possible, in words: `a whole number of at least 2`."""
+        """The allowed values in words: `a whole number of at least 2`."""
         words = _WORDS[self.type]
         if self.minimum is not None:
             words += f" of at least {self.minimum:g}"
@@ -61,9 +61,9 @@ class ExtraArg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsRequest:
-    """What one sequence asks of logits processors; the default of everything is to ask for nothing.
+    """What one sequence asks of logits processors; by default, nothing.
 
-    All token ids are in the vocabulary, but for `stop_token_ids`, which a checkpoint may have beyond it.
+    All token ids are in the vocabulary, except that a checkpoint may have `stop_token_ids` beyond it.
     `extra_args` are those that an active processor declares, each with a value that it accepts.
     """
 
@@ -111,8 +111,8 @@ class LogitsProcessorProtocol(ABC, Generic[State]):
     def extra_args(self) -> Sequence[ExtraArg]:
         """Return the entries of `LogitsRequest.extra_args` that it reads; none, unless overridden.
 
-        Called once, when the engine starts. A request that brings an entry which no processor declares, or
-        a value that one does not accept, is refused with the names that there are, before it runs.
+        Called once, when the engine starts. A request with an entry that no processor declares, or with a
+        value that its declaration does not allow, is refused before it runs.
         """
         return ()
 

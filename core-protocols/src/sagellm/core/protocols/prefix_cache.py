@@ -169,11 +169,11 @@ class PrefixCacheProtocol(ABC):
         )
 
     def note_miss(self, token_ids: TokenIdsLike, match: PrefixMatch) -> Callable[[], MissExplanation]:
-        """Note why no more of some tokens matched, as `explain_miss` would say now; the result says it later.
+        """Return a function that explains later what `explain_miss` would explain now.
 
-        `match` is what was found of them just now, locked or not. Comes with every admission, so it should
-        cost next to nothing: the explanation itself may wait until it is asked for, which is seldom. By
-        default it is made at once.
+        `match` is the match just found for the tokens, locked or not. Called at every admission, so it
+        should cost next to nothing: the explanation may wait until it is asked for, which is seldom. The
+        default makes it at once.
         """
         explanation = self.explain_miss(token_ids, match.namespace)
         return lambda: explanation

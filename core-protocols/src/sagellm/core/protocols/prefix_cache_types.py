@@ -172,7 +172,7 @@ class TenantUsage:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any block of the cache is its."""
+        """Whether it has any block of the cache."""
         return self.num_blocks > 0 or self.num_partial_blocks > 0
 
 

@@ -117,7 +117,7 @@ def _call(factory: Factory) -> Any:
 
 
 def _requests(processor: Any, sample: str | None) -> dict[str, Any]:
-    """Return those requests that ask for a processor: of the sample, or of all fields that there are."""
+    """Return the requests that activate a processor: the sample, or those of the kit."""
     requests = KIT_REQUESTS if sample is None else [_read_request(sample)]
     try:
         asking = [request for request in requests if processor.start(request) is not None]
@@ -140,7 +140,7 @@ def _read_request(sample: str) -> LogitsRequest:
 
 
 def _trace(_: Any, sample: str | None) -> dict[str, Any]:
-    """Return a file of the format, as the contract wants it, if one is given."""
+    """Return the sample file in the form that the contract expects; empty without one."""
     if sample is None:
         return {}
     path = Path(sample)
@@ -244,8 +244,8 @@ def installed_contract(
 ) -> type:
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
-    It is made with `options`. `sample` is what it has to be shown before it does something: for a trace
-    reader the path of a file of its format, for a logits processor the fields of a LogitsRequest as JSON.
+    It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
+    file of its format, for a logits processor the fields of a LogitsRequest as JSON.
     Raises what `factory_contract` raises.
     """
     if kind not in _KINDS:
@@ -259,9 +259,9 @@ def factory_contract(
 ) -> type:
     """Return the contract of a kind as a test class that makes what a factory makes.
 
-    Raises UncheckedError where the kit has no contract for the kind, the sample is none, or the provider
-    needs other options, which a ConfigError says, or an eviction policy's or prefix cache's parameters
-    without a default; and whatever else the provider raises.
+    Raises UncheckedError if the kit has no contract for the kind, the sample cannot be used, or the provider
+    needs options or refuses those that are given (by a ConfigError, or a parameter without a default); and
+    whatever else the provider raises.
     """
     entry = _KINDS[kind]
     if sample is not None and entry.sample is None:

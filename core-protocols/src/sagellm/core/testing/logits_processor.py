@@ -25,7 +25,7 @@ KIT_REQUESTS = (
     LogitsRequest(bad_words_token_ids=((4,),)),
     LogitsRequest(bad_words_token_ids=((1, 2), (3,))),
 )
-"""Requests that use every field that a processor may look at, but for those that only it knows."""
+"""Requests that use every field that a processor may read, except `extra_args`, which only it knows."""
 
 _NOT_ASKED = (
     "no request of the kit asks for it; give one with --sample '{\"extra_args\": {…}}', in Python "

@@ -83,7 +83,7 @@ class LoadDriver:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far, an event counted as one; an ended answer counts as all that it was asked."""
+        """Output tokens so far: one per event; for an answer that has ended, all that were requested."""
         running = self._running.values()
         return self._num_ended_tokens + sum(
             min(len(one.event_times_ns), one.num_asked_tokens) for one in running

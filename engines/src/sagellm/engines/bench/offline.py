@@ -110,7 +110,7 @@ def measure_throughput(
 
 
 def _place(engine: LLMEngine) -> tuple[torch.device, torch.dtype]:
-    """Return where an engine computes, and in what type."""
+    """Return the device and dtype of an engine."""
     import torch
 
     return torch.device(engine.config.model.device), getattr(torch, engine.config.model.dtype)

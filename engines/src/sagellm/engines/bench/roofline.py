@@ -1,4 +1,4 @@
-"""What the hardware can do, measured in the run whose figures it is set against."""
+"""What the hardware can do, measured in the same run as the figures compared with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _GEMM_ROWS = 512
 _GEMM_SIZE = 2048
 READ_BYTES = 1 << 30
-"""What is read to find the bandwidth: more than any cache holds."""
+"""Bytes read to measure the bandwidth: more than any cache holds."""
 
 _NUM_RUNS = 5
 
@@ -33,10 +33,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineFigures:
-    """How near a run came to its limits.
+    """How close a run came to the limits of its hardware.
 
-    MFU = model FLOPs ÷ (time × peak FLOP/s). Bandwidth use = bytes that must be read (weights once a step,
-    KV of the batch) ÷ (time × read bandwidth); weights that stay in a cache can bring it above 1.
+    MFU = model FLOPs ÷ (time × peak FLOP/s). Bandwidth use = bytes that must be read (weights once per
+    step, KV of the batch) ÷ (time × read bandwidth); weights that stay in a cache can bring it above 1.
     """
 
     mfu: float
@@ -49,7 +49,7 @@ class RooflineFigures:
 def roofline_figures(
     before: WorkMetrics, after: WorkMetrics, time_s: float, limits: Limits
 ) -> RooflineFigures:
-    """Set the work between two readings against the limits."""
+    """Compare the work between two readings with the limits."""
     flops, read_bytes = after.flops - before.flops, after.read_bytes - before.read_bytes
     reached = MFUResult(
         flops=flops,
@@ -69,8 +69,8 @@ def roofline_figures(
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """Time torch's product of 512 rows and a sum over 1 GiB, the best of five each.
 
-    The product is taken in the model's type and in float32, and the faster one is the peak: some CPUs
-    have no fast one for bfloat16.
+    The product is timed in the model's dtype and in float32, and the faster one is the peak: some CPUs
+    multiply bfloat16 slowly.
     """
     import torch
 

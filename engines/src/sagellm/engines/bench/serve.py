@@ -93,7 +93,7 @@ async def _serve(settings: LoadSettings, *, progress: bool) -> ServeResult:
 
 
 async def _show(driver: LoadDriver, advance: Advance) -> None:
-    """Move the progress on now and then: counting at every event would be part of what is measured."""
+    """Update the progress now and then; doing so at every event would distort the measurement."""
     num_shown = 0
     while True:
         await asyncio.sleep(_SHOW_S)

@@ -1,4 +1,4 @@
-"""`cache …`: looks into the prefix cache of an engine that runs, and changes it."""
+"""`cache …`: inspects and changes the prefix cache of a running engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cache save|load|saves|delete`: the prefix cache of an engine that runs, to a file and back."""
+"""`cache save|load|saves|delete`: the prefix cache of a running engine, to a file and back."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def delete(
     engine: EngineName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a save, of the folder `kv.save_folder`; what is cached stays."""
+    """Delete a save from the folder `kv.save_folder`; the prefix cache is left as it is."""
     _, client = connect(engine)
     with client:
         if not yes:
@@ -106,11 +106,11 @@ def delete(
 
 
 def _confirm(name: str, *, sizes: dict[str, int]) -> None:
-    """Ask on a terminal; elsewhere a flag has to say so. What is not there, the engine refuses."""
+    """Ask on a terminal; elsewhere require --yes. The engine itself refuses a name that does not exist."""
     if name not in sizes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"the save {name} would be deleted for good; say so with --yes")
+        raise ConfigError(f"the save {name} would be deleted for good; confirm it with --yes")
     typer.confirm(f"delete the save {name} ({format_bytes(sizes[name])}) for good?", abort=True, err=True)
 
 

@@ -33,13 +33,13 @@ _GROUPS = {
     "comm": "Machine",
     "server": "HTTP server",
 }
-"""Section of the schema → the group of its flags in the help."""
+"""Section of the schema → the heading of its flags in the help."""
 
 _METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", dict: "MAPPING"}
 
 
 def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
-    """Make the flag of a setting, with more spellings of it; its text is read by the schema."""
+    """Make the flag of a setting, with further spellings; the schema parses its value."""
     field = field_of(key)
     kind, _ = kind_of(field)
     help_text = command_help(field.description or "", field.get_default(call_default_factory=True))
@@ -60,7 +60,7 @@ def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
 
 
 def group_of(key: str) -> str:
-    """Return under which heading of the help a setting's flag stands."""
+    """Return the heading of the help under which a setting's flag is listed."""
     return _GROUPS[key.partition(".")[0]]
 
 

@@ -54,7 +54,7 @@ def command_help(text: str, default: object = None) -> str:
 
 
 def switch(name: str, help_text: str, *also: str, group: str | None = None) -> Any:
-    """Make the option of a flag that can be turned on and off; `also` are more spellings of it."""
+    """Make an option that can be turned on and off; `also` are further spellings."""
     dashed = name.replace("_", "-")
     spellings = (f"--{dashed}/--no-{dashed}", *also)
     return typer.Option(*spellings, help=help_text, show_default=False, rich_help_panel=group)

@@ -41,7 +41,7 @@ def generate(
     ] = False,
     stream: Annotated[bool, typer.Option(help="Print the text while it comes.")] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON per prompt, at the end.")
+        bool, typer.Option("--json", help="Print one line of JSON per prompt, at the end.")
     ] = False,
     config: ConfigFile = None,
     **options: Any,
@@ -50,8 +50,8 @@ def generate(
 
     A model with a chat template reads each prompt as what a user says; one without continues it.
 
-    The text goes to standard output; headings, where there are several, and what it took go to
-    standard error. --json keeps texts apart for programs.
+    The text goes to standard output; statistics, and headings where there are several texts, go to
+    standard error. --json separates the texts for programs.
     """
     engine_config, sampling = read_options(options, config, max_tokens=DEFAULT_MAX_TOKENS)
     texts = _read_prompts(prompts)

@@ -19,8 +19,8 @@ _HEADING_CHARACTERS = 60
 class TextPrinter:
     """Prints the continuations of all prompts one after another, each as far as it has come.
 
-    Only one can be printed at a time; what the others have by then follows when it is their turn.
-    Headings say whose text comes, on standard error, so that standard output has nothing but text.
+    Only one can be printed at a time; the others follow, with what they have by then, in their turn.
+    Headings go to standard error, so standard output has nothing but text.
     """
 
     def __init__(self, prompts: Sequence[str], num_continuations: int) -> None:
@@ -63,7 +63,7 @@ class TextPrinter:
 
 
 def print_outputs_json(outputs: Sequence[RequestOutput], prompts: Sequence[str]) -> None:
-    """Print everything that is known about each request, one line each."""
+    """Print everything known about each request, one line of JSON each."""
     for output, prompt in zip(outputs, prompts, strict=True):
         print_json_line(_entry(output, prompt))
 

@@ -54,7 +54,7 @@ def read_options(
 
 
 def start_engine(config: EngineConfig) -> LLMEngine:
-    """Load the model, and show that something goes on meanwhile."""
+    """Load the model and show progress meanwhile."""
     say_if_embedded(config.model.name)
     with status_line("starting") if sys.stderr.isatty() else progress_bar("starting", total=0):
         from sagellm.engines import LLMEngine

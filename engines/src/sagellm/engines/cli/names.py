@@ -1,4 +1,4 @@
-"""Names that the tab key completes: of engines, saves and plugins. What cannot be found is nothing."""
+"""Names that the tab key completes: of engines, saves and plugins. Errors complete to nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def complete_engine(incomplete: str) -> list[str]:
-    """Complete the name of an engine that runs."""
+    """Complete the name of a running engine."""
     from sagellm.engines.serving.runtime_folder import RunningEngine
 
     with suppress(SageLLMError, OSError):
@@ -29,7 +29,7 @@ def complete_engine(incomplete: str) -> list[str]:
 
 
 def complete_save(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete the name of a save, as the engine that --engine names has them, or the only one."""
+    """Complete the name of a save of the engine that --engine names, or of the only running one."""
     from sagellm.engines.cli.running import connect
 
     with suppress(SageLLMError, OSError):
@@ -47,12 +47,12 @@ def complete_plugin(incomplete: str) -> list[str]:
 
 
 def complete_kind(incomplete: str) -> list[str]:
-    """Complete a kind of which something is installed."""
+    """Complete a kind that has an installed provider."""
     return _beginning((one.provider.kind for one in PluginRegistry.load().providers()), incomplete)
 
 
 def complete_providers(kind: str) -> Complete:
-    """Return what completes the last of some provider names with commas between them."""
+    """Return the completions of the last one of comma-separated provider names."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")

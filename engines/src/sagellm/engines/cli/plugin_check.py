@@ -47,7 +47,7 @@ def check(  # noqa: PLR0913
         str | None,
         typer.Option(
             metavar="SAMPLE",
-            help="What it is shown: a file (trace reader), fields of a LogitsRequest (logits processor).",
+            help="Input to test it with: a file (trace reader), a LogitsRequest's fields (logits processor).",
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What one test may take.")] = 120.0,
@@ -90,7 +90,7 @@ def _read_options(text: str | None) -> dict[str, Any]:
 
 
 def _read_sample(text: str | None) -> str | None:
-    """Return a mapping as JSON, and the name of a file with its folder: the kit runs elsewhere."""
+    """Return a mapping as JSON, or a file's absolute path: the kit runs in another folder."""
     if text is None or Path(text).exists():
         return None if text is None else str(Path(text).resolve())
     import yaml

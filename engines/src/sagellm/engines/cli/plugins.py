@@ -39,7 +39,7 @@ _GIVEN: dict[str, frozenset[str]] = {
     "prefix_cache": frozenset({"max_blocks", "block_size", "eviction_policy", "clock", "identity"}),
     "scheduler": frozenset({"max_num_batched_tokens", "max_num_seqs", "block_size", "probe", "clock"}),
 }
-"""What an engine hands to the factories of a kind by itself, so that nobody sets it."""
+"""Arguments that an engine passes to the factories of a kind by itself; users do not set them."""
 
 _SETTINGS = {
     "eviction_policy": "--eviction-options '{{{option}: …}}'",
@@ -51,7 +51,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderOption:
-    """One option of a provider's factory, as its signature has it."""
+    """One option of a provider's factory, from its signature."""
 
     name: str
     type: str
@@ -191,7 +191,7 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
 
 
 def _options(factory: Callable[..., object], kind: str) -> tuple[ProviderOption, ...]:
-    """Return what a factory takes beside what the engine gives it; nothing if it does not tell."""
+    """Return a factory's parameters except those that the engine passes; none if it has no signature."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

@@ -33,7 +33,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "presence_penalty": (float, "make tokens that occur in the output less likely"),
     "frequency_penalty": (float, "make tokens less likely the more often they occur in the output"),
     "repetition_penalty": (float, "divide the chance of tokens that occur in prompt or output"),
-    "extra_args": (dict, "what logits processors read, as in '{no_repeat_ngram_size: 3}'"),
+    "extra_args": (dict, "arguments of logits processors, as in '{no_repeat_ngram_size: 3}'"),
     "logprobs": (int, "report log-probabilities of this many tokens (--json shows them)"),
     "prompt_logprobs": (int, "the same of the tokens of the prompt (--json shows them)"),
     "ignore_eos": (bool, "go on after the end of the text"),

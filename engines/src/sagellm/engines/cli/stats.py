@@ -60,7 +60,7 @@ def _derive_scheduler(scheduler: Any, engine: EngineMetrics) -> Figures:
 
 
 def _derive_work(engine: EngineMetrics) -> Figures:
-    """Say how full the steps were, and what the forward passes reached."""
+    """Add batching efficiency, and the FLOP/s and bytes/s of the forward passes."""
     batching, work = engine.modules.get("batching"), engine.modules.get("work")
     forward_ns = getattr(engine.modules.get("forward_backend"), "total_ns", 0)
     figures: Figures = {}

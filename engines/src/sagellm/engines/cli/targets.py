@@ -1,4 +1,4 @@
-"""Files that a command is to write: checked before the work, and overwritten only when somebody says so."""
+"""Files that a command writes: checked before the work, and overwritten only after confirmation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite files th
 
 
 def check_targets(*paths: Path | None, overwrite: bool) -> None:
-    """Raise ConfigError for a file that cannot be written, or exists and is to be kept.
+    """Raise ConfigError for a file that cannot be written, or exists and must be kept.
 
-    On a terminal it asks whether to overwrite; elsewhere `overwrite` has to say so.
+    Unless `overwrite` is true, asks on a terminal whether to overwrite, and refuses elsewhere.
     """
     for path in paths:
         if path is not None:
@@ -27,7 +27,7 @@ def check_targets(*paths: Path | None, overwrite: bool) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ConfigError when a picture is wanted and matplotlib is not there or cannot draw this format."""
+    """Raise ConfigError if a plot is requested and matplotlib is missing or cannot write this format."""
     if path is None:
         return
     if find_spec("matplotlib") is None:
@@ -37,8 +37,8 @@ def check_plot(path: Path | None) -> None:
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     given = path.suffix.removeprefix(".").lower()
     if given not in known:
-        what = f"ends with .{given}" if given else "has no ending, which says the format"
-        raise ConfigError(f"--plot {path} {what}; there are {', '.join(known)}.{nearest(given, known)}")
+        what = f"ends with .{given}" if given else "has no suffix, which chooses the format"
+        raise ConfigError(f"--plot {path} {what}; possible are {', '.join(known)}.{nearest(given, known)}")
 
 
 def _check_place(path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 
 class EngineSettings(TypedDict, total=False):
-    """The settings of an engine by their flat names, but for `model`; docs/configuration.md lists them."""
+    """The settings of an engine by their flat names, except `model`; docs/configuration.md lists them."""
 
     engine_kind: str
     """engine by name: llm is the one that comes with sageLLM"""
@@ -74,9 +74,9 @@ class EngineSettings(TypedDict, total=False):
     logits_processors: str | list[str] | tuple[str, ...]
     """logits processors by name, after the built-in ones, in order, separated by commas"""
     trace: str | os.PathLike[str] | None
-    """file for a trace of steps and requests in Chrome's format; one that is there is replaced"""
+    """file for a trace of steps and requests in Chrome's format; an existing one is overwritten"""
     topology: str
-    """topology reader by name: tells what this machine has"""
+    """topology reader by name: finds out what this machine has"""
 
     # Names of vLLM's that may say what is so here anyway.
     tensor_parallel_size: Literal[1]

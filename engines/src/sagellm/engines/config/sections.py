@@ -41,7 +41,7 @@ def _as_size(value: object) -> object:
 
 
 def _as_dtype(value: object) -> object:
-    """Take torch's own dtypes, and the short names that vLLM has for two of them."""
+    """Accept torch's own dtypes, and vLLM's short names for two of them."""
     name = str(value).removeprefix("torch.")
     return {"half": "float16", "float": "float32"}.get(name, name)
 
@@ -217,7 +217,7 @@ class TraceConfig(Checked):
     file: PathOrName | None = Field(
         default=None,
         description="file for a trace of steps and requests in Chrome's format; "
-        "one that is there is replaced",
+        "an existing one is overwritten",
     )
 
 
@@ -227,7 +227,7 @@ class CommConfig(Checked):
     section: ClassVar[str] = "comm"
 
     topology: Name = Field(
-        default="local", description="topology reader by name: tells what this machine has"
+        default="local", description="topology reader by name: finds out what this machine has"
     )
 
 
@@ -236,15 +236,15 @@ class ServerConfig(Checked):
 
     section: ClassVar[str] = "server"
 
-    host: Name = Field(default="127.0.0.1", description="address that is listened on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port that is listened on; 0: any free one")
+    host: Name = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     api_keys: Names = Field(
         default=(),
         repr=False,
-        description="keys of those who may use the server, each a tenant; none: whoever reaches it",
+        description="API keys, each of them a tenant; none: authentication is off",
     )
     allowed_hosts: Names = Field(
-        default=(), description="names in the Host header that are answered, beside the address itself"
+        default=(), description="values of the Host header that are accepted besides the address itself"
     )
     allowed_origins: Names = Field(
         default=(),
@@ -261,16 +261,16 @@ class ServerConfig(Checked):
         default=1024,
         ge=0,
         le=1_000_000,
-        description="sequences that may wait beyond scheduler.max_num_seqs before the server says 429",
+        description="sequences that may wait beyond scheduler.max_num_seqs before the server answers 429",
     )
     body_timeout: float = Field(
         default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
     )
     shutdown_timeout: float = Field(
-        default=30.0, ge=0, le=86_400, description="seconds that running requests get at the end"
+        default=30.0, ge=0, le=86_400, description="seconds that running requests have to end at shutdown"
     )
     access_log: bool = Field(
-        default=True, description="log a line per request: method, path, status, tokens, time"
+        default=True, description="log one line per request: method, path, status, tokens, time"
     )
 
     @field_validator("allowed_origins")

@@ -23,7 +23,7 @@ from sagellm.engines.config.text import parse_text
 
 PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
-"""Variables that the plugin registry reads, though one begins like a section of settings."""
+"""Variables that the plugin registry reads; they are not settings, though one begins like a section."""
 DIRECTORY_FILE = "sagellm.yaml"
 
 

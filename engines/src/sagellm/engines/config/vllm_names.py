@@ -1,4 +1,4 @@
-"""Settings of vLLM that this engine does not have: values that change nothing, and what to write instead."""
+"""Settings of vLLM that do not exist here: values that are accepted, and what to write instead of others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sagellm.core import ConfigError
 
 
 class VLLMSetting(NamedTuple):
-    """A setting of vLLM's: what may be said because it is so here anyway, and why nothing else."""
+    """A setting of vLLM: the values that are accepted, as they change nothing here, and why no other is."""
 
     accepts: tuple[object, ...]
     instead: str
 
 
-_ONE_DEVICE = "a model runs on one device; `device` says which"
+_ONE_DEVICE = "a model runs on one device; set `device` to choose it"
 _BOTH = (True, False)
 
 VLLM_NAMES: dict[str, VLLMSetting] = {
@@ -37,20 +37,21 @@ VLLM_NAMES: dict[str, VLLMSetting] = {
     "enable_lora": VLLMSetting((False,), "adapters are not supported"),
     "speculative_config": VLLMSetting((None,), "speculative decoding is not supported"),
     "compilation_config": VLLMSetting((None,), "nothing is compiled"),
-    "num_gpu_blocks_override": VLLMSetting((None,), "num_blocks is the number of KV blocks"),
-    "download_dir": VLLMSetting((None,), "the environment variable HF_HUB_CACHE names the folder"),
-    "hf_token": VLLMSetting((None,), "the environment variable HF_TOKEN has the token"),
+    "num_gpu_blocks_override": VLLMSetting((None,), "set num_blocks"),
+    "download_dir": VLLMSetting((None,), "set the environment variable HF_HUB_CACHE to the folder"),
+    "hf_token": VLLMSetting((None,), "set the environment variable HF_TOKEN"),
 }
-"""Name → what may be said, and what to write for all else."""
+"""Name → the values that are accepted, and what to write instead of others."""
 
 
 def without_vllm_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those of vLLM that say what is so anyway. Raises ConfigError for others."""
+    """Return the settings without vLLM's that change nothing. Raises ConfigError for their other values."""
     for name in values.keys() & VLLM_NAMES.keys():
         accepts, instead = VLLM_NAMES[name]
         if not any(values[name] is accepted or _equal(values[name], accepted) for accepted in accepts):
             one_of = " or ".join(map(repr, accepts))
-            raise ConfigError(f"{name} is {values[name]!r}; it can only be {one_of} here: {instead}")
+            why = f": {instead}" if instead else ""
+            raise ConfigError(f"{name} is {values[name]!r}; it can only be {one_of} here{why}")
     return {name: value for name, value in values.items() if name not in VLLM_NAMES}
 
 

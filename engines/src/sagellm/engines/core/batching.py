@@ -1,4 +1,4 @@
-"""How full the steps were that could have been fuller."""
+"""Batching efficiency: how full the steps were in which more could have run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BatchingMetrics:
     sum_of_shares: float = 0.0
 
     def __sub__(self, earlier: BatchingMetrics) -> BatchingMetrics:
-        """Return what came after an earlier reading."""
+        """Return the difference from an earlier reading."""
         return BatchingMetrics(
             num_steps=self.num_steps - earlier.num_steps,
             sum_of_shares=self.sum_of_shares - earlier.sum_of_shares,
@@ -32,7 +32,7 @@ class BatchingMetrics:
 
 
 class BatchingMeter:
-    """Compares what each plan computes with what the budget, the free seats and the free blocks allow.
+    """Compares what each plan computes with what the budget, `max_num_seqs` and the free blocks allow.
 
     O(requests that would be admitted) in steps with a waiting request that fits, O(1) in all others.
     """
@@ -51,7 +51,7 @@ class BatchingMeter:
         available_blocks: int,
         num_blocks_for: Callable[[int], int],
     ) -> None:
-        """Count a plan that was just made, before it is carried out."""
+        """Count a new plan, before it is carried out."""
         num_seats = self._max_num_seqs - len(running)
         num_growing = len(plan.scheduled_requests) - plan.num_admitted
         available_blocks -= sum(entry.num_new_blocks for entry in plan.scheduled_requests[:num_growing])

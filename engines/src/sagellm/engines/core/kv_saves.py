@@ -70,7 +70,7 @@ class KVSaves:
     def delete(self, name: str) -> dict[str, object]:
         """Delete a save and return its name and bytes.
 
-        Raises InvalidInputError for a name that is not there, or that is being saved or loaded.
+        Raises InvalidInputError for a name that does not exist, or that is being saved or loaded.
         """
         if self._is_under_way and self._progress.name == name:
             raise InvalidInputError(
@@ -122,7 +122,7 @@ class KVSaves:
 
     @property
     def _is_under_way(self) -> bool:
-        """Whether somebody still goes on with a save or load."""
+        """Whether a save or load is still being advanced."""
         return self._job is not None and self._clock.now_ns() - self._went_on_ns < _GIVEN_UP_AFTER_NS
 
     def _begin(self, name: str, job: Callable[[SaveProgress], _Job]) -> SaveProgress:

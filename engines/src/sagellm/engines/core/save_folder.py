@@ -55,7 +55,7 @@ class SaveFolder:
             )
 
     def remove(self, name: str) -> int:
-        """Delete a save and return its bytes. Raises InvalidInputError if it is not there or cannot go."""
+        """Delete a save and return its size in bytes. Raises InvalidInputError if that fails."""
         self.find(name)
         num_bytes = self.size(name) or 0
         try:

@@ -32,9 +32,9 @@ class StepResults:
 
 
 class StepRunner:
-    """Gets from scheduled sequences to tokens.
+    """Computes the tokens of scheduled sequences.
 
-    After a fault the step is run again by halves until the culprit is alone. This is sound because
+    After a failure the step is run again by halves until the failing sequence is alone. This is sound because
     KV writes are idempotent, random numbers are keyed by seed and position, and logits processors
     keep nothing of a step. Model and sampler run inside the context that `around` returns.
     """

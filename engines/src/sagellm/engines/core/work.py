@@ -1,4 +1,4 @@
-"""What the forward passes had to do, counted from the batches: FLOPs, and bytes that must be read."""
+"""The work of the forward passes, counted from the batches: FLOPs, and bytes that must be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sagellm.core import (
 class WorkMetrics:
     """FLOPs by the formulas of `sagellm.core.metrics.flops`, attention counted as causal.
 
-    Bytes that must be read: all weights once a step, and the KV of the batch.
+    Bytes that must be read: all weights once per step, and the KV of the batch.
     """
 
     num_steps: int = 0
@@ -28,7 +28,7 @@ class WorkMetrics:
 
 
 class WorkMeter:
-    """Adds up what steps compute. A few numpy calls a step."""
+    """Adds up the work of steps, by a few numpy calls per step."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_tokens = self._num_logits_rows = 0
@@ -47,7 +47,7 @@ class WorkMeter:
         self._num_logits_rows += len(batch.logits_indices)
 
     def metrics(self, geometry: ModelGeometry, layout: KVLayout, weight_bytes: int) -> WorkMetrics:
-        """Return the counts so far, for a model of that shape."""
+        """Return the counts so far, for a model of this shape."""
         layers = self._num_tokens * layer_flops(geometry, 0)
         layers += attention_flops(geometry, self._num_context_tokens)
         kv_bytes = self._num_kv_tokens * layout.block_bytes // layout.block_size

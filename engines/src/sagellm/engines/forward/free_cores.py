@@ -1,4 +1,4 @@
-"""How many threads a step takes: as many as there are cores that no other process keeps busy.
+"""How many threads a step uses: as many as there are cores that no other process keeps busy.
 
 A step on a CPU joins its threads some hundred times, and OpenMP's threads spin while they wait. Where another
 process runs on one of their cores, each join lasts until the kernel gives that core back, milliseconds
@@ -29,7 +29,7 @@ FIXING_VARIABLES = (
     "KMP_AFFINITY",
     "GOMP_CPU_AFFINITY",
 )
-"""Variables by which a user chooses threads or their cores; with one of them, nothing is chosen here."""
+"""Variables by which a user chooses threads or their cores; if one is set, nothing is chosen here."""
 
 _WINDOW_S = 0.1  # the kernel counts in hundredths of a second
 _READS_SHARE = 0.005  # of the time, at most, goes into reading; /proc/stat is long where there are many CPUs
@@ -38,7 +38,7 @@ _TAKEN = 0.4  # a core that others use for more than this share is theirs
 
 @dataclass(frozen=True, kw_only=True)
 class CPUTime:
-    """Seconds of CPU time up to a moment."""
+    """Counters of time, in seconds."""
 
     at_s: float
     busy_s: float  # of the CPUs this process may use, by anyone, the hypervisor included
@@ -72,7 +72,7 @@ def cores_of_others(before: CPUTime, after: CPUTime) -> float:
 
 
 def free_threads(num_cpus: int, others: float, limit: float | None) -> int:
-    """Return how many threads find a core: at least one, and no more CPU time than `limit` allows."""
+    """Return how many threads to use: one per free core, at least one, at most `limit` CPUs' worth."""
     num_free = int(num_cpus - others + 1 - _TAKEN)
     return max(1, num_free if limit is None else min(num_free, int(limit)))
 
@@ -83,10 +83,10 @@ def fixed_by(environment: Mapping[str, str]) -> str | None:
 
 
 class FreeCores:
-    """Lowers torch's number of threads for the length of a step while others keep cores busy.
+    """Lowers torch's number of threads during a step while other processes keep cores busy.
 
-    torch's number is only ever lowered and comes back with the end of the step, so it stays the user's own
-    everywhere else. Looks at the system every tenth of a second at most, from one thread at a time.
+    The number is restored at the end of the step, so it stays the user's own everywhere else, and is never
+    raised. Reads the system ten times a second at most. For one thread at a time.
     """
 
     def __init__(self, read: Callable[[], CPUTime | None] = read_cpu_time) -> None:

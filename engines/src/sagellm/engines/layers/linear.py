@@ -25,8 +25,7 @@ class LinearLayer(Protocol):
 class WideRows:
     """Which rows of a step are multiplied widened: those of sequences that compute many tokens in it.
 
-    So it is a sequence's own tokens that decide and not what else is in the batch. All layers of a model
-    share one.
+    A sequence's own tokens decide, not what else is in the batch. All layers of a model share one object.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,11 +36,11 @@ class WideRows:
 
     @property
     def is_useful(self) -> bool:
-        """Say whether this CPU multiplies anything faster widened."""
+        """Say whether this CPU multiplies any number of rows faster widened."""
         return self._widening.min_rows is not None
 
     def plan(self, query_lens: Sequence[int]) -> None:
-        """Take up a step in which each sequence computes so many tokens, in the order of rows."""
+        """Plan a step from the number of tokens that each sequence computes, in the order of rows."""
         self._num_rows = 0
         if not self.is_useful:
             return
@@ -54,7 +53,7 @@ class WideRows:
                 self._wide, self._narrow = rows.nonzero().view(-1), (~rows).nonzero().view(-1)
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x @ weight.T + bias, each row in its way; rows that are not the step's own stay narrow."""
+        """Return x @ weight.T + bias, each row as planned; widens nothing if the rows are not the step's."""
         if not self._num_rows or len(x) != self._num_rows:
             return functional.linear(x, weight, bias)
         if self._wide is None or self._narrow is None:
@@ -102,7 +101,7 @@ class PackedLinear:
     def takes(dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether such weights can be packed on this machine, with this version of torch.
 
-        False too where widening pays: packed weights cannot be widened.
+        False also where widening is faster, since packed weights cannot be widened.
         """
         return device.type == "cpu" and can_pack(dtype) and widening_for(dtype, device).min_rows is None
 

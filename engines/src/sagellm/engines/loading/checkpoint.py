@@ -72,12 +72,12 @@ class Checkpoint:
 
 
 def files_in(path: Path) -> str:
-    """Phrase which files a directory has, for messages."""
+    """List the files of a directory, for messages."""
     return _first(sorted(file.name for file in path.iterdir())) or "no files"
 
 
 def missing_shards(path: Path) -> str | None:
-    """Phrase which weight files of its index a directory lacks, or None. Raises CheckpointError."""
+    """Say which weight files of its index a directory lacks, or None. Raises CheckpointError."""
     files = sorted(set(read_weight_map(path).values()))
     present = {file.name for file in path.iterdir() if file.exists()}  # no link to what is gone
     missing = [name for name in files if name not in present]

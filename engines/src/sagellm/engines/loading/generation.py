@@ -23,9 +23,9 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, generation_config: Mapping[str, Any], config: HFConfig) -> GenerationDefaults:
-        """Read generation_config.json; the end-of-text tokens are in config.json where it has none.
+        """Read generation_config.json; if it has no end-of-text tokens, they come from config.json.
 
-        There they may be among those of the text model, as transformers looks for them.
+        There they may be part of the text model's config, as in transformers.
         """
         text = config.get("text_config")
         sources = (generation_config, config, text if isinstance(text, Mapping) else {})

@@ -75,7 +75,7 @@ def resolve_source(
         if revision is not None:
             raise ConfigError(
                 f"model.revision is {revision!r}, but the model {text!r} is a directory ({path.resolve()}), "
-                f"which has no revisions; leave it out, or give a hub id that no directory has as its name"
+                f"which has no revisions; leave it out, or give a hub id that is not also a directory"
             )
         return path
     if path.exists():
@@ -111,7 +111,7 @@ def _is_offline() -> bool:
 
 
 def _find_cached(model: _HubModel) -> Path | None:
-    """Return the cached snapshot, which an interrupted download may have left incomplete."""
+    """Return the cached snapshot; an interrupted download may have left it incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -130,7 +130,7 @@ def _find_cached(model: _HubModel) -> Path | None:
 
 
 def _what_lacks(model: _HubModel, snapshot: Path | None) -> str:
-    """Phrase what the local cache lacks of a model; empty if it has all that is needed."""
+    """Say what the local cache lacks of a model; empty if it has all that is needed."""
     if snapshot is None:
         return "is not in the local Hugging Face cache, and no directory has that name"
     lack = ""

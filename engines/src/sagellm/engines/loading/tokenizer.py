@@ -50,10 +50,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
-    """Compare a tokenizer with the rows of the model's embedding; more rows than tokens are usual.
+    """Compare a tokenizer with the rows of the model's embedding; usually there are more rows than tokens.
 
-    Raises CheckpointError if words have no row. A few added tokens without one are common (a token for
-    padding, say) and no harm: prompts with them are refused.
+    Raises CheckpointError if words have no row. A few added tokens without one, such as a padding token, are
+    common and harmless: prompts with them are refused.
     """
     if len(tokenizer) <= vocab_size:
         return
@@ -81,10 +81,10 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """Phrase why transformers could not load a tokenizer, from its files where they say more."""
+    """Say why transformers could not load a tokenizer, from its files where they tell more."""
     own_code = read_optional_json(path / _CONFIG).get("auto_map")
     if own_code:
-        return f"it brings code of its own ({own_code}), which is never run"
+        return f"it needs code of its own ({own_code}), which is never run"
     present = _present(path)
     if not present:
         return f"{_what_lacks(path, None)}; {_ADVICE}"
@@ -101,9 +101,9 @@ def _present(path: Path) -> list[str]:
 
 
 def _what_lacks(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Phrase which files of a vocabulary are missing, or which one is empty."""
+    """Say which files of a vocabulary are missing, or which one is empty."""
     if present := _present(path):
-        return f"{', '.join(present)} holds none that its class reads"
+        return f"{', '.join(present)} has none that its class can read"
     own = () if tokenizer is None else tokenizer.vocab_files_names.values()
     others = [name for name in own if name != "tokenizer.json"]
     instead = f", nor {' with '.join(others)}" if others else ""

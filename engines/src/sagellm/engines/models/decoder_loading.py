@@ -91,7 +91,7 @@ class DecoderBuilder:
         return Decoder(config, model, self._head(embedding), self._wide_rows, metrics=self._weigh())
 
     def _head(self, embedding: torch.Tensor) -> LinearLayer:
-        """Tie the head as transformers does: only if no other one is stored beside the embedding."""
+        """Tie the head as transformers does: only if no different one is stored beside the embedding."""
         if not {EMBEDDING, HEAD} <= self._shapes.keys():
             return Linear(embedding, wide_rows=self._wide_rows)
         weight = self._joined([HEAD], staged=self._packs)

@@ -83,7 +83,7 @@ def read_hf_config(config: HFConfig) -> Any:
 
 
 def _copy_without_code(value: Any) -> Any:
-    """Copy a config, as transformers changes nested values in place, without what chooses code."""
+    """Copy a config without entries that choose code; transformers changes nested values in place."""
     if isinstance(value, Mapping):
         return {
             key: _copy_without_code(nested)

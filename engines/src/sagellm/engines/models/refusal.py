@@ -1,4 +1,4 @@
-"""What transformers' modelling code raises becomes the reason why a checkpoint cannot be run."""
+"""Turns errors of transformers' modelling code into the reason why a checkpoint cannot be run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_REASON = 300  # characters; some errors of torch have pages
 def refuse_on_error(what: str) -> Iterator[None]:
     """Turn any exception inside the block into an UnsupportedModelError that begins with `what`.
 
-    Errors of our own pass, and so do those of memory, which the model is not to blame for.
+    Our own errors pass, and so do memory errors, which are not the model's fault.
     """
     try:
         yield

@@ -86,7 +86,7 @@ class TransformersFamily(ModelFamilyProtocol):
     ) -> Mapping[str, tuple[int, ...]]:
         """Return the tensors that transformers would save, and tied copies that the checkpoint has.
 
-        A copy may stand in place of the original. Old checkpoints leave out the base's prefix.
+        A copy may stand in for the original. Old checkpoints omit the prefix of the base model.
         """
         inspected = self._inspect(config)
 
@@ -212,7 +212,7 @@ def _check_class(model_class: Any, hf: Any) -> None:
 
 
 def _has_stateful_layers(text: Any) -> bool:
-    """Say whether any layer is a convolution, a scan or linear attention, by the name of its kind."""
+    """Say whether any layer is a convolution, a scan or linear attention, judging by its class name."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     return any("linear" in kind or "attention" not in kind for kind in map(str, kinds))
 
@@ -234,7 +234,7 @@ def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
 
 
 def _intermediate_size(text: Any) -> int:
-    """Return the width of the feed-forward layers, of the widest where they differ."""
+    """Return the width of the feed-forward layers; of the widest one if they differ."""
     size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return int(max(size) if isinstance(size, list | tuple) else size)
 

@@ -72,7 +72,7 @@ def quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol) -> No
 
 
 def widen_linears(model: torch.nn.Module, wide_rows: WideRows) -> None:
-    """Have each linear layer multiply the rows that `wide_rows` names widened, where that is of use."""
+    """Make each linear layer widen the rows that `wide_rows` names, where that is faster."""
     if not wide_rows.is_useful:
         return
     for module in model.modules():

@@ -140,7 +140,7 @@ def _items(name: str, values: Any, most: int) -> tuple[Any, ...]:
 
 
 def shown(value: object) -> str:
-    """Return a value as it can be told: short, whatever it is."""
+    """Return a value as it can be shown in a message: short, whatever it is."""
     # Longer integers cannot even be printed (sys.set_int_max_str_digits).
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"

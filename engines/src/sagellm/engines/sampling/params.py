@@ -30,8 +30,8 @@ class SamplingParams:
     `logit_bias` is added to the logits of tokens, -100 to 100; nothing but `allowed_token_ids` is
     chosen, where given; `bad_words` are not generated, neither at the beginning of a text nor after
     a space. `bad_words_token_ids` are the same in token ids: the engine fills them in from
-    `bad_words`, and without a tokenizer they can be given. `extra_args` go to logits processors that
-    the engine does not come with; it takes those that an active one declares.
+    `bad_words`, and without a tokenizer they can be given. `extra_args` are
+    arguments of third-party logits processors; only those that an active one declares are accepted.
 
     Raises InvalidRequestError for whatever is out of range, of the wrong type or not finite.
     """

@@ -78,7 +78,7 @@ class Sampler:
 
     @property
     def extra_args(self) -> tuple[ExtraArg, ...]:
-        """What the processors read of a request's `extra_args`."""
+        """The entries of a request's `extra_args` that the processors read."""
         return tuple(arg for each in self._processors for arg in each.extra_args())
 
     def start(self, request: LogitsRequest) -> LogitsStates:

@@ -1,4 +1,4 @@
-"""The access log: a line per request, with nothing of what was asked or answered in it."""
+"""The access log: one line per request, without anything that was asked or answered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_SHOWN = 100  # characters of a path or an id, which callers choose
 
 
 class AccessLog:
-    """ASGI middleware around everything, so that what is refused has its line too.
+    """ASGI middleware around all others: refused requests are logged too.
 
     Method, path without its query, status, tokens, seconds, and the id of the answer. Successful probes
     and scrapes are logged at DEBUG, all else at INFO. Endpoints that generate leave their timers in
@@ -56,7 +56,7 @@ class AccessLog:
 
 
 def access_line(scope: MutableMapping[str, Any], status: int, seconds: float) -> str:
-    """Return the line of a request; status 0 is that of a client that left before there was an answer."""
+    """Return the line of a request; status 0 stands for a client that left before there was an answer."""
     timers: Sequence[RequestTimer] = scope.get("state", {}).get("timers", ())
     parts = [f"{_shown(scope['method'])} {_shown(scope['path'])} {status or 'left'}"]
     if timers:
@@ -71,5 +71,5 @@ def access_line(scope: MutableMapping[str, Any], status: int, seconds: float) ->
 
 
 def _shown(text: str) -> str:
-    """Return a caller's text short and harmless to terminals and to those who read a log by line."""
+    """Return a caller's text, short, and escaped for terminals and for logs that are read by line."""
     return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…")

@@ -1,4 +1,4 @@
-"""The application: its routes, and what every request passes before them."""
+"""The application: its routes, and the middleware around them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
-    """Add what tells how the server is, to whoever runs it."""
+    """Add the endpoints that report the server's state to its operator."""
     probe = EngineProbe(service.front)
 
     async def health(_: Request) -> Response:
@@ -147,7 +147,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 async def _answer(_: Request, error: Exception) -> Response:
-    """Answer what the routing refuses, in the words of the other errors."""
+    """Answer what the routing refuses, in the form of all other errors."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    known = {404: "there is no such page", 405: "this page takes another method"}
+    known = {404: "there is no such path", 405: "this path does not take this method"}
     return _json(APIError(status, known.get(status, "the request is refused")).body, status)

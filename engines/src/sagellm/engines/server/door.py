@@ -61,7 +61,7 @@ class Door:
     """ASGI middleware around the application: host, origin and key, in this order.
 
     It leaves the caller's Namespace in `scope["state"]["namespace"]`, and adds to `scope["state"]["headers"]`
-    what a browser needs of an answer to another origin that is allowed.
+    the headers that a browser needs in an answer to an allowed origin.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Door:
         await self._app(scope, receive, send)
 
     def _check_origin(self, scope: Scope) -> bool:
-        """Say whether a browser sends this for another site; refuse it unless its origin is allowed.
+        """Say whether the request comes from a page of another site; refuse it unless its origin is allowed.
 
-        A name that was bent to this address is refused, too.
+        A Host that is not this server's (DNS rebinding) is refused, too.
         """
         hosts = _values(scope, b"host")
         if self._hosts is not None and (len(hosts) != 1 or _without_port(hosts[0]) not in self._hosts):
@@ -114,8 +114,11 @@ class Door:
             if not hosts or origin.partition(b"://")[2] != hosts[0]
         ]
         for origin in foreign:
-            # What only this machine may see is for no page of another site.
-            if len(foreign) > 1 or scope["path"] in LOOPBACK_PATHS or not self._origins.allow(origin):
+            if scope["path"] in LOOPBACK_PATHS:  # only this machine may see them, so pages of no other site
+                raise APIError(
+                    403, f"{scope['path']} is not answered for pages of other sites", code="bad_origin"
+                )
+            if len(foreign) > 1 or not self._origins.allow(origin):
                 raise APIError(
                     403,
                     f"requests from the origin {_shown(origin)} are not answered; if they should be, start "

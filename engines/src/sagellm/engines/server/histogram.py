@@ -28,6 +28,6 @@ class Histogram:
 
 
 def cumulated(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
-    """Return upper bound and cumulated count of each bucket; the last count is of what has no bound."""
+    """Return the upper bound and cumulative count of each bucket; the last one has no bound."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, accumulate(counts), strict=True))

@@ -143,7 +143,7 @@ class ServerMetrics(Collector):
         return family
 
     def _cache_config(self) -> Metric:
-        """Return the KV settings, as labels; vLLM's names where the meaning is vLLM's."""
+        """Return the KV settings as labels, with vLLM's names where the meaning is the same."""
         config = self._config
         settings = {
             "block_size": config.kv.block_size,
@@ -155,7 +155,9 @@ class ServerMetrics(Collector):
             "eviction_policy": config.prefix_cache.eviction_policy,
         }
         labels = ("engine", *settings)
-        family = GaugeMetricFamily("sagellm:cache_config_info", "how KV is kept; always 1", labels=labels)
+        family = GaugeMetricFamily(
+            "sagellm:cache_config_info", "the KV settings, as labels; always 1", labels=labels
+        )
         family.add_metric((self._labels[1], *map(str, settings.values())), 1)
         return family
 

@@ -1,4 +1,4 @@
-"""Which sites' pages may use the server from a browser (CORS): none, unless they are named."""
+"""Which sites' pages may use the server from a browser (CORS): none, unless their origins are named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFLIGHT_MAX_AGE_S = 600
 
 
 class Origins:
-    """The origins of `--allowed-origins`, compared whole. Browsers send none of their cookies along."""
+    """The origins of `--allowed-origins`, compared as a whole. Browsers send no cookies of theirs."""
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allows_any = ANY in allowed
@@ -25,7 +25,7 @@ class Origins:
         return self._allows_any or origin.lower() in self._allowed
 
     def headers(self, origin: bytes) -> Headers:
-        """Return what lets a browser hand an answer to a page of an allowed origin."""
+        """Return the headers that let a browser pass an answer to a page of an allowed origin."""
         return [
             (b"access-control-allow-origin", ANY.encode() if self._allows_any else origin),
             (b"access-control-expose-headers", _EXPOSED),
@@ -34,7 +34,7 @@ class Origins:
 
 
 def preflight_headers(wanted: list[bytes]) -> Headers:
-    """Return what answers a browser that asks ahead; `wanted` is its Access-Control-Request-Headers."""
+    """Return the headers that answer a preflight; `wanted` is its Access-Control-Request-Headers."""
     names = wanted[0] if len(wanted) == 1 and _REQUEST_HEADERS.fullmatch(wanted[0]) else b""
     return [
         (b"access-control-allow-methods", _METHODS),

@@ -57,11 +57,11 @@ def completion_params(body: CompletionBody, defaults: SamplingParams) -> Samplin
 
 
 def _ranked(body: CompletionBody, best_of: int, num_choices: int) -> dict[str, Any]:
-    """Return what makes more continuations than are shown, with what they are ranked by."""
+    """Return parameters that generate `best_of` continuations, and the log-probabilities to rank them."""
     if best_of < num_choices:
         raise invalid("best_of", f"best_of: expected `int` >= n ({num_choices})")
     if best_of > num_choices and body.stream:
-        raise invalid("best_of", "best_of: only the whole texts can be ranked; leave out stream")
+        raise invalid("best_of", "best_of: only complete texts can be ranked; leave out stream")
     is_ranked = best_of > num_choices and body.logprobs is None
     return {"n": best_of, **({"logprobs": 0} if is_ranked else {})}
 
@@ -81,12 +81,13 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, max_model_len: int) -> None:
-    """Refuse a body whose parts are in range and whose product is not; `n` is best_of. Raises APIError."""
+    """Raise APIError if the product of valid parts is out of range; `params.n` is best_of, if given."""
     num_sequences = num_prompts * params.n
     if num_sequences > MAX_SEQUENCES:
         raise invalid(
             "n",
-            f"n: {num_prompts} prompts × n or best_of {params.n} are more than {MAX_SEQUENCES} continuations",
+            f"n: {num_prompts} prompts × n or best_of {params.n} exceed {MAX_SEQUENCES} continuations; "
+            f"lower n or best_of, or send fewer prompts",
         )
     longest = min(params.max_tokens or max_model_len, max_model_len)
     if num_sequences * longest > MAX_OUTPUT_TOKENS:
@@ -99,7 +100,8 @@ def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, m
     if entries > MAX_LOGPROB_ENTRIES:
         raise invalid(
             "logprobs",
-            f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; lower max_tokens",
+            f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; "
+            f"lower max_tokens or logprobs",
         )
     if (
         params.prompt_logprobs is not None
@@ -115,7 +117,7 @@ def _given(body: SamplingBody) -> dict[str, Any]:
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs: not given for a stream")
     if body.extra_args and body.vllm_xargs:
-        raise invalid("vllm_xargs", "vllm_xargs: is another name of extra_args; give one of them")
+        raise invalid("vllm_xargs", "vllm_xargs: this is another name of extra_args; give one of them")
     if extra_args := body.extra_args or body.vllm_xargs:
         given["extra_args"] = _checked_arguments(extra_args)
     if body.logit_bias:
@@ -124,7 +126,7 @@ def _given(body: SamplingBody) -> dict[str, Any]:
 
 
 def _checked_arguments(extra_args: dict[str, Any]) -> dict[str, Any]:
-    """Return those that are there, if they are small; they travel with every sequence."""
+    """Return the arguments that are not null. Raises APIError if they are large: they go to the engine."""
     given = {name: value for name, value in extra_args.items() if value is not None}
     num_bytes = len(encode_json(given))
     if num_bytes > MAX_EXTRA_BYTES:

@@ -36,7 +36,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[B]):
-    """A body that has passed the schema, and the names of what was ignored in it."""
+    """A body that has passed the schema, and the names of the ignored fields."""
 
     body: B
     ignored: Collection[str]
@@ -72,7 +72,7 @@ def parse_now(data: bytes, kind: type[B]) -> Parsed[B]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The names that one object of a body may have: its fields, what is ignored, what is refused."""
+    """The known names in an object of a body: its fields, and those that are ignored or refused."""
 
     fields: tuple[str, ...]
     ignored: frozenset[str]
@@ -106,7 +106,7 @@ def _require_nothing(shown: str, name: str, value: Any, known: _Known) -> None:
 
 
 def _read_options(options: dict[str, Any], ignored: dict[str, None]) -> dict[str, Any]:
-    """Return the options of a stream that there are; whatever else, the text is the same."""
+    """Return the supported options of a stream; all others are ignored, as none changes the text."""
     fields = StreamOptions.__struct_fields__
     ignored |= {f"stream_options.{name[:64]}": None for name in options if name not in fields}
     return {name: value for name, value in options.items() if name in fields}
@@ -133,7 +133,7 @@ def _explain(error: msgspec.ValidationError) -> APIError:
         where = f"{where}.{missing[1]}".lstrip(".")
         return invalid(where, f"the parameter {where!r} is missing", code="missing_parameter")
     where = where.removesuffix("[...]")
-    what = _PATTERN.sub("of at most 64 letters, digits and _ as key", what)
+    what = _PATTERN.sub("keys of at most 64 letters, digits and _", what)
     return invalid(where, f"{where}: {what[:1].lower()}{what[1:]}")
 
 

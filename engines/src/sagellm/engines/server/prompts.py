@@ -41,7 +41,7 @@ class PromptEncoder:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model answers conversations."""
+        """Whether the model has a chat template."""
         return self._template.exists
 
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
@@ -59,20 +59,21 @@ class PromptEncoder:
         return EncodedPrompt(token_ids=self._checked(token_ids, "messages"))
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
-        """Return the tokens of a text or of messages, however many. Raises APIError."""
+        """Return the tokens of a text or of messages, even more than the context holds. Raises APIError."""
         if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "prompt: give a prompt or messages, and not both")
+            raise invalid("prompt", "prompt: give either a prompt or messages")
         if body.messages is not None:
             if body.add_special_tokens:
                 raise invalid(
-                    "add_special_tokens", "add_special_tokens: the template writes them for messages"
+                    "add_special_tokens",
+                    "add_special_tokens: for messages, the chat template adds them; leave it out",
                 )
             return await self._rendered(
                 body.messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
             )
         for name in ("add_generation_prompt", "chat_template_kwargs"):
             if getattr(body, name):
-                raise invalid(name, f"{name}: only messages go through a template")
+                raise invalid(name, f"{name}: only for messages; leave it out with a prompt")
         text, is_special = body.prompt or "", body.add_special_tokens is not False
         self._check_length(len(text), "prompt")
         return await _aside(lambda: self._token_ids(text, add_special_tokens=is_special), len(text))
@@ -83,7 +84,7 @@ class PromptEncoder:
         return await _aside(lambda: self.decode(token_ids), len(token_ids))
 
     async def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as it stands in the vocabulary."""
+        """Return each token as the vocabulary spells it."""
         tokenizer = self._tokenizer
         assert tokenizer is not None, "it made the ids"
         return await _aside(lambda: list(tokenizer.convert_ids_to_tokens(list(token_ids))), len(token_ids))

@@ -1,4 +1,4 @@
-"""What every answer carries in its headers: the request's id, and whatever the layers inside noted."""
+"""The headers of every answer: the request's id, and those that the inner layers add."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _MAX_NAMES = 32
 class ResponseHeaders:
     """ASGI middleware around all others.
 
-    It leaves the request's own id in `scope["state"]["id"]`, and in `scope["state"]["headers"]` a list to
-    which the layers inside add headers until the answer begins. The id that a client sends as X-Request-Id
-    is returned if it is harmless in a header and a log; otherwise, or without one, the own id is. What
-    nobody inside answered is answered here, so that no response goes without these headers.
+    Leaves the request's own id in `scope["state"]["id"]`, and in `scope["state"]["headers"]` a list to
+    which the layers inside add headers until the answer begins. The id that a client sends as
+    X-Request-Id is returned if it is safe in headers and logs, otherwise the own id. Errors that no inner
+    layer handles are answered here, so every response has these headers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Go on with a `send` that adds the headers."""
+        """Call the application with a `send` that adds the headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +59,7 @@ class ResponseHeaders:
 
 
 def ignored_header(names: Iterable[str]) -> tuple[bytes, bytes]:
-    """Return the header that lists ignored parameters; a name that a header could not carry is a `?`."""
+    """Return the header that lists ignored parameters; a name that is invalid in a header becomes `?`."""
     shown = list(dict.fromkeys(name if _NAME.fullmatch(name) else "?" for name in names))
     rest = ["..."] if len(shown) > _MAX_NAMES else []
     return b"x-sagellm-ignored", ", ".join(shown[:_MAX_NAMES] + rest).encode()

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine behind them, what it is called, how much it takes on."""
+"""What all endpoints share: the engine, the model's names, and the limits on load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One model as it is served."""
+    """One served model."""
 
     front: EngineFront
     model_names: tuple[str, ...]
@@ -37,7 +37,7 @@ class Service:
     public_namespaces: tuple[str, ...]
 
     async def read(self, scope: Scope, kind: type[B]) -> B:
-        """Return the checked body of a request; what is ignored in it is listed in the answer's headers.
+        """Return the checked body of a request; ignored fields are listed in the answer's headers.
 
         Raises APIError.
         """
@@ -57,7 +57,7 @@ class Service:
         if name is not None and name not in self.model_names:
             raise APIError(
                 404,
-                f"the model {name[:200]!r} is not served; there is {self.model_names[0]!r}",
+                f"the model {name[:200]!r} is not served; this server has {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )

@@ -67,7 +67,7 @@ class Shape(ABC):
         self._tail = b',"usage":null}\n\n' if job.includes_usage else b"}\n\n"
 
     def tail(self, cursor: Cursor, num_tokens: int) -> bytes:
-        """Return the end of a chunk, after so many tokens of its continuation."""
+        """Return the end of a chunk, after this many tokens of its continuation."""
         if not self.job.has_usage_in_chunks:
             return self._tail
         num_prompt = len(cursor.prompt.token_ids)
@@ -135,7 +135,7 @@ class Shape(ABC):
 
 
 def likeliest(outputs: Sequence[CompletionOutput], num: int) -> Sequence[CompletionOutput]:
-    """Return those with the highest mean log-probability of a token, the best first; all as they are."""
+    """Return the `num` with the highest mean log-probability per token, best first; all as they are."""
     if len(outputs) == num:
         return outputs
     for output in outputs:

@@ -1,4 +1,4 @@
-"""GET /: one static page for those who open the address in a browser: what is here, and how to ask it."""
+"""GET /: one static page for browsers: what this server is, and how to send it a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 <h1>sageLLM</h1>
-<p>This is an HTTP API, the one that OpenAI&#39;s clients speak. It has no other page.</p>
+<p>This server has an HTTP API for OpenAI clients. There is no other page.</p>
 <dl>
 <dt>Model</dt><dd>{model}</dd>
 <dt>Base URL</dt><dd><code>{base_url}</code></dd>
@@ -51,7 +51,7 @@ _PAGE = """<!doctype html>
 
 
 class StartPage:
-    """Shows a model's name where everybody may ask for it, and nowhere else. It asks nothing of an engine."""
+    """Shows the model's name only if no API key is needed to learn it. Never calls the engine."""
 
     def __init__(self, model_name: str, *, needs_key: bool, has_template: bool) -> None:
         self._needs_key = needs_key
@@ -65,7 +65,7 @@ class StartPage:
         self._body = json.dumps({**text, "max_tokens": 64})
 
     async def show(self, request: Request) -> Response:
-        """Return the page, with the address under which the browser found it."""
+        """Return the page, with the address that the browser used."""
         host = request.headers.get("host", "")
         base_url = f"{request.url.scheme}://{host if _HOST.fullmatch(host) else 'HOST'}/v1"
         lines = [f"curl {quote(base_url + self._path)}", '-H "Content-Type: application/json"']

@@ -43,11 +43,11 @@ _TOLD_SETTINGS = frozenset(
         "unk_token",
     }
 )
-"""Of a tokenizer's settings. Others may be paths of this machine."""
+"""The settings of a tokenizer that are shown; others may be paths of this machine."""
 
 
 class _Tokenizing(ABC, Generic[B]):
-    """One endpoint, an ASGI application. It holds a seat, as requests that generate do."""
+    """One endpoint, an ASGI application. A call takes a seat, as requests that generate do."""
 
     kind: type[B]
 
@@ -118,7 +118,7 @@ def tokenizer_info(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has; a token that was added is its text."""
+    """Return a value as JSON can hold it; an added token becomes its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

@@ -38,10 +38,10 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Of a body. They say who asks, what to keep or how soon to answer."""
+"""Ignored in a body: they say who asks, what to keep or how soon to answer."""
 
 IGNORED_IN_MESSAGES = frozenset({"annotations", "reasoning", "reasoning_content"})
-"""What an answer was accompanied by. The templates of models leave it out of earlier turns."""
+"""Ignored in messages: what accompanied an answer. Chat templates leave it out of earlier turns."""
 
 UNSUPPORTED: Mapping[str, Refusal] = {
     # OpenAI
@@ -98,7 +98,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "separate_reasoning": Refusal("this server has no reasoning parser"),
     "session_params": Refusal(_STORE),
     # one endpoint's parameters, at the other one
-    "best_of": Refusal("only POST /v1/completions ranks continuations; ask for n", (1,)),
+    "best_of": Refusal("only POST /v1/completions ranks continuations; use n", (1,)),
     "chat_template_kwargs": Refusal("only POST /v1/chat/completions has a template", ({},)),
     "echo": Refusal("only POST /v1/completions repeats the prompt", (False,)),
     "max_completion_tokens": Refusal("POST /v1/completions takes max_tokens"),

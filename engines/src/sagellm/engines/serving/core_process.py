@@ -84,7 +84,7 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
 
 
 def _warm_up(core: EngineProtocol, input_processor: InputProcessor) -> None:
-    """Run a prefill and a decode step of our own engine, so that the first request finds all in place."""
+    """Run a prefill and a decode step of our own engine, so the first request is not slower."""
     from sagellm.engines.core.engine_core import EngineCore
     from sagellm.engines.sampling.params import SamplingParams
 

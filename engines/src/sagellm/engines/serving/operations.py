@@ -40,9 +40,9 @@ _TYPES: dict[str, type[Any]] = {
 
 
 def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
-    """Return the operations of a core: name → what runs it, with JSON-like arguments and result.
+    """Return the operations of a core: name → function, with JSON-like arguments and result.
 
-    Those on cache, pool and saves are our own engine's.
+    Only our own engine has those on cache, pool and saves.
     """
     from sagellm.engines.core.cache_admin import CacheAdmin
     from sagellm.engines.core.compaction import Compactor

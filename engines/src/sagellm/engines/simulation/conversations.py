@@ -55,8 +55,8 @@ def simulate_clients(
 ) -> list[TraceRequest]:
     """Make `num_requests` requests in the order of their arrival; the same seed makes the same ones.
 
-    With `arrivals_s`, recorded ones, the first request comes at the first of these, and so on: who
-    comes before whom stays as it was. Raises ConfigError when these are fewer than the requests.
+    With recorded `arrivals_s`, the first request comes at the first of these, and so on: the order of
+    requests does not change. Raises ConfigError when these are fewer than the requests.
     `advance` is told how many requests a conversation has made.
     """
     rng = Random(f"conversations {settings.seed}")

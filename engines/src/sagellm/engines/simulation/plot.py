@@ -50,7 +50,7 @@ def _draw_savings(axes: Axes, savings: Mapping[str, Seq[Point]]) -> None:
 
 
 def _draw_sharing(axes: Axes, sharing: Mapping[str, Seq[float]]) -> None:
-    """Draw the distributions side by side, so that none hides another."""
+    """Draw the distributions side by side; none hides another."""
     shares = [[100 * one for one in fractions] for fractions in sharing.values()]
     axes.hist(shares, bins=10, range=(0, 100), label=list(sharing))
     axes.set(xlabel="blocks of a prompt that were reused (%)", ylabel="requests", yscale="log")

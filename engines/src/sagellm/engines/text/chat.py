@@ -20,7 +20,7 @@ _WORD = re.compile(r"\w+")
 _RESERVED = frozenset(
     {"dict", "loop", "messages", "namespace", "raise_exception", "range", "strftime_now", "template"}
 )
-"""What templates are given, or find in every environment."""
+"""Names that are passed to templates, or that exist in every template's environment."""
 _MAX_TOLD = 200  # characters of what a template says
 
 
@@ -50,16 +50,16 @@ class ChatTemplate:
             )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError for a name that is not a variable of the template alone."""
+        """Raise InvalidRequestError for a name that only the server may set."""
         taken = {*_RESERVED, *getattr(self._tokenizer, "special_tokens_map", ())}
         if self._tokenizer is not None:
             taken |= inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in options:
             if not isinstance(name, str) or name in taken:
-                raise InvalidRequestError(f"{name!r} is not a variable of a chat template that can be given")
+                raise InvalidRequestError(f"a request cannot set {name!r} of the chat template; leave it out")
 
     def reads(self, name: str) -> bool:
-        """Say whether the template may read a variable: whether its name is a word of the template."""
+        """Say whether the template may read a variable: whether its name occurs as a word in the template."""
         return name in self._words
 
     def render(
@@ -72,7 +72,7 @@ class ChatTemplate:
         """Return the token ids of a conversation; `options` are variables of the template.
 
         With `add_generation_prompt` the assistant's turn is begun. Control tokens in options stay text, too.
-        Raises InvalidRequestError, with what the template says of its own accord and nothing of its insides.
+        Raises InvalidRequestError with the message that the template itself raises, and no other detail.
         """
         self.check()
         self.check_options(options or {})

@@ -1,4 +1,4 @@
-"""Which of two orders of eviction a cache should follow, told by what each of them would have saved."""
+"""Decides which of two eviction orders a cache follows, by what each of them would have saved."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from sagellm.kvmgr.eviction.return_ranking import Index
 from sagellm.kvmgr.eviction.shadows import Saved, Shadows, Stretch, Turn
 
 _MEMORY = 8.0
-"""So many times the cache is filled anew before what was saved then counts 1 ÷ e."""
+"""After this many refills of the cache, a saving counts 1 ÷ e of what it did."""
 
 _ERRORS_AHEAD = 1.5
-"""By so many standard errors what was learnt must lead before it is followed."""
+"""The learnt order is followed once it leads by this many standard errors."""
 
 
 class Duel:
     """Compares two shadows of a cache: one evicts by last use, the other by what room earns.
 
-    `is_won` says that the latter saves more. It leads by the sum of all differences in the blocks saved of a
-    prompt, older ones discounted, and wins when that is 1.5 times its standard error, the root of the sum of
-    squares; it has lost when it no longer leads. So chance alone seldom decides, and a change of the load
-    does within a few fillings of the cache.
+    `is_won` says that the latter saves more. Its lead is the sum, over prompts, of the difference in blocks
+    saved, older ones discounted; it wins when the lead is 1.5 times its standard error (the root of the
+    sum of squares), and loses when it no longer leads. So chance seldom decides, while a change of the load
+    does within a few refills of the cache.
     """
 
     def __init__(self, model: Index, gives_up_ends: Callable[[], bool]) -> None:
@@ -32,17 +32,17 @@ class Duel:
         self._num_switches = 0
 
     def path(self, turn: Turn | None, num_blocks: int) -> list[Stretch]:
-        """Return the stretches of the first blocks of a turn, the deepest first; they are to be used next."""
+        """Return the stretches of the first blocks of a turn, the deepest first; `use` must follow."""
         return self._shadows.path(turn, num_blocks)
 
     def hit(self, path: list[Stretch], depth: int, room: float, now_s: float) -> None:
-        """Note that the cache had the first blocks of a prompt, which are a path, up to a depth in blocks."""
+        """Record that the cache had the first blocks of a prompt, a path, up to a depth in blocks."""
         self._count(self._shadows.use(path, None, depth, room, now_s), 0, depth, room)
 
     def use(self, path: list[Stretch], turn: Turn, begin: int, depth: int, room: float, now_s: float) -> None:
-        """Let a turn use a path and what follows on it, up to a depth; the cache had nothing from `begin` on.
+        """Let a turn use a path and what follows it, up to a depth; the cache had nothing from `begin` on.
 
-        What it had before was counted by `hit`.
+        Blocks before that were counted by `hit`.
         """
         self._count(self._shadows.use(path, turn, depth, room, now_s), begin, depth, room)
 
@@ -62,7 +62,7 @@ class Duel:
         self.is_won = is_won
 
     def details(self) -> dict[str, float]:
-        """Return what the shadows saved, and which of them is followed."""
+        """Return how much the shadows saved, and which of them is followed."""
         return {
             "is_learnt_order_used": float(self.is_won),
             "num_switches": float(self._num_switches),

@@ -98,7 +98,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._count(upper).policy.on_split(upper, lower)
 
     def on_resize(self, node: CachedNode, num_more: int) -> None:
-        """Count it anew."""
+        """Update the blocks of the node's tenant."""
         self._count(node).policy.on_resize(node, num_more)
 
     def on_hit(self, node: CachedNode) -> None:

@@ -69,7 +69,7 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
         return node
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield candidates by their keys; none where a subclass wants to be told of each that leaves."""
+        """Yield candidates by their keys; none if a subclass overrides the call for each that leaves."""
         if type(self).on_remove is not RankedEvictionPolicy.on_remove:
             return iter(())
         return self._ranking.take(num_blocks)

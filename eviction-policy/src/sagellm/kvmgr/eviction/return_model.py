@@ -19,7 +19,7 @@ TYPICAL_GAP_S = 120.0
 """Between two turns, before anything was learnt."""
 
 NUM_CHANCES = 32
-"""The worth of room is tabulated for so many chances."""
+"""The number of chances for which the worth of room is tabulated."""
 
 _LOG_TYPICAL = math.log(TYPICAL_GAP_S)
 _NUM_AGES = 48
@@ -57,9 +57,9 @@ class ReturnModel:
     What room is worth: max over T of P(back before T) ÷ E[time until back or T], the Gittins index of
     a renewal process (J. C. Gittins, 1979), in returns per second.
 
-    Learning goes on all the time, over the last `window` turns in a circle: with every fourth turn, at first
-    with every second, a slice of 256 of them is summed up, and at the end of each round comes one step of
-    EM. A slice takes about 0.1 ms and no other call more than a few µs.
+    Learning is continuous, in rounds over the last `window` turns: with every fourth turn, at first with
+    every second, a slice of 256 of them is summed up, and each round ends with one step of EM. A slice
+    takes about 0.1 ms and no other call more than a few µs.
     """
 
     def __init__(self, *, window: int = 8192) -> None:
@@ -110,7 +110,7 @@ class ReturnModel:
             self._gaps[slot] = max(1e-3, time_s - self._times[slot])
 
     def worth(self, chance: float, scale_s: float, age_s: float) -> Worth:
-        """Return what the room of a turn earns, in returns per second, and in which ages it does."""
+        """Return what the room of a turn earns, in returns per second, and for which ages this holds."""
         column = min(_NUM_AGES - 1, bisect_right(_EDGES, max(0.0, age_s) / scale_s) - 1)
         index = self._table[min(NUM_CHANCES - 1, int(chance * NUM_CHANCES))][column] / scale_s
         from_s = min(age_s, _EDGES[column] * scale_s) if column else -math.inf
@@ -130,7 +130,7 @@ class ReturnModel:
         }
 
     def _learn(self) -> Iterator[None]:
-        """Learn for ever, a slice each time."""
+        """Learn for ever, one slice per step of the generator."""
         while True:
             sums = _Sums()
             begin = 0
@@ -150,7 +150,7 @@ class ReturnModel:
                 self.version += 1
 
     def _add_up(self, sums: _Sums, rows: slice) -> None:
-        """Sum up some turns, as the model sees them now."""
+        """Sum up some turns under the current model."""
         features, pace, gaps = self._features[rows], self._pace[rows], self._gaps[rows]
         has_returned = ~np.isnan(gaps)
         known = pace[has_returned]
@@ -173,7 +173,7 @@ class ReturnModel:
         ).T @ features
 
     def _improve(self, sums: _Sums) -> Iterator[None]:
-        """Take one step of EM, its Newton step no longer than it can be trusted; in three slices."""
+        """Take one step of EM, in three slices, with a bound on the length of its Newton step."""
         normal = sums.pace_normal + np.diag([20.0, 5.0, 5.0])
         self._pace_weights = self._pace_prior + np.linalg.solve(normal, sums.pace_moment)
         self._pace_list = self._pace_weights.tolist()
@@ -196,7 +196,7 @@ class ReturnModel:
         self._density = density / density.sum()
 
     def _tabulate(self) -> Iterator[list[list[float]]]:
-        """Yield the rows of the table by chance and age, some at once; ages and gaps in their own pace."""
+        """Yield the rows of the table by chance and age, several at a time; time is in units of the scale."""
         passed = np.concatenate([[0.0], np.cumsum(self._density)])
         for begin in range(0, NUM_CHANCES, _CHANCES_A_SLICE):
             chances = (np.arange(begin, begin + _CHANCES_A_SLICE) + 0.5) / NUM_CHANCES
@@ -217,19 +217,19 @@ class ReturnModels:
 
     @property
     def version(self) -> int:
-        """Another number whenever the answers of `worth` have changed."""
+        """Changes whenever the answers of `worth` do."""
         return self._turns.version + self._uses.version
 
     def of(self, *, is_shared: bool) -> ReturnModel:
-        """Return one of the two."""
+        """Return the model of conversations or that of shared beginnings."""
         return self._uses if is_shared else self._turns
 
     def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
-        """Return what the room of a turn, or of what is shared, earns."""
+        """Return what the room of a turn, or of a shared beginning, earns."""
         return self.of(is_shared=is_shared).worth(chance, scale_s, age_s)
 
     def details(self) -> dict[str, float]:
-        """Return what was learnt of conversations, as figures."""
+        """Return what was learnt about conversations, as figures."""
         return self._turns.details()
 
 

@@ -21,7 +21,7 @@ _SIDES: tuple[_Side, ...] = (1, -1)
 
 
 class Worth(NamedTuple):
-    """What room earns, in returns per second, from one age of its turn (s) up to another."""
+    """What room earns, in returns per second, while the age of its turn (s) is in a span."""
 
     returns_per_s: float
     from_s: float
@@ -33,18 +33,18 @@ class Index(Protocol):
 
     @property
     def version(self) -> int:
-        """Another number whenever the answers have changed."""
+        """Changes whenever the answers do."""
 
     def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
-        """Return what it earns, by chance of a return, scale of the gap and age of the last use."""
+        """Return what room earns, by chance of a return, scale of the gap and age of the last use."""
 
 
 class Sized(Protocol):
-    """What is ranked."""
+    """An object that can be ranked."""
 
     @property
     def num_blocks(self) -> int:
-        """The room that it takes."""
+        """The blocks that it takes."""
 
 
 _Leaf = TypeVar("_Leaf", bound=Sized)
@@ -67,9 +67,9 @@ class Place(NamedTuple):
 
 
 class _Group(Generic[_Leaf]):
-    """The leaves of a group by time, for both ends; which of them are stale the ranking knows.
+    """The leaves of a group by time, for both ends; the ranking knows which of them are stale.
 
-    Those that come in the order of time, as most do, wait in a queue that both ends share.
+    Those that arrive in the order of time, as most do, wait in a queue that both ends share.
     """
 
     __slots__ = ("chance", "claims", "heaps", "is_shared", "queue", "rank", "scale_s")
@@ -83,7 +83,7 @@ class _Group(Generic[_Leaf]):
         self.claims: dict[_Side, _Claim[_Leaf] | None] = {1: None, -1: None}  # the only valid ones
 
     def add(self, entry: _Entry[_Leaf]) -> None:
-        """Put a leaf in its place."""
+        """Add a leaf at its time."""
         queue, time_s = self.queue, entry[0]
         if not queue or queue[-1][0] <= time_s:
             queue.append(entry)
@@ -116,7 +116,7 @@ class _Group(Generic[_Leaf]):
 
 
 class _Claim(NamedTuple, Generic[_Leaf]):
-    """What one end of a group stands for in the order of all, while its leaf's age is in a span."""
+    """The entry of one end of a group in the order of all, valid while its leaf's age is in a span."""
 
     key: tuple[int, float]  # rank, what the room earns
     number: int
@@ -176,14 +176,14 @@ class ReturnRanking(Generic[_Leaf]):
         if claim is None:
             return None
         found = claim.group.end(claim.side, self._live)
-        assert found is not None, "a claim without a leaf"
+        assert found is not None, "a claim has a leaf"
         return found[2]
 
     def take(self, now_s: float, num_blocks: int) -> Iterator[_Leaf]:
-        """Yield leaves in order, which are taken out; whole ones alone, of so many blocks together.
+        """Remove and yield whole leaves in order, of at most this many blocks together.
 
-        Ends at the first one that is larger than what is left, or that gives up its end alone. Others may
-        be added between two.
+        Ends at the first one that is larger than what is left, or that gives up only its end. Leaves may be
+        added while it runs.
         """
         while num_blocks > 0 and (claim := self._best(now_s)) is not None:
             group = claim.group
@@ -202,7 +202,7 @@ class ReturnRanking(Generic[_Leaf]):
                 yield leaf
 
     def _best(self, now_s: float) -> _Claim[_Leaf] | None:
-        """Return the claim that holds and comes first."""
+        """Return the first valid claim."""
         if self._version != self._model.version or len(self._heap) > 8 * len(self._groups) + _MAX_STALE:
             self._build(now_s)
         changes, heap, live = self._changes, self._heap, self._live
@@ -226,7 +226,7 @@ class ReturnRanking(Generic[_Leaf]):
         return None
 
     def _build(self, now_s: float) -> None:
-        """Begin anew, without what is stale. O(groups), and O(leaves) if too many of these are stale."""
+        """Rebuild the order without stale entries. O(groups); O(leaves) if too many of these are stale."""
         self._version = self._model.version
         self._heap, self._changes = [], []
         if self._num_entries > 3 * len(self._live) + _MAX_STALE:
@@ -244,7 +244,7 @@ class ReturnRanking(Generic[_Leaf]):
                 self._claim(group, side, now_s)
 
     def _claim(self, group: _Group[_Leaf], side: _Side, now_s: float) -> None:
-        """Put the end of a group into the order of all."""
+        """Enter the end of a group in the order of all."""
         found = group.end(side, self._live)
         if found is None:
             return

@@ -35,17 +35,17 @@ _MAX_GONE = 100_000
 """Nodes that left the cache and whose turn is remembered, in case they come back."""
 
 _SAME_USE_S = 1.0
-"""Uses of what conversations share count once within this time."""
+"""Uses of a shared beginning within this time count once."""
 
 _MAX_PARTINGS = 2
-"""Behind one block, prompts of one conversation part no more often; behind what many share, they do."""
+"""Prompts that part more often than this behind one block share a beginning; conversations part less."""
 
 _LAST_USE = LRUEvictionPolicy().node_key
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is known of a node of the cache."""
+    """What the policy knows about a node of the cache."""
 
     node: CachedNode
     above: _Known | None = field(repr=False)
@@ -55,16 +55,16 @@ class _Known:
 class ReuseEvictionPolicy(EvictionPolicyProtocol):
     """Evicts the leaf whose room earns least: the chance that its conversation comes back, over the time.
 
-    Every prompt that enters the cache is a turn. It goes on with a conversation if it begins with the
-    whole of its last turn, or parts from it where no prompts parted before: a system prompt is nobody's
-    turn. ReturnModel learns from the turns who comes back and when, starting cold.
+    Every prompt that enters the cache is a turn. It continues a conversation if it begins with the
+    whole of its last turn, or parts from it where no prompts parted before: a system prompt is not a turn.
+    ReturnModel learns from the turns which ones are continued and when, starting cold.
 
-    First goes what a conversation left behind when it went on; then the last block of each turn, if it
-    turns out that such blocks are not reused (they are a prompt's partial ones, in replays); then the
-    rest by the model's index. `select_victims` knows no turns and goes by the last use.
+    First goes what a conversation left behind when it went on; then the last block of each turn, if such
+    blocks prove not to be reused (in replays, they are a prompt's partial ones); then the rest by the
+    model's index. `select_victims` does not know turns and goes by last use.
 
-    That is so while it saves more than evicting by last use, which two shadows of the cache tell: until it
-    does, and when it no longer does, the least recently used leaf goes first.
+    This order applies while two shadows of the cache show that it saves more than evicting by last use;
+    otherwise the least recently used leaf goes first.
 
     Each call is O(log nodes), an insertion O(nodes on its path); learning from the last `window` turns
     adds 0.1 ms to every fourth.
@@ -117,7 +117,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             whole.above = known
 
     def on_resize(self, node: CachedNode, num_more: int) -> None:
-        """What a leaf grows by belongs to its turn."""
+        """New blocks of a leaf belong to its turn."""
         self._num_blocks += num_more
         known = self._known.get(node.node_id)
         if num_more > 0 and known is not None and known.turn is not None and not known.turn.is_shared:
@@ -172,7 +172,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._by_use.discard(node)
 
     def victim(self) -> CachedNode | None:
-        """Return the leaf whose room earns least, or the one least recently used; None when there is none."""
+        """Return the leaf whose room earns least, or the least recently used one; None without a leaf."""
         self._is_full = True
         node = self._ranking.first(self._now_s) if self._duel.is_won else self._by_use.first()
         self._named = None if node is None else node.node_id
@@ -209,7 +209,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return self._stateless.select_victims(candidates, required_blocks)
 
     def metrics(self) -> EvictionMetrics:
-        """Return the counts so far; the details say what was learnt, and what was saved in the shadows."""
+        """Return the counts so far; the details say what was learnt and what the shadows saved."""
         details = self._models.details() | self._duel.details()
         return replace(self._metrics, num_candidates=len(self._by_use), details=details)
 
@@ -237,7 +237,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return self._num_ends >= _MIN_ENDS and 2 * self._num_lost_ends > self._num_ends
 
     def _forget(self, node: CachedNode) -> None:
-        """Let go of a node; its turn is remembered for a while."""
+        """Forget a node; its turn is remembered for a while."""
         known = self._known.pop(node.node_id, None)
         if known is None:
             return
@@ -249,7 +249,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 self._gone.popitem(last=False)
 
     def _lengthen(self, known: _Known, turn: Turn) -> None:
-        """Let what a request generates belong to its turn."""
+        """Assign what a request generates to its turn."""
         node, block = known.node, self._block
         begin = turn.depth // block
         path = self._duel.path(turn, begin)
@@ -273,7 +273,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._duel.use(path, turn, start // block, node.depth // block, self._room, now_s)
 
     def _previous(self, former: Turn | None, agreed: int, start: int, path: list[Stretch]) -> Turn | None:
-        """Return the turn that a prompt goes on with, if it is the next one of a conversation.
+        """Return the turn that a prompt continues, if it is the next one of a conversation.
 
         Its first `agreed` tokens are the former turn's, on that path; `start` of them are cached.
         """
@@ -292,7 +292,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return former
 
     def _back(self, node: CachedNode) -> Turn | None:
-        """Return the turn of what was evicted and is back."""
+        """Return the turn of evicted blocks that are back."""
         if node.former_id is None:
             return None
         known = self._known.get(node.former_id)
@@ -305,7 +305,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return turn
 
     def _note_uses(self, path: list[Stretch], begin: int, now_s: float) -> None:
-        """Note the use of what conversations share on a path, from a block on."""
+        """Record the uses of shared beginnings on a path, from a block on."""
         for step in path:
             if step.end <= begin:
                 break
@@ -313,7 +313,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 step.shared = self._use_of(step, step.shared, now_s)
 
     def _use_of(self, stretch: Stretch, previous: Turn | None, now_s: float) -> Turn:
-        """Make the next use of a stretch that conversations share; it comes back as they do."""
+        """Make the next use of a stretch that conversations share."""
         depth = stretch.end * self._block
         turn = self._learn_turn(previous, depth, depth, now_s, is_shared=True)
         turn.stretch = stretch
@@ -364,7 +364,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             self._num_lost_ends += num_missing > 0
 
     def _assign(self, known: _Known, turn: Turn | None, path: list[Stretch]) -> None:
-        """Let the nodes on the way to one belong to a turn, or to the newest use of what is shared there."""
+        """Assign the nodes on the path to one to a turn, or, where they are shared, to their newest use."""
         shared = [step for step in path if step.shared is not None]  # the deepest first
         step: _Known | None = known
         while step is not None:

@@ -1,4 +1,4 @@
-"""What a cache of the same size would have saved under either of two policies, kept without any blocks."""
+"""What a cache of the same size would have saved under each of two policies, tracked without blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Turn:
     stretch: Stretch | None = field(default=None, repr=False)  # in which its prompt ends
 
     def place(self, rank: int) -> Place:
-        """Return where leaves stand whose newest turn this is."""
+        """Return the place in the ranking of leaves whose newest turn this is."""
         return Place.of(rank, self.chance, self.scale_s, self.time_s, is_shared=self.is_shared)
 
 
@@ -42,7 +42,7 @@ class Turn:
 class Stretch:
     """Blocks of a prompt that were always used together, whether or not a cache still has them.
 
-    `held` says up to where each of the two caches has it: its first blocks, or none (`start`).
+    `held` says up to where each of the two caches has them; `start` means not at all.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Stretch:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that REUSE has."""
+        """The blocks of it that REUSE has."""
         return self.held[REUSE] - self.start
 
 
@@ -73,8 +73,8 @@ class Shadows:
     """Two caches of prompts: one that evicts by last use, one by what room earns.
 
     A path of stretches stands for a prompt, as in a radix tree. Both caches have as much room as the real
-    one has blocks, and drop the end of a path before its beginning. A use costs O(stretches on the path)
-    and what is evicted O(log stretches), some µs in all.
+    one has blocks, and drop the end of a path before its beginning. A use costs O(stretches on the path),
+    and each eviction O(log stretches): a few µs in all.
     """
 
     def __init__(self, model: Index, gives_up_ends: Callable[[], bool]) -> None:
@@ -85,9 +85,9 @@ class Shadows:
         self._numbers = count(1)
 
     def use(self, path: list[Stretch], turn: Turn | None, depth: int, room: float, now_s: float) -> Saved:
-        """Let a turn use a path and what follows on it, up to a depth in blocks.
+        """Let a turn use a path and what follows it, up to a depth in blocks.
 
-        Without a turn, the path is only used again. Returns how deep either cache had it.
+        Without a turn, the path is only used again. Returns how many blocks each cache had.
         """
         saved = Saved(self._depth_held(path, LRU), self._depth_held(path, REUSE))
         known = path[0].end if path else 0
@@ -105,9 +105,9 @@ class Shadows:
         return saved
 
     def path(self, turn: Turn | None, num_blocks: int) -> list[Stretch]:
-        """Return the stretches of the first blocks of a turn, the deepest first; split what is used in part.
+        """Return the stretches of a turn's first blocks, the deepest first; split one that is used in part.
 
-        They are to be used next.
+        `use` must follow.
         """
         step = None if turn is None else turn.stretch
         while step is not None and step.start >= num_blocks:

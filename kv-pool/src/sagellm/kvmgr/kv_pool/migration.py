@@ -94,7 +94,7 @@ def plan_migration(
     copies run at once. All blocks of `drain` leave for the room nearest to where they are read, before any
     other moves, and none goes there. O(blocks · places).
 
-    Experimental: the engine does not carry plans out yet. KV transfer between GPUs and nodes in `comm` will.
+    Experimental: nothing carries out plans yet; KV transfer between GPUs and nodes, in `comm`, will.
 
     Raises UnknownNameError for an unknown place, BlockError for a block without size or given twice,
     InvalidInputError where no link leads from a block to its consumer, OutOfMemoryError where a place cannot

@@ -42,8 +42,8 @@ class MultiGranularKVPool:
     one, broken up; a piece whose larger size has run out is replaced by smaller ones. So an allocation fails
     only when fewer tokens are free than asked for. O(pieces) a call. Safe under concurrent calls.
 
-    Experimental: no engine uses it yet. Attention kernels that read extents of several sizes will; until then
-    `benchmarks/granularity.py` says what it would gain and cost.
+    Experimental: no engine uses it yet. It is for attention kernels that read extents of several sizes;
+    `benchmarks/granularity.py` measures what it would gain and cost.
     """
 
     def __init__(self, config: KVPoolConfig) -> None:

@@ -147,7 +147,7 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
 
 
 def _mae_of_median(lengths: Counter[int]) -> float:
-    """Return the mean absolute error of the constant that errs least: a median. O(distinct lengths)."""
+    """Return the mean absolute error of the best constant, which is a median. O(distinct lengths)."""
     half, num_seen, median = lengths.total() / 2, 0, 0
     for length in sorted(lengths):
         median, num_seen = length, num_seen + lengths[length]

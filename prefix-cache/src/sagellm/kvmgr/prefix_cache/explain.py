@@ -18,7 +18,7 @@ _MAX_OTHERS, _MAX_STEPS = 256, 512
 
 
 class Miss(NamedTuple):
-    """What must be noted when a prompt does not match further; the rest can be found out later."""
+    """What must be recorded when a prompt does not match further; the rest can be found later."""
 
     namespace: Namespace
     now_ns: int
@@ -44,7 +44,7 @@ def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace, now_ns: int
 def note_miss(
     tree: RadixTree, data: bytes, node: PrefixNode | None, position: int, namespace: Namespace, now_ns: int
 ) -> Miss:
-    """Note what became of the block behind a match, which ends at a byte in a node. A µs where it is new."""
+    """Record what became of the block behind a match that ends at a byte in a node. 1 µs if it is new."""
     agreed = None if node is None else find_partial(node, data, position, tree.block_bytes)
     diverges_at = position // TOKEN_BYTES + (agreed.num_tokens if agreed else 0)
     match_length = diverges_at if tree.reuses_partial_blocks else position // TOKEN_BYTES
@@ -58,7 +58,7 @@ def note_miss(
 
 
 def explain(tree: RadixTree, data: bytes, miss: Miss) -> MissExplanation:
-    """Say why packed tokens did not match further; of what others have, only what they had then counts."""
+    """Say why packed tokens did not match further; blocks of others count only if they had them then."""
     departure = miss.ghost.departure if miss.ghost else None
     return MissExplanation(
         cause=_cause(tree, data, miss),

@@ -76,15 +76,15 @@ class Ghosts:
         self._keep_to_budget()
 
     def remember_all(self, nodes: list[PrefixNode], departure: Departure) -> None:
-        """Note what became of all blocks of some nodes, which know their keys and are not used any more.
+        """Record what became of all blocks of some nodes, which have left the cache with their keys.
 
-        They are filed when ghosts are next looked for: an eviction waits for them less than an insertion.
+        They are filed when ghosts are next looked up, so evictions need not wait.
         """
         if nodes:
             self._unfiled.append((nodes, departure))
 
     def _file(self) -> None:
-        """Put what left since into its place."""
+        """File what has left since the last call."""
         ghosts, append = self._ghosts, self._departed.append
         num_blocks = 0
         for nodes, departure in self._unfiled:
@@ -132,7 +132,7 @@ class Ghosts:
         return Ghost(*deepest) if deepest else None, len(edge)
 
     def _keep_to_budget(self) -> None:
-        """Drop the oldest, and let go of what came back."""
+        """Drop the oldest ones, and forget those that came back."""
         departed = self._departed
         if len(self._ghosts) <= self.max_blocks and self._num_departed <= 2 * len(self._ghosts) + _MAX_STALE:
             return

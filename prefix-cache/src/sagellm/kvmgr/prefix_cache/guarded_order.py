@@ -82,14 +82,14 @@ class GuardedOrder:
             return self._replace(error).victim()
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Return what the policy yields; whoever asks for the next one passes what is raised to `fail`."""
+        """Return what the policy yields; the caller passes errors raised by the iterator to `fail`."""
         try:
             return iter(self.current.victims(num_blocks))
         except Exception as error:
             return self._replace(error).victims(num_blocks)
 
     def fail(self, error: Exception) -> None:
-        """Take an error for the failure of the policy."""
+        """Treat an error as a failure of the policy."""
         self._replace(error)
 
     def refuse(self, node: CachedNode) -> None:

@@ -19,7 +19,7 @@ _MAX_IDLE = 10_000
 
 
 class Ledger:
-    """Accounts by tenant, ghosts by content, and KV events for whoever wants them.
+    """Accounts by tenant, ghosts by content, and KV events for subscribers.
 
     Of the accounts without blocks about 10,000 are kept, the latest.
     """
@@ -73,23 +73,23 @@ class Ledger:
 
     @property
     def remembers(self) -> bool:
-        """Whether what leaves becomes a ghost, which takes the keys of its blocks."""
+        """Whether evicted blocks become ghosts, which need their keys."""
         return self.ghosts.max_blocks > 0
 
     @property
     def tells(self) -> bool:
-        """Whether anybody wants to be told of what leaves."""
+        """Whether there is anybody to tell about evictions."""
         return bool(self.events.sinks) or self.events.keep is not None
 
     def tell(self, node: PrefixNode, num_blocks: int, departure: Departure) -> None:
-        """Tell of the last blocks of a node, which are still there, that they are going."""
+        """Announce that the last blocks of a node, which are still there, are about to leave."""
         if self.events.keep is not None and departure.reason != "cleared":
             self.events.show(node, num_blocks)
         if self.events.sinks:
             self.events.leaving(node, num_blocks, departure)
 
     def left(self, nodes: list[PrefixNode], departure: Departure) -> None:
-        """Note that whole nodes, which know their keys if ghosts are remembered, have left."""
+        """Record that whole nodes have left; they know their keys if ghosts are remembered."""
         usage, num_blocks = TenantUsage(), 0
         for node in nodes:
             if node.usage is not usage:

@@ -36,7 +36,7 @@ class Partials:
     ) -> list[BlockId] | None:
         """Keep a block behind a node and return those that it replaces; None if nothing new is in it.
 
-        `usage` is the account of whose it is.
+        `usage` is the account of its tenant.
         """
         if any(each.tokens.startswith(tokens) for each in node.partials):
             return None

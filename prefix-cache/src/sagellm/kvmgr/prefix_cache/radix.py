@@ -53,9 +53,9 @@ class RadixPrefixCache(PrefixCacheProtocol):
     """Token-exact prefix cache that evicts its own leaves, least recently used first.
 
     A lock or an insertion is a use of the whole path. `eviction_policy` replaces the order; one
-    that names no victim ends eviction, and one that raises, or names what is no unlocked leaf, is itself
-    replaced by this order. A leaf that no lock protects grows in place when its prefix is inserted with
-    more blocks and the same priority.
+    that names no victim ends eviction, and one that raises, or names anything but an unlocked leaf, is
+    itself replaced by this order. A leaf that no lock protects grows in place when its prefix is inserted
+    with more blocks and the same priority.
 
     Reuse goes into blocks where `reuses_partial_blocks`: the last block of an insertion is kept though it
     is not full, up to four of them behind a node, and matched as far as its tokens agree, as are the next
@@ -67,7 +67,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     What was evicted is remembered without its blocks, `max_ghost_blocks` of them (if None, 16
     times `max_blocks`, at least 65,536; 150 bytes each): when it is inserted again, its counts go on.
 
-    Raises ConfigError for sizes below one, negative ones of what may be 0, and a policy that is none.
+    Raises ConfigError for sizes below one, negative values of what may be 0, and what is not a policy.
     """
 
     def __init__(  # noqa: PLR0913
@@ -314,7 +314,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return explain_miss(self._tree, data, namespace, self._clock.now_ns())
 
     def note_miss(self, token_ids: TokenIdsLike, match: PrefixMatch) -> Callable[[], MissExplanation]:
-        """Note why no more of some tokens matched. Costs 1 µs, or 0.2 µs a block that was evicted."""
+        """Return a function that explains a miss later. Costs 1 µs, or 0.2 µs for each evicted block."""
         data, tree = pack(token_ids).data, self._tree
         with self._mutex:
             position = match.match_length // self.block_size * self.block_size * TOKEN_BYTES

@@ -23,8 +23,7 @@ class RadixTree:
     """Path-compressed, block-aligned, one root for each namespace that has blocks.
 
     Tells its order of leaves which nodes there are and which of them are unlocked leaves, and its ledger
-    which full blocks come and go. `version` rises when blocks enter or leave; a split keeps every match
-    valid and does not count.
+    which full blocks come and go. `version` rises when blocks enter or leave; a split keeps matches valid.
     """
 
     def __init__(self, limits: Limits, policy: LeafOrder) -> None:
@@ -294,10 +293,7 @@ class RadixTree:
         return node.block_ids + behind if behind else node.block_ids
 
     def _drop_whole(self, num_blocks: int, departure: Departure, dropped: list[BlockId]) -> None:
-        """Take out leaves that go whole, as many as the order yields, and add their blocks to `dropped`.
-
-        What this does for a leaf counts: a cache of one-block leaves gives up hundreds of them at once.
-        """
+        """Remove the whole leaves that the order yields, often hundreds; add their blocks to `dropped`."""
         leaves, ledger, block_bytes = self.leaves, self.ledger, self.block_bytes
         remembers, is_watched = ledger.remembers, ledger.tells or leaves.has_quotas
         gone: list[PrefixNode] = []
@@ -354,7 +350,7 @@ class RadixTree:
         return parent
 
     def _bare(self, node: PrefixNode) -> None:
-        """Note that a node has no children any more."""
+        """Handle that a node has no children left."""
         if node.parent is None:
             self._drop_root(node)
         elif not node.lock_count:

@@ -58,7 +58,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         self._metrics = SchedulerMetrics()
 
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
-        """Append a pass to the pipeline. Raises ConfigError for what is not a pass."""
+        """Append a pass to the pipeline. Raises ConfigError for any other object."""
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
         self._passes.append(optimization_pass)
         _logger.info("scheduler pass %d is %s", len(self._passes), optimization_pass.name)

@@ -26,7 +26,7 @@ def chat(
     model_argument: ModelArgument = None,
     *,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message: how the model is to behave.")
+        str | None, typer.Option(metavar="TEXT", help="System message: how the model should behave.")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(metavar="INT", help="Most tokens of an answer.")
@@ -37,8 +37,7 @@ def chat(
     """Converse with a model.
 
     Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands, three quotes begin and end a question of
-    several lines. From a pipe each line is a question,
-    and only the answers are printed.
+    several lines. From a pipe each line is a question, and only the answers are printed.
     """
     settings = with_model(options, model_argument)
     engine_config, sampling = read_options(settings, config, max_tokens=max_tokens)

@@ -15,7 +15,7 @@ _EXITS = ("/exit", "/quit")
 
 
 class Outcome(NamedTuple):
-    """What follows from a command: something to say, a question to ask now, or the end of the session."""
+    """The result of a command: something to print, a question to ask now, or the end of the conversation."""
 
     told: str = ""
     question: str | None = None
@@ -23,12 +23,12 @@ class Outcome(NamedTuple):
 
 
 def is_command(line: str) -> bool:
-    """Say whether a line is a command; many lines that begin with a path are a question."""
+    """Say whether the input is a command; several lines that begin with a path are a question."""
     return line.startswith("/") and ("\n" not in line or line.split(maxsplit=1)[0] in _COMMANDS)
 
 
 def run_command(line: str, conversation: Conversation) -> Outcome:
-    """Run a command and return what follows."""
+    """Run a command and return its result."""
     name, *rest = line.split(maxsplit=1)
     if name in _EXITS:
         return Outcome(leaves=True)
@@ -46,7 +46,7 @@ def _help(_conversation: Conversation, _argument: str) -> Outcome:
         "/undo           take back the last question and its answer\n"
         "/regen          answer the last question again\n"
         "/save FILE      write the conversation as JSON\n"
-        "/load FILE      go on with a conversation that was saved\n"
+        "/load FILE      continue a saved conversation\n"
         "/exit           leave, as Ctrl-D does; Ctrl-C stops an answer\n"
         '"""             begins and ends a question of several lines; a pasted one needs none'
     )
@@ -103,8 +103,8 @@ def _load(conversation: Conversation, name: str) -> Outcome:
     except InvalidRequestError as error:
         return Outcome(f"{path} is not a conversation: {error}")
     except (ValueError, RecursionError):
-        return Outcome(f"{path} is not a conversation: it is not JSON as /save writes it")
-    return Outcome(f"{len(messages)} messages are loaded from {path}", question)
+        return Outcome(f"{path} is not a conversation: it must be JSON as /save writes it")
+    return Outcome(f"loaded {len(messages)} messages from {path}", question)
 
 
 _COMMANDS: dict[str, Callable[[Conversation, str], Outcome]] = {

@@ -44,9 +44,8 @@ class Conversation:
     def num_excess_turns(self, question: str, max_tokens: int) -> int:
         """Return how many of the oldest turns to drop for the next prompt to fit.
 
-        More than have to go: down to half of `max_tokens`, though the latest turn stays if it fits. The
-        cache has nothing behind the first gap, so that dropping one turn each time would recompute
-        every prompt.
+        Drops more than necessary, down to half of `max_tokens`, but keeps the latest turn if it fits: the
+        cache has nothing behind a dropped turn, so dropping one each time would recompute every prompt.
         """
         fits = None
         for num_dropped in range(len(self.turns)):
@@ -58,7 +57,7 @@ class Conversation:
         return len(self.turns) if fits is None else fits
 
     def load(self, messages: Sequence[ChatMessage]) -> str | None:
-        """Go on with this conversation instead; return the question at its end that has no answer yet.
+        """Continue with these messages instead; return the question at their end that has no answer yet.
 
         Raises InvalidRequestError unless questions and answers take turns, perhaps after a system message.
         """
@@ -68,8 +67,8 @@ class Conversation:
             role = "assistant" if index % 2 else "user"
             if message.role != role:
                 raise InvalidRequestError(
-                    f"message {len(messages) - len(said) + index} is of role {message.role!r}; "
-                    f"{role!r} has its turn there"
+                    f"message {len(messages) - len(said) + index} has the role {message.role!r}; "
+                    f"it must be {role!r}"
                 )
         self.system = system
         self.turns = [Turn(*pair) for pair in zip(said[::2], said[1::2], strict=False)]

@@ -40,7 +40,9 @@ class ChatSession:
                     self.terminal.tell(outcome.told)
                 question = outcome.question
                 if question is not None and (self.params.temperature == 0 or self.params.seed is not None):
-                    self.terminal.whisper("the same prompt gets the same answer: no randomness, or a seed")
+                    self.terminal.whisper(
+                        "the same prompt gets the same answer again: the temperature is 0, or a seed is set"
+                    )
             if question is None:
                 continue
             try:

@@ -31,7 +31,7 @@ class Terminal:
         self._wrap = WordWrap(_columns)
 
     def read(self) -> str | None:
-        """Return what is asked next, not blank, or None at the end and on a second Ctrl-C in a row.
+        """Return the next question, not blank, or None at the end and on a second Ctrl-C in a row.
 
         The first one may have been meant for an answer that has just ended. On a terminal, three quotes
         begin a text of several lines, and end it.
@@ -53,7 +53,7 @@ class Terminal:
             is_interrupted = False
 
     def write(self, text: str) -> None:
-        """Write a piece of an answer, on a terminal with lines broken between words.
+        """Write a piece of an answer; on a terminal, break lines between words.
 
         A model cannot move a terminal's cursor or change its colours.
         """

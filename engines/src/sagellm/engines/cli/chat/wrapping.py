@@ -1,4 +1,4 @@
-"""Breaks lines between words while text still comes."""
+"""Breaks lines between words while text streams in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _TAB = 8
 
 
 class WordWrap:
-    """Takes pieces of text and returns what can be shown, with lines broken where a word begins.
+    """Takes pieces of text and returns what can be shown, with lines broken before words.
 
-    A word is held back until it is whole, as only then is it known whether it fits; `end` returns the
-    last one. Lines may also be broken beside characters that take two columns. `width` is asked for at every
-    word, since windows change.
+    A word is held back until it is complete, since only then is it known whether it fits; `end` returns
+    the last one. Lines may also be broken beside characters that take two columns. `width` is called at
+    every word, since windows are resized.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -24,7 +24,7 @@ class WordWrap:
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """Take a piece and return what is whole by now."""
+        """Take a piece and return what is complete by now."""
         shown: list[str] = []
         for char in text:
             if char == "\n":

@@ -52,7 +52,7 @@ def examine_cpu(patient: Patient) -> Section:
 
 
 def examine_threads(patient: Patient) -> Section:
-    """Compare the threads that torch takes with the CPUs that this process may use, and with the load."""
+    """Compare torch's number of threads with the CPUs that this process may use, and with the load."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -80,14 +80,14 @@ def examine_threads(patient: Patient) -> Section:
 
 
 def _compare_with_load(section: Section, num_threads: int, limit: float | None) -> None:
-    """Say how busy others keep the cores, and on how many threads an engine would run beside them."""
+    """Report how busy other processes keep the cores, and how many threads an engine would use."""
     from sagellm.engines.forward.free_cores import cores_of_others, fixed_by, free_threads, read_cpu_time
 
     before = read_cpu_time()
     time.sleep(_LOAD_WINDOW_S)
     after = read_cpu_time()
     if before is None or after is None:
-        section.facts["threads of a step"] = f"{num_threads}: this system does not tell how busy its CPUs are"
+        section.facts["threads of a step"] = f"{num_threads}; how busy the CPUs are is not known here"
         return
     num_cpus, others = len(os.sched_getaffinity(0)), cores_of_others(before, after)
     section.facts["load average"] = f"{os.getloadavg()[0]:.1f} for {num_cpus} CPUs, over the last minute"
@@ -96,12 +96,12 @@ def _compare_with_load(section: Section, num_threads: int, limit: float | None) 
     if fixed is not None:
         section.facts["threads of a step"] = f"{num_threads}, fixed by {fixed}"
     else:
-        section.facts["threads of a step"] = f"{min(num_threads, num_free)}, as many as find a free core"
+        section.facts["threads of a step"] = f"{min(num_threads, num_free)}, as many as there are free cores"
     if num_free < num_threads and num_free < free_threads(num_cpus, 0.0, limit):
         section.warn(
             f"other programs keep {others:.1f} of {num_cpus} CPUs busy; "
             + (
-                f"an engine runs on {num_free} of {num_threads} threads beside them, and slower than alone"
+                f"an engine uses {num_free} of {num_threads} threads meanwhile, and is slower"
                 if fixed is None
                 else f"the {num_threads} threads that {fixed} asks for will wait for each other"
             ),

@@ -75,7 +75,7 @@ def start(
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace the synonyms."""
+    """Replace other spellings of a flag by ours."""
     given = dict(options)
     for synonym, name in (
         ("prefix_cache_size", "prefix_cache_max_blocks"),

@@ -103,9 +103,9 @@ class DDRBackend(TierBackend):
 
 
 class HBMBackend(TierBackend):
-    """Memory of a torch device. A CPU's is host memory: take `DDRBackend` there.
+    """Memory of a torch device other than a CPU; `DDRBackend` is for host memory.
 
-    Experimental: no `kv_tier` provider uses it yet. KV tiers of an engine on a GPU will.
+    Experimental: no `kv_tier` provider uses it yet. It is for KV tiers of an engine on a GPU.
     """
 
     def __init__(self, total_bytes: int, device: str | torch.device = "cpu", alignment: int = 64) -> None:
