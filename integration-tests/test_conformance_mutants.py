@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from mutants import breaking, failures
 
-from sagellm.core import KINDS, PluginRegistry, ScheduleIR, SchedulerPassProtocol
+from sagellm.core import KINDS, ExtraArg, PluginRegistry, ScheduleIR, SchedulerPassProtocol
 from sagellm.core.testing.installed import UncheckedError, factory_contract, installed_contract
+from sagellm.engines.sampling.processors import BadWords
 
 WHOLE = {
     "eviction_policy": "lru",
@@ -19,14 +20,13 @@ WHOLE = {
     "kv_pool": "paged",
     "kv_tier": "host",
     "lifetime_predictor": "statistical",
-    "logits_processor": "bad_words",
     "prefix_cache": "radix",
     "quantizer": "int8",
     "scheduler": "base",
     "topology": "local",
     "trace_reader": "azure",
 }
-"""Of each kind one that keeps its contract; of passes there is only one that does nothing."""
+"""Of each kind one that keeps its contract; those that are missing here are `OURS`."""
 
 UNCHECKED = {"attention_backend", "engine", "forward_backend", "model_family"}
 """Kinds without a contract in the kit, which therefore says that they were not checked."""
@@ -149,6 +149,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
     },
     "logits_processor": {
         "apply": ("a row is the same alone and in a batch in any order", "metrics count sequences and rows"),
+        "extra_args": (
+            "the extra args that it reads have names",
+            "the extra args that it reads have names",
+        ),
         "metrics": ("metrics count sequences and rows", "metrics count sequences and rows"),
         "start": ("a row is the same alone and in a batch in any order", None),
     },
@@ -253,14 +257,22 @@ class OldestFirst(SchedulerPassProtocol):
         return ir.with_pending(sorted(ir.pending, key=lambda request: request.arrived_time))
 
 
+class StyledBadWords(BadWords):
+    def extra_args(self) -> list[ExtraArg]:
+        return [ExtraArg(name="style", type="str")]
+
+
 @cache
 def registry() -> PluginRegistry:
     return PluginRegistry.load()
 
 
+OURS: dict[str, Callable[..., Any]] = {"logits_processor": StyledBadWords, "scheduler_pass": OldestFirst}
+
+
 def factory(kind: str) -> Callable[..., Any]:
-    if kind == "scheduler_pass":
-        return OldestFirst
+    if kind in OURS:
+        return OURS[kind]
     found: Any = registry().resolve(kind, WHOLE[kind])
     return found
 

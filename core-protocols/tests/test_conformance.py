@@ -104,6 +104,23 @@ def test_a_logits_processor_whose_apply_raises_is_faulty(check):
     assert report.num_calls["apply"] > 0
 
 
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("return [1, 'x']", "[1, 'x'] == []"),
+        ("return [ExtraArg(name=2, type='int')]", "[ExtraArg(nam"),
+        ("raise KeyError('moon')", "KeyError: 'moon' (my_plugin.py, line "),
+    ],
+)
+def test_a_logits_processor_that_declares_nonsense_is_faulty(check, body, found):
+    extra_args = f"    def extra_args(self): {body}\n"
+    code = "from sagellm.core import ExtraArg" + PROCESSOR.format(condition="False") + extra_args
+    report = check(code, "logits_processor")
+    (fault,) = report.faults
+    assert fault.rule == "the extra args that it reads have names"
+    assert fault.found.startswith(found)
+
+
 def test_what_the_kit_could_not_call_is_not_checked_until_it_is_given_a_sample(check):
     pytest.importorskip("torch")
     report = check(PROCESSOR.format(condition="'mine' in request.extra_args"), "logits_processor")

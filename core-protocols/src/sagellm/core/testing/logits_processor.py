@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
 from sagellm.core.protocols.logits_processor import (
+    ExtraArg,
     LogitsProcessorMetrics,
     LogitsProcessorProtocol,
     LogitsRequest,
@@ -79,6 +81,13 @@ class LogitsProcessorContract:
         if rows:
             processor.apply(changed, rows)
         return changed
+
+    def test_the_extra_args_that_it_reads_have_names(self) -> None:
+        """Each is an ExtraArg, and its name is a string."""
+        declared = self.make(self.vocab_size).extra_args()
+        assert isinstance(declared, Sequence)
+        wrong = [arg for arg in declared if not isinstance(arg, ExtraArg) or not isinstance(arg.name, str)]
+        assert wrong == []
 
     def test_a_sequence_that_asks_for_nothing_has_no_state(self) -> None:
         """So it costs nothing in any step."""
