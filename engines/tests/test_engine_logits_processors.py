@@ -12,6 +12,7 @@ from sagellm.core import (
     InvalidRequestError,
     LogitsProcessorMetrics,
     LogitsProcessorProtocol,
+    PluginError,
     PluginRegistry,
     Provider,
     SageLLMError,
@@ -211,6 +212,27 @@ def test_arguments_that_no_processor_takes_are_refused(make_engine, registry, na
     engine = make_engine(registry=registry, logits_processors=names)
     with pytest.raises(InvalidRequestError, match=told):
         engine.generate([PROMPT], SamplingParams(extra_args=extra_args))
+
+
+def fail():
+    raise RuntimeError("no moon")
+
+
+@pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        (fail, "failed; RuntimeError: no moon"),
+        (lambda: None, "returned None; TypeError: "),
+        (lambda: [1, "x"], r"returned \[1, 'x'\]; TypeError: 1 is no ExtraArg with a string as its name"),
+        (lambda: [ExtraArg(name=2, type="int")], r"ExtraArg\(name=2, .* is no ExtraArg with a string"),
+    ],
+)
+def test_one_that_declares_nonsense_is_named_with_its_plugin(
+    make_engine, registry, monkeypatch, declared, told
+):
+    monkeypatch.setattr(Only, "extra_args", lambda self: declared())
+    with pytest.raises(PluginError, match=f"logits_processor 'only' of somebody-elses 0: .* {told}"):
+        make_engine(registry=registry, logits_processors="only")
 
 
 def test_an_unknown_one_is_told_before_the_model_is_loaded(make_engine):

@@ -10,6 +10,7 @@ from sagellm.core import (
     Clock,
     ConfigError,
     EngineProtocol,
+    ExtraArg,
     KVIdentity,
     PluginError,
     PluginRegistry,
@@ -122,3 +123,31 @@ def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProc
         if factory not in made:
             made[factory] = (name.removeprefix("sagellm-engines:"), factory(vocab_size))
     return dict(made.values())
+
+
+def extra_args(
+    modules: Modules, processors: Mapping[str, LogitsProcessorProtocol[Any]]
+) -> tuple[ExtraArg, ...]:
+    """Return the entries of a request's `extra_args` that processors read, each asked once.
+
+    Raises PluginError, which names the processor and its distribution, if one fails there.
+    """
+    return tuple(arg for name, each in processors.items() for arg in _extra_args(modules, name, each))
+
+
+def _extra_args(modules: Modules, name: str, processor: LogitsProcessorProtocol[Any]) -> list[ExtraArg]:
+    problem = "failed"
+    try:
+        found: Any = processor.extra_args()
+        problem = f"returned {found!r}"
+        declared = list(found)
+        wrong = [arg for arg in declared if not isinstance(arg, ExtraArg) or not isinstance(arg.name, str)]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is no ExtraArg with a string as its name")
+    except Exception as error:
+        entry = modules.registry.find("logits_processor", name)
+        raise PluginError(
+            f"logits_processor {name!r} of {entry.distribution} {entry.version}: extra_args() {problem}; "
+            f"{type(error).__name__}: {error}; it must return a list of ExtraArg"
+        ) from error
+    return declared

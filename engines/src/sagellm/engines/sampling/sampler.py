@@ -65,8 +65,11 @@ class Sampler:
     apply_penalties = staticmethod(apply_penalties)
     check_stop_conditions = staticmethod(check_stop_conditions)
 
-    def __init__(self, processors: Iterable[LogitsProcessorProtocol[Any]] = ()) -> None:
+    def __init__(
+        self, processors: Iterable[LogitsProcessorProtocol[Any]] = (), extra_args: Iterable[ExtraArg] = ()
+    ) -> None:
         self._processors = tuple(processors)
+        self.extra_args = tuple(extra_args)  # the entries of a request's `extra_args` that these read
         self._space = torch.empty(0)
         self._ways = {
             "greedy": self._greedy,
@@ -75,11 +78,6 @@ class Sampler:
             "nucleus": self._nucleus,
             "filtered": self._filtered,
         }
-
-    @property
-    def extra_args(self) -> tuple[ExtraArg, ...]:
-        """The entries of a request's `extra_args` that the processors read."""
-        return tuple(arg for each in self._processors for arg in each.extra_args())
 
     def start(self, request: LogitsRequest) -> LogitsStates:
         """Return what the processors keep of a sequence, once, before it is sampled for the first time."""
