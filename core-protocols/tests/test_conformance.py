@@ -85,6 +85,25 @@ def test_a_method_that_hangs_before_any_test_is_named(check):
     assert fault.found.startswith("victim() did not return within 4 s (it was at my_plugin.py, line 10, in ")
 
 
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        ("os._exit(0)", "its process ended with exit status 0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "its process ended by SIGSEGV"),
+    ],
+)
+@pytest.mark.parametrize("method", ["__init__", "victim"])
+def test_a_method_that_ends_the_process_before_any_test_is_named(check, method, end, found):
+    report = check(
+        "from sagellm.core import NullEvictionPolicy\n"
+        f"class Allocator(NullEvictionPolicy):\n    def {method}(self): {end}",
+        kind="eviction_policy",
+    )
+    (fault,) = report.faults
+    rule = "victim returns" if method == "victim" else "the plugin can be loaded"
+    assert (fault.rule, fault.found) == (rule, found)
+
+
 PROCESSOR = """
 from sagellm.core import LogitsProcessorMetrics, LogitsProcessorProtocol
 class Allocator(LogitsProcessorProtocol):

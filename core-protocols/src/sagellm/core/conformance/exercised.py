@@ -16,10 +16,11 @@ class Exercised:
 
     `watch` wraps the methods where the provider's class defines them, until `stop` puts the originals
     back. Inherited defaults of the protocol are not the provider's, and methods of extension types cannot
-    be wrapped; neither is counted.
+    be wrapped; neither is counted. `on_call` is told the name of each method before it runs.
     """
 
-    def __init__(self, protocol: type) -> None:
+    def __init__(self, protocol: type, on_call: Callable[[str], None] = lambda _: None) -> None:
+        self._on_call = on_call
         self.num_calls: dict[str, int] = {}
         self._names = protocol_methods(protocol)
         self._protocol = protocol
@@ -55,6 +56,7 @@ class Exercised:
         @functools.wraps(function)
         def counted(*arguments: Any, **options: Any) -> Any:
             self.num_calls[name] = self.num_calls.get(name, 0) + 1
+            self._on_call(name)
             return function(*arguments, **options)
 
         return counted

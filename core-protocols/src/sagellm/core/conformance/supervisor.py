@@ -113,6 +113,7 @@ class _ProviderRun:
         self._planned: dict[str, tuple[str, str]] = {}  # rule and aspect by test
         self._finished: list[str] = []
         self._current: str | None = None
+        self._called: str | None = None  # the last method that was called before any test
         self._num_calls: Counter[str] = Counter()
         self._methods: list[str] = []
         self._error: tuple[str, str] | None = None  # what kept the provider from being made
@@ -153,7 +154,7 @@ class _ProviderRun:
 
     def _run_process(self) -> Ended | None:
         """Run what is left; return how the process ended unless it came to the end of its tests."""
-        self._current = None
+        self._current = self._called = None
         with WorkerProcess(self._task | {"finished": self._finished}, self._task["distribution"]) as worker:
             while True:
                 event = worker.next_event(self._timeout_s)
@@ -166,6 +167,8 @@ class _ProviderRun:
     def _handle(self, event: dict[str, Any]) -> None:
         if event["event"] == "error":
             self._error = (event["type"], event["text"])
+        elif event["event"] == "call":
+            self._called = event["method"]
         elif event["event"] == "plan":
             self._planned |= {test: (rule, aspect) for test, rule, aspect in event["tests"]}
             self._methods = event["methods"] or self._methods
@@ -191,7 +194,8 @@ class _ProviderRun:
             self._add(event["test"], result)
 
     def _lose(self, ended: Ended) -> None:
-        rule, aspect = _LOADING if ended.hung is None else f"{ended.hung} returns", CONTRACT
+        method = ended.hung or self._called
+        rule, aspect = _LOADING if method is None else f"{method} returns", CONTRACT
         if self._current is not None:
             rule, aspect = self._planned[self._current]
         fault = Fault(rule=rule, meaning="", expected="an answer", found=ended.sentence)

@@ -25,9 +25,12 @@ Emit = Callable[[Mapping[str, Any]], None]
 
 _TESTS = "test_plugin.py"
 _SOURCE = """
+from sagellm.core.conformance.worker import CallsBefore
 from sagellm.core.testing.installed import installed_contract
 
-TestProvider = installed_contract({kind!r}, {name!r}, {options!r}, sample={sample!r})
+TestProvider = installed_contract(
+    {kind!r}, {name!r}, {options!r}, sample={sample!r}, on_call=CallsBefore({events!r})
+)
 """
 
 
@@ -46,7 +49,7 @@ def main() -> None:
     if task["name"] is None:
         _list_providers(task["distribution"], emit)
     else:
-        _run_tests(task, emit)
+        _run_tests(task, events.fileno(), emit)
     emit({"event": "done"})
     events.close()
     os._exit(0)  # whatever threads the plugin has left
@@ -67,15 +70,26 @@ def _list_providers(distribution: str, emit: Emit) -> None:
     )
 
 
-def _run_tests(task: Mapping[str, Any], emit: Emit) -> None:
+def _run_tests(task: Mapping[str, Any], events: int, emit: Emit) -> None:
     import pytest
 
     qualified_name = f"{task['distribution']}:{task['name']}"
     given = {name: task[name] for name in ("kind", "options", "sample")}
-    source = _SOURCE.format(name=qualified_name, **given)
+    source = _SOURCE.format(name=qualified_name, events=events, **given)
     Path(_TESTS).write_text(source, encoding="utf-8")
     options = ["-m", "not full", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", "."]
     pytest.main([_TESTS, *options], plugins=[_Reporter(task["finished"], emit)])
+
+
+class CallsBefore:
+    """Emits each call of a method before the first test, as the module of the tests has no other way to."""
+
+    def __init__(self, events: int) -> None:
+        self._events = events  # a file descriptor
+
+    def __call__(self, method: str) -> None:
+        """Tell which method is about to run."""
+        os.write(self._events, f"{json.dumps({'event': 'call', 'method': method})}\n".encode())
 
 
 class _Reporter:

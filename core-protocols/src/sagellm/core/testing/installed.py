@@ -41,6 +41,7 @@ from sagellm.core.testing.trace import TraceReaderContract, tokenize
 from sagellm.core.tokens import pack
 
 Factory = Callable[..., Any]
+OnCall = Callable[[str], None]
 
 
 class _Kind(NamedTuple):
@@ -240,24 +241,37 @@ class _Installed:
 
 
 def installed_contract(
-    kind: str, name: str, options: Mapping[str, Any] | None = None, *, sample: str | None = None
+    kind: str,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    sample: str | None = None,
+    on_call: OnCall = lambda _: None,
 ) -> type:
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
     It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
-    file of its format, for a logits processor the fields of a LogitsRequest as JSON.
+    file of its format, for a logits processor the fields of a LogitsRequest as JSON. `on_call` is told the
+    name of each method of the provider that is called here, before any test.
     Raises what `factory_contract` raises.
     """
     if kind not in _KINDS:
         raise UncheckedError(f"the kit has no contract for the kind {kind}")
     factory: Any = PluginRegistry.load().resolve(kind, name)
-    return factory_contract(kind, factory, options, sample=sample)
+    return factory_contract(kind, factory, options, sample=sample, on_call=on_call)
 
 
 def factory_contract(
-    kind: str, factory: Factory, options: Mapping[str, Any] | None = None, *, sample: str | None = None
+    kind: str,
+    factory: Factory,
+    options: Mapping[str, Any] | None = None,
+    *,
+    sample: str | None = None,
+    on_call: OnCall = lambda _: None,
 ) -> type:
     """Return the contract of a kind as a test class that makes what a factory makes.
+
+    `on_call` is told the name of each method that is called to find out what it makes.
 
     Raises UncheckedError if the kit has no contract for the kind, the sample cannot be used, or the provider
     needs options or refuses those that are given (by a ConfigError, or a parameter without a default); and
@@ -268,13 +282,29 @@ def factory_contract(
         raise UncheckedError(f"a sample was given, and the contract of {kind} takes none")
     if options:
         factory = _with_options(factory, options)
+    protocol = getattr(sagellm.core, entry.protocol)
+    exercised = Exercised(protocol, on_call)
+    make = partial(_refuse_gaps, factory) if entry.takes_options else factory
     try:
-        made = entry.probe(partial(_refuse_gaps, factory) if entry.takes_options else factory)
+        return _test_class(entry, protocol, factory, entry.probe(_watching(make, exercised)), sample)
     except ConfigError as error:
         if options:
             raise UncheckedError(f"options are {dict(options)}: {error}") from error
         raise UncheckedError(f"needs options: {error}; {_HOW}") from error
-    protocol = getattr(sagellm.core, entry.protocol)
+    finally:
+        exercised.stop()
+
+
+def _watching(factory: Factory, exercised: Exercised) -> Factory:
+    def make(*arguments: Any, **options: Any) -> Any:
+        made = factory(*arguments, **options)
+        exercised.watch(made)
+        return made
+
+    return make
+
+
+def _test_class(entry: _Kind, protocol: type, factory: Factory, made: Any, sample: str | None) -> type:
     if not isinstance(made, protocol):
         raise TypeError(f"{factory!r} makes a {type(made).__name__}, which is no {entry.protocol}")
     return type(
