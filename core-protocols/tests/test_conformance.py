@@ -148,6 +148,10 @@ def test_what_the_kit_could_not_call_is_not_checked_until_it_is_given_a_sample(c
     assert told.startswith("apply (no request of the kit asks for it; give one with --sample ")
     (report,) = Conformance("my-plugin").run(sample='{"extra_args": {"mine": 1}}')
     assert report.is_faulty
+    (report,) = Conformance("my-plugin").run(sample='{"min_tokens": 2}')
+    assert report.not_checked == (
+        'apply (give a sample that asks for it; start returned None for the given one, {"min_tokens": 2})',
+    )
     (report,) = Conformance("my-plugin").run(sample='{"extra": 1}')
     assert "it must be a JSON object of" in report.unchecked or "give a JSON object of" in report.unchecked
 

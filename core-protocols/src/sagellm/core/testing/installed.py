@@ -124,7 +124,8 @@ def _requests(processor: Any, sample: str | None) -> dict[str, Any]:
         asking = [request for request in requests if processor.start(request) is not None]
     except Exception:  # which the tests will find
         asking = list(requests)
-    return {"requests": lambda self: asking}
+    found: dict[str, Any] = {"requests": lambda self: asking}
+    return found if sample is None else found | {"not_asked": f"{_NOT_ASKED_BY_SAMPLE} {sample}"}
 
 
 def _read_request(sample: str) -> LogitsRequest:
@@ -216,6 +217,7 @@ _KINDS = {
     ),
 }
 
+_NOT_ASKED_BY_SAMPLE = "give a sample that asks for it; start returned None for the given one,"
 _HOW = "give them with --options '{NAME: VALUE}', in Python with options={…}"
 
 

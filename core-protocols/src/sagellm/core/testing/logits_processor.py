@@ -42,6 +42,7 @@ class LogitsProcessorContract:
     rows that ask for nothing is tested.
     """
 
+    not_asked = _NOT_ASKED  # why tests are skipped where `requests` returns none
     vocab_size = 97
     num_rows = 33
     max_apply_s = 0.2  # a generous budget for all rows of a vocabulary of 151,936
@@ -97,7 +98,7 @@ class LogitsProcessorContract:
         """And its rows are given to `apply`."""
         processor = self.make(self.vocab_size)
         if not self.requests():
-            pytest.skip(_NOT_ASKED)
+            pytest.skip(self.not_asked)
         assert all(processor.start(request) is not None for request in self.requests())
 
     def test_any_request_may_start(self) -> None:
