@@ -184,6 +184,25 @@ def test_two_engines_run_on_two_threads(make_engine):
     assert results[0] == results[1] != []
 
 
+def test_threads_that_share_an_engine_take_turns(make_engine, all_blocks_are_back):
+    prompts = [[number + 3] * (4 + number) for number in range(8)]
+    expected = [output.outputs[0].token_ids for output in make_engine().generate(prompts, GREEDY)]
+    engine = make_engine()
+    found = {}
+
+    def generate(number):
+        (output,) = engine.generate([prompts[number]], GREEDY)
+        found[number] = output.outputs[0].token_ids
+
+    threads = [threading.Thread(target=generate, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert [found.get(number) for number in range(8)] == expected
+    all_blocks_are_back(engine)
+
+
 def test_metrics_measure_the_request(make_engine):
     output = make_engine().generate([5, 6, 7], GREEDY)[0]
     metrics = output.metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from functools import cached_property
 from numbers import Integral
@@ -69,6 +70,7 @@ class LLMEngine:
         self._output = OutputProcessor(assembled.tokenizer, assembled.runtime)
         self.default_params = assembled.default_params
         self._is_closed = False
+        self._turn = threading.RLock()  # of the call of `generate` that runs
 
     def __repr__(self) -> str:
         model, kv = self.config.model, self.config.kv
@@ -103,13 +105,15 @@ class LLMEngine:
         A prompt is a text or a list of token ids; `params` is one for all or one for each; None means the
         checkpoint's own settings. Raises InvalidRequestError, and runs nothing, if any of them is wrong.
         Requests that were added before run too, and no later step returns their outputs. `sampling_params`
-        and `use_tqdm` are vLLM's names of `params` and `progress`.
+        and `use_tqdm` are vLLM's names of `params` and `progress`. Calls from several threads run one after
+        another; `AsyncLLMEngine` batches them.
         """
         given = one_of(params, sampling_params)
         batch = _as_batch(prompts)
         each = _params_for(batch, self.default_params if given is None else given)
-        requests = self._input.process_requests(batch, each, namespace=namespace)
-        finished = self._run_to_end(requests, progress=progress or use_tqdm)
+        with self._turn:
+            requests = self._input.process_requests(batch, each, namespace=namespace)
+            finished = self._run_to_end(requests, progress=progress or use_tqdm)
         return [finished[request.request_id] for request in requests]
 
     def chat(  # noqa: PLR0913
