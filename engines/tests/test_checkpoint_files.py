@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sagellm.core import CheckpointError, ConfigError, UnsupportedModelError
 from sagellm.engines.loading import Checkpoint, WeightReader, load_checkpoint, load_tokenizer, resolve_source
+from sagellm.engines.models.hf_config import read_hf_config
 from sagellm.engines.models.qwen3 import Qwen3Family
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -285,3 +286,16 @@ def test_a_generation_config_with_senseless_numbers_is_refused(single):
     edit_json(single / "generation_config.json", do_sample=True, temperature=10**400)
     with pytest.raises(CheckpointError, match="temperature"):
         load_checkpoint(single, [Qwen3Family()])
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -4])
+def test_a_size_below_one_is_told_by_its_name(single, name, value):
+    config = {**json.loads((single / "config.json").read_text()), name: value}
+    with pytest.raises(CheckpointError, match=f"config.json: {name} is {value}; it must be at least 1"):
+        Qwen3Family().geometry(config)
+
+
+def test_other_spellings_of_a_size_are_told_too():
+    with pytest.raises(CheckpointError, match="num_attention_heads is 0; it must be at least 1"):
+        read_hf_config({"model_type": "gpt2", "n_head": 0})

@@ -158,6 +158,13 @@ def test_throughput_of_a_small_model(sage, checkpoint, tmp_path):
     assert json.loads((tmp_path / "t.json").read_text()) == result.json
 
 
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_the_null_engine_is_measured(sage, checkpoint, command):
+    run = ("--model", checkpoint, "--engine-kind", "null", *SHORT)
+    result = sage("llm", "bench", command, *run)
+    assert (result.code, "(tokens/s)" in result.out) == (0, command == "throughput"), result.err
+
+
 def test_latency_of_a_small_model(sage, checkpoint):
     run = ("--model", checkpoint, *REAL, *SHORT, "--batch-size", "2", "--repeats", "3")
     result = sage("llm", "bench", "latency", *run)

@@ -116,6 +116,27 @@ def test_a_second_ctrl_c_at_the_prompt_leaves(checkpoint):
     assert program.end("\x03") == 0
 
 
+def test_ctrl_c_behind_something_typed_clears_it_and_does_not_leave(checkpoint):
+    program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "8")
+    program.wait_for("> ")
+    program.press("\x03")
+    program.wait_for("so does another Ctrl-C")
+    program.wait_for("> ")
+    for typed in ("half a line", '"""quoted\n', "/und"):
+        program.type(typed)
+        time.sleep(0.5)  # readline does not echo here, and Ctrl-C discards what it has not read yet
+        program.press("\x03")
+        program.wait_for("so does another Ctrl-C")
+        program.wait_for("> ")
+    program.type("/undo\n")
+    program.wait_for("there is nothing to take back")
+    program.wait_for("> ")
+    program.press("\x03")
+    program.wait_for("so does another Ctrl-C")
+    program.wait_for("> ")
+    assert program.end("\x03") == 0
+
+
 def test_what_is_pasted_is_one_question_and_words_stay_whole(checkpoint, tmp_path):
     program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "8")
     fcntl.ioctl(program.keys, termios.TIOCSWINSZ, struct.pack("4H", 24, 30, 0, 0))

@@ -170,6 +170,29 @@ def test_an_unexpected_failure_says_how_to_see_more(sage, monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
+    [
+        ["plugins", "list"],
+        ["plugins", "list", "--json"],
+        ["--help"],
+        ["llm", "generate", "x", "--max-tokens", "2", "--num-blocks", "64", "--device", "cpu", "--json"],
+        ["llm", "generate", "x", "--max-tokens", "2", "--num-blocks", "64", "--device", "cpu"],
+    ],
+)
+def test_a_full_disk_behind_standard_output_is_told(arguments):
+    command = [sys.executable, "-m", "sagellm.engines.cli", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("Error: standard output cannot be written: No space left on device\n")
+
+
+def test_another_error_of_a_file_is_not_one_of_standard_output(sage, monkeypatch):
+    monkeypatch.setattr(plugins.PluginRegistry, "load", fail(OSError(28, "No space left on device")))
+    assert sage("plugins", "list").err.startswith("Error: OSError: [Errno 28]")
+
+
+@pytest.mark.parametrize(
+    "arguments",
     [["--debug", "plugins", "list"], ["plugins", "--debug", "list"], ["plugins", "list", "--debug"]],
 )
 def test_debug_shows_the_traceback_wherever_it_is_written(sage, monkeypatch, arguments):

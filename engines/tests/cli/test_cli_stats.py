@@ -13,7 +13,7 @@ import pytest
 
 from sagellm.core import EngineDeadError, Namespace
 from sagellm.engines import SamplingParams
-from sagellm.engines.cli.figures import figures_table, tenants_table, write, write_duration
+from sagellm.engines.cli.figures import figures_table, label, tenants_table, write, write_duration
 from sagellm.engines.serving import AdminClient
 
 PROMPTS = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [3, 4]]
@@ -212,6 +212,12 @@ def test_an_engine_that_goes_away_ends_the_watching(engine, sage, monkeypatch):
 
 def test_a_pause_is_positive(sage):
     assert sage("llm", "cache", "stats", "--watch", "-1").code == 2
+
+
+def test_a_rate_is_not_a_duration():
+    assert (label("model_gflops_per_s"), write("model_gflops_per_s", 4.0)) == ("model gflops/s", "4.00")
+    assert (label("num_moved_blocks_per_s"), write("num_moved_blocks_per_s", 75)) == ("moved blocks/s", "75")
+    assert (label("uptime_s"), write("uptime_s", 75)) == ("uptime", "1 min 15 s")
 
 
 def test_figures_are_written_in_the_unit_of_their_name():

@@ -95,3 +95,26 @@ def test_on_a_terminal_it_is_asked(sage, trace, tmp_path, monkeypatch, answer, c
 
 def test_a_device_is_written_without_asking():
     check_targets(Path(os.devnull), None, overwrite=False)
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--requests"])
+def test_what_is_read_is_never_overwritten(sage, trace, tmp_path, flag):
+    before = trace.read_text()
+    link = tmp_path / "link.svg"
+    link.symlink_to(trace)
+    run = sage("llm", "simulate", trace, "--capacity", "9", flag, link, "--overwrite")
+    assert (run.code, trace.read_text()) == (2, before)
+    assert f"{link} is the file that is read; name another one" in run.err
+    made = sage("llm", "trace", "generate", trace, "--arrivals", trace, "--overwrite")
+    assert (made.code, trace.read_text()) == (2, before)
+    load = sage(*SERVE, "--trace", trace, "--save", trace, "--overwrite")
+    assert (load.code, "is the file that is read" in load.err) == (2, True), load.err
+
+
+def test_two_results_go_to_two_files(sage, trace, tmp_path):
+    path = tmp_path / "x.svg"
+    run = sage("llm", "simulate", trace, "--capacity", "9", "--plot", path, "--requests", "./x.svg")
+    assert (run.code, "x.svg is named for two results" in run.err, path.exists()) == (2, True, False)
+    load = sage(*SERVE, "--save", path, "--plot", path)
+    assert (load.code, "is named for two results" in load.err) == (2, True), load.err
+    check_targets(Path(os.devnull), Path(os.devnull), overwrite=False, source=Path(os.devnull))

@@ -59,8 +59,8 @@ class ThroughputFigures:
     output_throughput_tokens_per_s: float
     total_throughput_tokens_per_s: float
     batching_efficiency: float | None  # of the steps in which a waiting request could have been admitted
-    mfu: float
-    bandwidth_use: float
+    mfu: float | None  # None for an engine that counts no work, as for bandwidth_use
+    bandwidth_use: float | None
     peak_gflops_per_s: float
     read_bandwidth_gbytes_per_s: float
     peak_source: str
@@ -87,7 +87,10 @@ def measure_throughput(
     outputs, start_ns, end_ns = workload.run(settings.num_prompts, progress=progress)
     after = engine.metrics().modules
     limits = measure_limits(*_place(engine))
-    reached = roofline_figures(before["work"], after["work"], (end_ns - start_ns) / 1e9, limits)
+    reached = None
+    if "work" in after:
+        reached = roofline_figures(before["work"], after["work"], (end_ns - start_ns) / 1e9, limits)
+    batching = after["batching"] - before["batching"] if "batching" in after else None
     num_prompt = sum(len(one.prompt_token_ids) for one in outputs)
     num_output = sum(len(one.outputs[0].token_ids) for one in outputs)
     clock = {"start_ns": start_ns, "end_ns": end_ns}
@@ -100,20 +103,21 @@ def measure_throughput(
         request_throughput_per_s=throughput(len(outputs), **clock),
         output_throughput_tokens_per_s=throughput(num_output, **clock),
         total_throughput_tokens_per_s=total_throughput(num_prompt, num_output, **clock),
-        batching_efficiency=(after["batching"] - before["batching"]).batching_efficiency,
-        mfu=reached.mfu,
-        bandwidth_use=reached.bandwidth_use,
-        peak_gflops_per_s=reached.peak_gflops_per_s,
-        read_bandwidth_gbytes_per_s=reached.read_bandwidth_gbytes_per_s,
-        peak_source=reached.peak_source,
+        batching_efficiency=None if batching is None else batching.batching_efficiency,
+        mfu=None if reached is None else reached.mfu,
+        bandwidth_use=None if reached is None else reached.bandwidth_use,
+        peak_gflops_per_s=limits.peak_flops_per_s / 1e9,
+        read_bandwidth_gbytes_per_s=limits.read_bandwidth_bytes_per_s / 1e9,
+        peak_source=limits.peak_source,
     )
 
 
 def _place(engine: LLMEngine) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype of an engine."""
-    import torch
+    """Return the device and dtype of an engine; one that loads no model has left "auto" as it is."""
+    from sagellm.engines.loading.placement import resolve_device, resolve_dtype
 
-    return torch.device(engine.config.model.device), getattr(torch, engine.config.model.dtype)
+    model = engine.config.model
+    return resolve_device(model.device), resolve_dtype(model.dtype, {})
 
 
 def measure_latency(

@@ -29,6 +29,7 @@ _TENANT_FIGURES = {
     "EVICTED BLOCKS": "num_evicted_blocks",
 }
 _SHARES = ("_rate", "_efficiency", "_share", "_fragmentation", "_percent")
+_PER_SECOND = "_per_s"
 
 
 def figures_table(figures: Mapping[str, Any]) -> str:
@@ -62,6 +63,8 @@ def tenants_table(tenants: Mapping[str, Mapping[str, Any]]) -> str:
 def label(name: str) -> str:
     """Write the name of a figure for people: `num_free_blocks` is `free blocks`."""
     short = name.removeprefix("num_")
+    if name.endswith(_PER_SECOND):
+        return short.removesuffix(_PER_SECOND).replace("_", " ") + "/s"
     for unit in ("_ns", "_bytes", "_s"):
         short = short.removesuffix(unit)
     return short.replace("_percent", " %").replace("_", " ")
@@ -75,7 +78,7 @@ def write(name: str, value: Any) -> str:
         return f"{value / 1e6:,.3f} ms"
     if name.endswith("_bytes"):
         return format_bytes(int(value))
-    if name.endswith("_s"):
+    if name.endswith("_s") and not name.endswith(_PER_SECOND):
         return write_duration(value)
     if name.endswith(_SHARES):
         return f"{value:.1%}"

@@ -52,7 +52,16 @@ def _message(error: Exception) -> str:
         text = f"Error: {error}"
         cause = error.__cause__
         return text if cause is None or str(cause) in text else f"{text}\nCaused by {_named(cause)}"
+    if isinstance(error, OSError) and _is_from_printing(error):
+        return f"Error: standard output cannot be written: {error.strerror}"
     return f"Error: {_named(error)}\nThis is unexpected; --debug or SAGELLM_DEBUG=1 shows where it happened."
+
+
+def _is_from_printing(error: OSError) -> bool:
+    """Say whether `typer.echo` raised the error for standard output; the error itself names no file."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = frames[-1]
+    return innermost.f_code.co_name == "echo" and innermost.f_locals.get("file") is sys.stdout
 
 
 def _named(error: BaseException) -> str:

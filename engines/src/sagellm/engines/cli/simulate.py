@@ -84,7 +84,7 @@ def simulate(
 
     plot, requests_file = options.get("plot"), options.get("requests")
     check_plot(plot)
-    check_targets(plot, requests_file, overwrite=overwrite)
+    check_targets(plot, requests_file, overwrite=overwrite, source=trace)
     policies = _split(options.get("eviction_policy") or [])
     settings = load_config(_cache_settings(options, policies), config_file=config).config
     capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]

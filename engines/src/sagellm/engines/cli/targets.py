@@ -15,15 +15,21 @@ from sagellm.core import ConfigError, nearest
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite files that exist without asking.")]
 
 
-def check_targets(*paths: Path | None, overwrite: bool) -> None:
+def check_targets(*paths: Path | None, overwrite: bool, source: Path | None = None) -> None:
     """Raise ConfigError for a file that cannot be written, or exists and must be kept.
 
-    Unless `overwrite` is true, asks on a terminal whether to overwrite, and refuses elsewhere.
+    Unless `overwrite` is true, asks on a terminal whether to overwrite, and refuses elsewhere. What the
+    command reads, `source`, is never overwritten, and no two results may go to one file.
     """
-    for path in paths:
-        if path is not None:
-            _check_place(path)
-            _check_overwriting(path, overwrite=overwrite)
+    targets = [path for path in paths if path is not None]
+    for index, path in enumerate(targets):
+        _check_place(path)
+        if source is not None and _is_same_file(path, source):
+            raise ConfigError(f"{path} is the file that is read; name another one for what is written")
+        if any(_is_same_file(path, other) for other in targets[:index]):
+            raise ConfigError(f"{path} is named for two results; name a file for each")
+    for path in targets:
+        _check_overwriting(path, overwrite=overwrite)
 
 
 def check_plot(path: Path | None) -> None:
@@ -49,6 +55,13 @@ def _check_place(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: the folder {folder} does not exist")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{path} cannot be written: permission denied")
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Compare two names, of files that need not exist; a pipe or a device loses nothing."""
+    if one.exists() and other.exists():
+        return one.is_file() and one.samefile(other)
+    return one.resolve() == other.resolve()
 
 
 def _check_overwriting(path: Path, *, overwrite: bool) -> None:

@@ -70,7 +70,7 @@ def generate(
         name: Lengths.parse(value) if name in _LENGTHS else value for name, value in options.items()
     }
     settings = ConversationSettings(**given)
-    check_targets(path, overwrite=overwrite)
+    check_targets(path, overwrite=overwrite, source=arrivals)
     recorded = None if arrivals is None else [one.arrival_s for one in read_trace(arrivals)]
     with progress_bar("generating", total=settings.num_requests, unit="requests") as advance:
         requests = simulate_clients(settings, recorded, advance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
@@ -21,6 +21,7 @@ class ContextLimit(NamedTuple):
 
 
 _MAX_LAYERS = 10_000
+_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size")
 
 
 def architecture_of(config: HFConfig) -> str | None:
@@ -76,10 +77,21 @@ def read_hf_config(config: HFConfig) -> Any:
     num_layers = config.get("num_hidden_layers")
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers makes a list of them all
         raise CheckpointError(f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be")
+    _check_sizes(config.get)  # transformers divides by some of them
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_copy_without_code(config))
+        hf = CONFIG_MAPPING[model_type].from_dict(_copy_without_code(config))
     except Exception as error:  # validation errors of many types, none of them ours to tell apart
         raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from error
+    text = hf.get_text_config()
+    _check_sizes(lambda name: getattr(text, name, None))  # other spellings, and those of a nested config
+    return hf
+
+
+def _check_sizes(get: Callable[[str], Any]) -> None:
+    for name in _SIZES:
+        value = get(name)
+        if isinstance(value, int | float) and value < 1:
+            raise CheckpointError(f"config.json: {name} is {value}; it must be at least 1")
 
 
 def _copy_without_code(value: Any) -> Any:

@@ -49,7 +49,7 @@ def serve(
     from sagellm.engines.bench.serve import run_serve
 
     check_plot(plot)
-    check_targets(save, plot, overwrite=overwrite)
+    check_targets(save, plot, overwrite=overwrite, source=settings.trace)
     measured = run_serve(settings, progress=True)
     result = make_result(
         "serve",

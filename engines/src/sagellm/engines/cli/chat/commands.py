@@ -45,7 +45,7 @@ def _help(_conversation: Conversation, _argument: str) -> Outcome:
         "/system [TEXT]  set the system message; without TEXT show it\n"
         "/undo           take back the last question and its answer\n"
         "/regen          answer the last question again\n"
-        "/save FILE      write the conversation as JSON\n"
+        "/save FILE      write the conversation as JSON, also to the file it is from\n"
         "/load FILE      continue a saved conversation\n"
         "/exit           leave, as Ctrl-D does; Ctrl-C stops an answer\n"
         '"""             begins and ends a question of several lines; a pasted one needs none'
@@ -54,6 +54,7 @@ def _help(_conversation: Conversation, _argument: str) -> Outcome:
 
 def _reset(conversation: Conversation, _argument: str) -> Outcome:
     conversation.turns.clear()
+    conversation.files.clear()
     return Outcome("a new conversation begins")
 
 
@@ -81,13 +82,21 @@ def _save(conversation: Conversation, name: str) -> Outcome:
     if not name:
         return Outcome("name a file: /save FILE")
     messages = [{"role": each.role, "content": each.content} for each in conversation.messages()]
+    if not messages:
+        return Outcome("there is nothing to save: the conversation is empty")
     path = Path(name).expanduser()
+    if path.is_dir():
+        return Outcome(f"{path} cannot be written: it is a folder; name a file in it")
+    mode = "w" if path.resolve() in conversation.files else "x"  # any other file stays as it is
     try:
-        with path.open("x", encoding="utf-8") as file:  # a file that is there stays as it is
+        with path.open(mode, encoding="utf-8") as file:
             json.dump(messages, file, indent=2, ensure_ascii=False)
             file.write("\n")
+    except FileExistsError:
+        return Outcome(f"{path} exists, and this conversation is not from it; name another file")
     except OSError as error:
         return Outcome(f"{path} cannot be written: {error.strerror}")
+    conversation.files.add(path.resolve())
     return Outcome(f"{len(messages)} messages are in {path}")
 
 
@@ -104,6 +113,7 @@ def _load(conversation: Conversation, name: str) -> Outcome:
         return Outcome(f"{path} is not a conversation: {error}")
     except (ValueError, RecursionError):
         return Outcome(f"{path} is not a conversation: it must be JSON as /save writes it")
+    conversation.files = {path.resolve()}
     return Outcome(f"loaded {len(messages)} messages from {path}", question)
 
 

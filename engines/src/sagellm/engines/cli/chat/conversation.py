@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.outputs import RequestOutput
@@ -30,6 +31,7 @@ class Conversation:
     template: ChatTemplate
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
+    files: set[Path] = field(default_factory=set)  # it was saved there or loaded from there; resolved
 
     def messages(self, num_dropped: int = 0) -> list[ChatMessage]:
         """Return what has been said, without the oldest turns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 import typer
@@ -21,6 +22,8 @@ class Terminal:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
         self._shows_output = sys.stdout.isatty()
+        self._typed: Callable[[], str] = str  # the line so far, where it can be known
+        self._is_quoting = False
         if self.is_interactive and self._shows_output:
             with suppress(ImportError):  # line editing, and the lines typed before
                 import readline
@@ -28,13 +31,14 @@ class Terminal:
                 # What is pasted comes as one line, newlines and all; Python turns that off. Without GNU
                 # readline the lines come one by one, and quotes keep them together.
                 readline.parse_and_bind("set enable-bracketed-paste on")
+                self._typed = readline.get_line_buffer
         self._wrap = WordWrap(_columns)
 
     def read(self) -> str | None:
         """Return the next question, not blank, or None at the end and on a second Ctrl-C in a row.
 
-        The first one may have been meant for an answer that has just ended. On a terminal, three quotes
-        begin a text of several lines, and end it.
+        The first one may have been meant for an answer that has just ended, and one behind something
+        typed clears that. On a terminal, three quotes begin a text of several lines, and end it.
         """
         is_interrupted = False
         while True:
@@ -43,7 +47,8 @@ class Terminal:
             except (EOFError, KeyboardInterrupt) as end:
                 if self.is_interactive:
                     typer.echo(err=True)
-                if isinstance(end, EOFError) or is_interrupted or not self.is_interactive:
+                is_second = is_interrupted and not (self._typed() or self._is_quoting)
+                if isinstance(end, EOFError) or is_second or not self.is_interactive:
                     return None
                 is_interrupted = True
                 self.tell("Ctrl-D leaves, and so does another Ctrl-C")
@@ -79,10 +84,12 @@ class Terminal:
         return wrap.feed(text) + wrap.end()
 
     def _read_text(self) -> str:
+        self._is_quoting = False
         line = self._read_line(_PROMPT)
         if not self.is_interactive or not line.lstrip().startswith(_QUOTES):
             return line
         text = line.lstrip().removeprefix(_QUOTES)
+        self._is_quoting = True
         while not text.rstrip().endswith(_QUOTES):
             text += "\n" + self._read_line(_PROMPT_WITHIN).rstrip("\n")
         return text.rstrip().removesuffix(_QUOTES)
