@@ -283,7 +283,7 @@ def test_the_last_blocks_of_turns_go_first_once_they_are_known_not_to_come_back(
 
 
 def test_no_call_learns_from_more_than_a_slice_of_the_turns(monkeypatch):
-    """At the full window, where learning from all of them takes 20 ms, and a slice of 512 rows 0.1 ms."""
+    """At the full window, where learning from all of them takes 20 ms, and a slice of 256 rows 0.1 ms."""
     sizes: list[int] = []
     add_up, tabulate = ReturnModel._add_up, ReturnModel._tabulate
 
@@ -306,7 +306,7 @@ def test_no_call_learns_from_more_than_a_slice_of_the_turns(monkeypatch):
         policy.add_candidate(cache.insert(second, num_blocks=1))
         assert len(sizes) <= before + 1, "more than a slice"
         num_slices += len(sizes) - before
-    assert max(sizes) == 512
+    assert max(sizes) == 256
     assert num_slices > 600, "it learns all the time"
     assert policy._models.version > 30
 

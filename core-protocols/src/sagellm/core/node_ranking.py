@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
@@ -24,115 +24,119 @@ class NodeRanking:
 
     A node waits at the end of the first of a few queues whose last one goes before it, O(1), or if there
     is none in a heap. Keys that mostly rise, each in its class, so never meet a heap, which with many
-    nodes costs a cache miss a comparison. Removal leaves a stale entry, which is dropped when it comes to
-    the front, or with all others of its kind when there are many: O(log n) a call, amortised.
+    nodes costs a cache miss a comparison. Removal takes a node out of its queue; in the heap it leaves a
+    stale entry, which is dropped when it comes to the front, or with all others when there are many:
+    O(log n) a call, amortised over those in the heap.
     """
 
     def __init__(self, key: Callable[[CachedNode], RankingKey]) -> None:
         self._key = key
-        self._queues: list[deque[_Entry]] = []  # each strictly ascending
+        self._queues: list[OrderedDict[NodeId, _Entry]] = []  # each strictly ascending
+        self._lasts: list[_Entry] = []  # by queue, what came last, whether or not it is still there
         self._heap: list[_Entry] = []
-        self._live: dict[NodeId, _Entry] = {}  # any other entry is stale
-        self._num_entries = 0
+        self._heaped: dict[NodeId, _Entry] = {}  # any other entry of the heap is stale
         self.num_taken = 0  # by `take`
 
     def __len__(self) -> int:
-        return len(self._live)
+        return sum(map(len, self._queues)) + len(self._heaped)
 
     def __contains__(self, node: CachedNode) -> bool:
-        return node.node_id in self._live
+        return self._find(node.node_id) is not None
 
     def add(self, node: CachedNode) -> None:
         """Put a node in its place; one that is there already moves if its key has changed."""
-        key, live = self._key(node), self._live
-        before = live.get(node.node_id)
-        if before is not None and before[0] == key:
+        node_id = node.node_id
+        entry = (self._key(node), node_id, node)
+        before = self._find(node_id)
+        if before is not None:
+            if before[0] == entry[0]:
+                return
+            self.discard(node)
+        for index, queue in enumerate(self._queues):
+            if not queue or self._lasts[index] < entry:
+                queue[node_id] = self._lasts[index] = entry
+                return
+        if len(self._queues) < _MAX_QUEUES:
+            self._queues.append(OrderedDict({node_id: entry}))
+            self._lasts.append(entry)
             return
-        entry = live[node.node_id] = (key, node.node_id, node)
-        self._put(entry)
-        if self._num_entries > 2 * len(live) + _MAX_STALE:
-            self._drop_stale()
+        heappush(self._heap, entry)
+        self._heaped[node_id] = entry
+        if len(self._heap) > 2 * len(self._heaped) + _MAX_STALE:
+            self._heap = list(self._heaped.values())
+            heapify(self._heap)
 
     def discard(self, node: CachedNode) -> None:
         """Take a node out, if it is in."""
-        self._live.pop(node.node_id, None)
+        node_id = node.node_id
+        for queue in self._queues:
+            if queue.pop(node_id, None) is not None:
+                return
+        self._heaped.pop(node_id, None)
 
     def first(self) -> CachedNode | None:
         """Return the node with the smallest key, or None."""
-        live, heap = self._live, self._heap
         best: _Entry | None = None
         for queue in self._queues:
-            while queue:
-                entry = queue[0]
-                if live.get(entry[1]) is entry:
-                    if best is None or entry < best:
-                        best = entry
-                    break
-                queue.popleft()
-                self._num_entries -= 1
-        while heap:
-            entry = heap[0]
-            if live.get(entry[1]) is entry:
+            if queue:
+                entry = next(iter(queue.values()))
                 if best is None or entry < best:
                     best = entry
-                break
+        heap = self._heap
+        while heap and self._heaped.get(heap[0][1]) is not heap[0]:
             heappop(heap)
-            self._num_entries -= 1
+        if heap and (best is None or heap[0] < best):
+            best = heap[0]
         return None if best is None else best[2]
 
     def take(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Remove and yield nodes in order, while whole ones fit into this many blocks together.
+        """Yield nodes in order, which are taken out, while whole ones fit into so many blocks together.
 
-        Nodes may be added while it runs.
+        Others may be added between two.
         """
-        live = self._live
+        if len(self._queues) > 1:
+            self._drop_empty()
         while num_blocks > 0:
             queue = self._queues[0] if len(self._queues) == 1 and not self._heap else None
             if queue:  # the usual case, without a call
-                entry = queue[0]
-                if live.get(entry[1]) is not entry:
-                    queue.popleft()
-                    self._num_entries -= 1
-                    continue
+                node_id, entry = queue.popitem(last=False)
                 node = entry[2]
-            elif (found := self.first()) is not None:
-                node = found
+                if node.num_blocks > num_blocks:
+                    queue[node_id] = entry
+                    queue.move_to_end(node_id, last=False)
+                    return
             else:
-                return
+                found = self.first()
+                if found is None or found.num_blocks > num_blocks:
+                    return
+                node = found
+                self.discard(node)
             num_blocks -= node.num_blocks
-            if num_blocks < 0:
-                return
-            if queue:
-                queue.popleft()
-                self._num_entries -= 1
-            del live[node.node_id]
             self.num_taken += 1
             yield node
 
     def key_of(self, node: CachedNode) -> RankingKey:
         """Return the key of a node as it was when the node was added. Raises KeyError."""
-        return self._live[node.node_id][0]
+        found = self._find(node.node_id)
+        if found is None:
+            raise KeyError(node.node_id)
+        return found[0]
 
     def keys(self) -> dict[NodeId, RankingKey]:
         """Return the key of each node as it was when the node was added."""
-        return {node_id: entry[0] for node_id, entry in self._live.items()}
+        return {
+            node_id: entry[0]
+            for entries in (*self._queues, self._heaped)
+            for node_id, entry in entries.items()
+        }
 
-    def _put(self, entry: _Entry) -> None:
-        self._num_entries += 1
+    def _drop_empty(self) -> None:
+        kept = [index for index, queue in enumerate(self._queues) if queue]
+        self._queues = [self._queues[index] for index in kept]
+        self._lasts = [self._lasts[index] for index in kept]
+
+    def _find(self, node_id: NodeId) -> _Entry | None:
         for queue in self._queues:
-            if not queue or queue[-1] < entry:
-                queue.append(entry)
-                return
-        if len(self._queues) < _MAX_QUEUES:
-            self._queues.append(deque((entry,)))
-        else:
-            heappush(self._heap, entry)
-
-    def _drop_stale(self) -> None:
-        live = self._live
-        self._queues = [
-            deque(entry for entry in queue if live.get(entry[1]) is entry) for queue in self._queues
-        ]
-        self._heap = [entry for entry in self._heap if live.get(entry[1]) is entry]
-        heapify(self._heap)
-        self._num_entries = len(live)
+            if node_id in queue:
+                return queue[node_id]
+        return self._heaped.get(node_id)

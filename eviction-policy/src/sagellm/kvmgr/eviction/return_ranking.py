@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -48,7 +48,7 @@ class Sized(Protocol):
 
 
 _Leaf = TypeVar("_Leaf", bound=Sized)
-_Entry: TypeAlias = tuple[float, int, _Leaf]  # time of its turn, id, leaf
+_Entry: TypeAlias = "tuple[float, int, _Leaf, _Group[_Leaf]]"  # time of its turn, id, leaf, its group
 
 
 class Place(NamedTuple):
@@ -67,51 +67,46 @@ class Place(NamedTuple):
 
 
 class _Group(Generic[_Leaf]):
-    """The leaves of a group by time, for both ends; the ranking knows which of them are stale.
+    """The leaves of a group by time, for both ends.
 
-    Those that arrive in the order of time, as most do, wait in a queue that both ends share.
+    Those that arrive in the order of time, as most do, wait in a queue that both ends share; the others in a
+    heap for each end, and the ranking knows which of these are stale.
     """
 
-    __slots__ = ("chance", "claims", "heaps", "is_shared", "queue", "rank", "scale_s")
+    __slots__ = ("chance", "claims", "heaps", "is_shared", "newest_s", "queue", "rank", "scale_s")
 
     def __init__(self, name: _GroupName) -> None:
         self.rank, self.is_shared = name[:2]
         self.chance = (name[2] + 0.5) / _CHANCES
         self.scale_s = math.exp(name[3] / _SCALES_AN_E_FOLD)
-        self.queue: deque[_Entry[_Leaf]] = deque()
+        self.queue: OrderedDict[int, _Entry[_Leaf]] = OrderedDict()
+        self.newest_s = -math.inf  # of all that were put at the end of the queue since it was empty
         self.heaps: dict[_Side, list[tuple[float, int, _Entry[_Leaf]]]] = {1: [], -1: []}
         self.claims: dict[_Side, _Claim[_Leaf] | None] = {1: None, -1: None}  # the only valid ones
 
-    def add(self, entry: _Entry[_Leaf]) -> None:
-        """Add a leaf at its time."""
-        queue, time_s = self.queue, entry[0]
-        if not queue or queue[-1][0] <= time_s:
-            queue.append(entry)
-        elif time_s <= queue[0][0]:
-            queue.appendleft(entry)
-        else:
-            for side, heap in self.heaps.items():
-                heappush(heap, (side * time_s, entry[1], entry))
+    def add(self, entry: _Entry[_Leaf]) -> bool:
+        """Add a leaf at its time; says whether it went to the heaps."""
+        queue, time_s, leaf_id = self.queue, entry[0], entry[1]
+        if not queue or self.newest_s <= time_s:
+            queue[leaf_id] = entry
+            self.newest_s = time_s
+            return False
+        if time_s <= next(iter(queue.values()))[0]:
+            queue[leaf_id] = entry
+            queue.move_to_end(leaf_id, last=False)
+            return False
+        for side, heap in self.heaps.items():
+            heappush(heap, (side * time_s, leaf_id, entry))
+        return True
 
     def end(self, side: _Side, live: dict[int, _Entry[_Leaf]]) -> _Entry[_Leaf] | None:
         """Return the oldest (1) or newest (-1) leaf; stale ones before it go."""
         queue, heap = self.queue, self.heaps[side]
-        if side == 1 and queue and not heap:  # the usual case
-            first = queue[0]
-            if live.get(first[1]) is first:
-                return first
-        index = 0 if side == 1 else -1
-        while queue and live.get(queue[index][1]) is not queue[index]:
-            if side == 1:
-                queue.popleft()
-            else:
-                queue.pop()
+        in_queue = next(iter(queue.values()) if side == 1 else reversed(queue.values()), None)
         while heap and live.get(heap[0][1]) is not heap[0][2]:
             heappop(heap)
-        if not heap:
-            return queue[index] if queue else None
-        if queue and side * queue[index][0] <= heap[0][0]:
-            return queue[index]
+        if not heap or (in_queue is not None and side * in_queue[0] <= heap[0][0]):
+            return in_queue
         return heap[0][2]
 
 
@@ -141,7 +136,7 @@ class ReturnRanking(Generic[_Leaf]):
         self._groups: dict[_GroupName, _Group[_Leaf]] = {}
         self._heap: list[_Claim[_Leaf]] = []
         self._changes: list[tuple[float, int, _Claim[_Leaf]]] = []  # when a claim ends
-        self._num_claims = self._num_entries = 0
+        self._num_claims = self._num_heaped = 0
         self._version = model.version
 
     def __len__(self) -> int:
@@ -153,22 +148,24 @@ class ReturnRanking(Generic[_Leaf]):
     def add(self, leaf_id: int, leaf: _Leaf, place: Place, now_s: float) -> None:
         """Put a leaf in its place; one that is there already moves."""
         time_s, name = place
-        entry = self._live[leaf_id] = (time_s, leaf_id, leaf)
+        self.discard(leaf_id)
         group = self._groups.get(name)
         if group is None:
             group = self._groups[name] = _Group(name)
-        group.add(entry)
-        self._num_entries += 1
+        entry = self._live[leaf_id] = (time_s, leaf_id, leaf, group)
+        self._num_heaped += group.add(entry)
         age_s = now_s - time_s
         for side, claim in group.claims.items():
             if claim is None or not claim.from_s <= age_s < claim.to_s:
                 self._claim(group, side, now_s)
-        if self._num_entries > 3 * len(self._live) + _MAX_STALE:
+        if self._num_heaped > 3 * len(self._live) + _MAX_STALE:
             self._build(now_s)
 
     def discard(self, leaf_id: int) -> None:
         """Take a leaf out, if it is in."""
-        self._live.pop(leaf_id, None)
+        entry = self._live.pop(leaf_id, None)
+        if entry is not None:
+            entry[3].queue.pop(leaf_id, None)
 
     def first(self, now_s: float) -> _Leaf | None:
         """Return the leaf whose room earns least now."""
@@ -198,7 +195,7 @@ class ReturnRanking(Generic[_Leaf]):
                 num_blocks -= leaf.num_blocks
                 if num_blocks < 0:
                     return
-                del self._live[found[1]]
+                self.discard(found[1])
                 yield leaf
 
     def _best(self, now_s: float) -> _Claim[_Leaf] | None:
@@ -226,18 +223,17 @@ class ReturnRanking(Generic[_Leaf]):
         return None
 
     def _build(self, now_s: float) -> None:
-        """Rebuild the order without stale entries. O(groups); O(leaves) if too many of these are stale."""
+        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too many of these are stale."""
         self._version = self._model.version
         self._heap, self._changes = [], []
-        if self._num_entries > 3 * len(self._live) + _MAX_STALE:
-            self._num_entries = len(self._live)
-            live, groups = self._live, self._groups
-            for group in groups.values():
-                group.queue = deque(each for each in group.queue if live.get(each[1]) is each)
+        if self._num_heaped > 3 * len(self._live) + _MAX_STALE:
+            self._num_heaped = 0
+            for group in self._groups.values():
                 for side, heap in group.heaps.items():
-                    group.heaps[side] = [each for each in heap if live.get(each[1]) is each[2]]
+                    group.heaps[side] = [each for each in heap if self._live.get(each[1]) is each[2]]
                     heapify(group.heaps[side])
-            self._groups = {name: one for name, one in groups.items() if one.queue or one.heaps[1]}
+                self._num_heaped += len(group.heaps[1])
+        self._groups = {name: one for name, one in self._groups.items() if one.queue or one.heaps[1]}
         for group in self._groups.values():
             for side in _SIDES:
                 group.claims[side] = None
