@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -85,17 +84,6 @@ def _what_stays_is_not_searched_again() -> None:
     """Keep the collector off imported libraries; with torch and transformers a full search takes 0.4 s."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """Undo what a command run in this process sets up for the log: its stderr ends with the test."""
-    logger = logging.getLogger("sagellm")
-    handlers, level, propagate = logger.handlers.copy(), logger.level, logger.propagate
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-    logger.propagate = propagate
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
