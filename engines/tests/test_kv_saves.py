@@ -339,7 +339,7 @@ def test_what_is_no_file_is_neither_listed_nor_replaced(make, tmp_path):
     for name in ("dang", "loop", "dir", "pipe"):
         with pytest.raises(InvalidInputError, match="there is no save"):
             load(first, name)
-        with pytest.raises(InvalidInputError, match="is no file; choose another name"):
+        with pytest.raises(InvalidInputError, match="is not a file; choose another name"):
             save(first, name)
     assert save(first, "second").num_left_out == 0
 

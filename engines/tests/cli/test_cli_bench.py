@@ -176,7 +176,7 @@ def test_latency_of_a_small_model(sage, checkpoint):
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_lengths_must_be_sensible(sage, command):
     result = sage("llm", "bench", command, "--output-len", "0")
-    assert (result.code, "no distribution of lengths" in result.err) == (2, True), result.err
+    assert (result.code, "not a distribution of lengths" in result.err) == (2, True), result.err
 
 
 def test_without_a_model_the_embedded_one_is_measured_and_named(sage):

@@ -151,7 +151,7 @@ def test_a_trace_is_generated_shown_and_replayed(sage, tmp_path):
     again = sage("llm", "trace", "generate", tmp_path / "b.jsonl", "--num-requests", "5", "--arrivals", path)
     assert again.code == 0
     result = sage("llm", "trace", "generate", tmp_path / "c.jsonl", "--turns", "many")
-    assert (result.code, "'many' is no distribution of lengths" in result.err) == (2, True)
+    assert (result.code, "'many' is not a distribution of lengths" in result.err) == (2, True)
 
 
 def test_a_trace_that_exists_is_overwritten_only_by_force(sage, tmp_path):

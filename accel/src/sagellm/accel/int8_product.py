@@ -30,7 +30,7 @@ def fits_kernel(x: torch.Tensor, output: QuantizationOutput) -> bool:
     """Say whether torch's int8 kernel is both right and faster here.
 
     In float16 and float32 the kernel is a plain loop, and in bfloat16 it reads beyond rows whose
-    length is no multiple of 16.
+    length is not a multiple of 16.
     """
     return (
         x.dtype is torch.bfloat16

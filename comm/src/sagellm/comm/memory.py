@@ -53,7 +53,7 @@ def read_memory(tree: Tree | None = None) -> Memory:
     limit = total
     for folder, number in group_folders(tree, "memory"):
         version = _VERSION_1 if number == 1 else _VERSION_2
-        group_limit = tree.number(f"{folder}/{version.limit}")  # "max" is no number: no limit
+        group_limit = tree.number(f"{folder}/{version.limit}")  # "max" is not a number: no limit
         if group_limit is None or not 0 <= group_limit < total:
             continue
         limit = min(limit, group_limit)

@@ -113,7 +113,7 @@ class PluginVersionError(PluginError):
 
 
 class PluginHookError(PluginError):
-    """A plugin implements a hook that does not exist, or returns something that is no provider."""
+    """A plugin implements a hook that does not exist, or returns something that is not a provider."""
 
 
 class DuplicateProviderError(PluginError):

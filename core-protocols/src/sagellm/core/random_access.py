@@ -54,7 +54,7 @@ class SystemRandomAccessFile(RandomAccessFile):
 
     def __init__(self, path: str, *, is_new: bool) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
-        # without O_NONBLOCK, opening what is no file may wait for ever
+        # without O_NONBLOCK, opening what is not a file may wait for ever
         careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         self._descriptor = os.open(path, flags | careful, 0o600)
         try:

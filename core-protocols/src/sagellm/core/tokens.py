@@ -73,7 +73,7 @@ EMPTY = TokenIds(b"")
 def pack(ids: TokenIdsLike) -> TokenIds:
     """Pack token ids; TokenIds pass through untouched.
 
-    Raises InvalidInputError for bytes, text and mappings, for what is no integer, and for ids
+    Raises InvalidInputError for bytes, text and mappings, for what is not an int, and for ids
     outside 0 … 2³¹ - 1.
     """
     if isinstance(ids, TokenIds):

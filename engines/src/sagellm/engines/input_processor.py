@@ -137,7 +137,7 @@ class InputProcessor:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a pair, such as bytes that were no UTF-8 leave
-            raise InvalidRequestError(f"the prompt is no valid Unicode text: {error}") from error
+            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
         return cast("Seq[int]", self._tokenizer(text, verbose=False)["input_ids"])
 
     def _checked(self, params: SamplingParams) -> SamplingParams:

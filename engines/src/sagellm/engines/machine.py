@@ -12,6 +12,16 @@ from typing import Any, cast
 
 from sagellm.core import PluginRegistry, Topology, TopologyMetrics, TopologyProtocol
 
+FIXING_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "KMP_AFFINITY",
+    "GOMP_CPU_AFFINITY",
+)
+"""Variables by which a user chooses threads or their cores; if one is set, the engine chooses neither."""
+
 KERNEL_FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8",
     "asimd", "bf16", "i8mm", "sve",

@@ -86,10 +86,10 @@ class EvictionPolicyProtocol(ABC):
 
     @abstractmethod
     def on_insert(self, node: CachedNode) -> None:
-        """A node entered the tree. It is no candidate yet."""
+        """A node entered the tree. It is not a candidate yet."""
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
-        """A node was split: `upper`, which is no candidate, is now before it. An insert by default."""
+        """A node was split: `upper`, which is not a candidate, is now before it. An insert by default."""
         del lower
         self.on_insert(upper)
 

@@ -14,7 +14,7 @@ from sagellm.core.tokens import TokenIdsLike
 class PredictionRequest:
     """The sequence asked about. `current_length` and `max_length` count generated tokens.
 
-    Raises InvalidInputError for a length that is no int or is negative.
+    Raises InvalidInputError for a length that is not an int or is negative.
     """
 
     sequence_id: str

@@ -41,7 +41,7 @@ class EvictionPolicyContract(EvictionPolicyLoad):
             victim = policy.victim()
             assert victim is policy.victim()
             assert victim is None or candidates.get(victim.node_id) is victim, (
-                f"node {victim.node_id} was named and is no candidate"
+                f"node {victim.node_id} was named and is not a candidate"
             )
             if candidates and self.rank(next(iter(candidates.values()))) is not None:
                 assert victim is min(candidates.values(), key=self.rank)

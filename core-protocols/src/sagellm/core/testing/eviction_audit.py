@@ -44,13 +44,13 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
         self.num_hits += 1
 
     def on_remove(self, node: CachedNode) -> None:
-        """Expect a known node that is no candidate any more."""
+        """Expect a known node that is not a candidate any more."""
         _require(self.nodes.pop(node.node_id, None) is node, f"unknown node {node.node_id} left")
         _require(node.node_id not in self.candidates, f"node {node.node_id} left while it was a candidate")
         self.num_victims += node.node_id == self._named
 
     def add_candidate(self, node: CachedNode) -> None:
-        """Expect a known node that is no candidate."""
+        """Expect a known node that is not a candidate."""
         _require(self.nodes.get(node.node_id) is node, f"unknown node {node.node_id} as a candidate")
         _require(node.node_id not in self.candidates, f"node {node.node_id} became a candidate twice")
         self.candidates[node.node_id] = node

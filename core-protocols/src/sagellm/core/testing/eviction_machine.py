@@ -165,7 +165,7 @@ def change(
         policy.on_hit(node)
         outside[node.node_id] = node
     elif victim := policy.victim():
-        assert victim.node_id in candidates, f"node {victim.node_id} was named and is no candidate"
+        assert victim.node_id in candidates, f"node {victim.node_id} was named and is not a candidate"
         policy.remove_candidate(victim)
         policy.on_remove(victim)
         return candidates.pop(victim.node_id)

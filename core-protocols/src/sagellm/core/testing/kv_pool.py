@@ -113,7 +113,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
 
     @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
     def test_a_size_of_zero_or_none_at_all_is_refused(self, size: Any) -> None:
-        """So is what is no int."""
+        """So is what is not an int."""
         pool = self.make_with(0)
         with pytest.raises(BlockError):
             pool.allocate(ask(size))

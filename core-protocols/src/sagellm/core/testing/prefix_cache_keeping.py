@@ -212,7 +212,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.clear() == [40]
 
     def test_a_move_that_cannot_be_changes_nothing(self) -> None:
-        """To a block that is cached, or twice to one, or to what is no block."""
+        """To a block that is cached, or twice to one, or to what is not a block."""
         cache = self.make()
         cache.insert_prefix(range(12), blocks(0, 3))
         wrong: list[list[tuple[int, int]]] = [[(0, 9), (1, 2)], [(0, 9), (1, 9)], [(0, 9), (0, 8)], [(0, -1)]]

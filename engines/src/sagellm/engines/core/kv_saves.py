@@ -81,7 +81,7 @@ class KVSaves:
     def save(self, name: str, tenant: str | None = None) -> SaveProgress:
         """Begin to save what is cached, of one tenant or of all; `go_on` until it is done.
 
-        Raises InvalidInputError for what is no name, and while another one goes on; one with which nobody
+        Raises InvalidInputError for what is not a name, and while another one goes on; one with which nobody
         went on for 10 s is given up.
         """
         self._folder.check_name(name)

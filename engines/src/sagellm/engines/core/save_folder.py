@@ -38,7 +38,7 @@ class SaveFolder:
             return None
 
     def check_name(self, name: str) -> None:
-        """Raise InvalidInputError for what is no name."""
+        """Raise InvalidInputError for what is not a name."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidInputError(
                 f"a save is called {name!r}; give at most 64 letters, digits, '_' and '-', no path"
@@ -73,7 +73,7 @@ class SaveFolder:
         Raises InvalidInputError if there is no room for so many bytes.
         """
         if self.size(name) is None and f"{name}{_SUFFIX}" in self._listed():
-            raise InvalidInputError(f"{name}{_SUFFIX} in {self.path} is no file; choose another name")
+            raise InvalidInputError(f"{name}{_SUFFIX} in {self.path} is not a file; choose another name")
         used = sum(self.size(each) or 0 for each in self.names() if each != name)
         if used + num_bytes > self._max_bytes:
             limit = format_bytes(self._max_bytes)

@@ -18,18 +18,9 @@ import torch
 
 from sagellm.comm import read_cpu_limit
 from sagellm.core import get_logger
+from sagellm.engines.machine import FIXING_VARIABLES
 
 logger = get_logger(__name__)
-
-FIXING_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-)
-"""Variables by which a user chooses threads or their cores; if one is set, nothing is chosen here."""
 
 _WINDOW_S = 0.1  # the kernel counts in hundredths of a second
 _READS_SHARE = 0.005  # of the time, at most, goes into reading; /proc/stat is long where there are many CPUs

@@ -31,7 +31,7 @@ def architecture_of(config: HFConfig) -> str | None:
 
 
 def context_limit(max_position_embeddings: int, ropes: Iterable[Mapping[str, Any]]) -> ContextLimit:
-    """Read how long a sequence may be. Raises CheckpointError for an original length that is no number.
+    """Read how long a sequence may be. Raises CheckpointError for an original length that is not a number.
 
     Beyond their original length some kinds of RoPE scaling turn all keys by other angles, so it limits.
     """

@@ -43,7 +43,7 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tens
     """Return one id and the total weight of each row of (rows, padded vocab), given numbers (rows, 1).
 
     The number times the total falls into one block of the cumulative sum, and what is left of it to one
-    token there. A token of weight 0 is never drawn. A total of NaN shows a row that is no distribution.
+    token there. A token of weight 0 is never drawn. A total of NaN shows a row that is not a distribution.
     """
     rows = probabilities.shape[0]
     blocks = probabilities.view(rows, -1, BLOCK)

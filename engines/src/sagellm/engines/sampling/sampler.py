@@ -151,7 +151,7 @@ class Sampler:
         reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         for part in self._parts(reported, logits):
             part_logits = select(logits, part)
-            # A row that is no distribution may have any number for its token.
+            # A row that is not a distribution may have any number for its token.
             token_ids = results[part, 0].long().clamp(max=logits.shape[1] - 1)
             columns = token_logprobs(part_logits, token_ids, num_top, self._scratch(part_logits))
             results[part, _NUM_COLUMNS:] = columns

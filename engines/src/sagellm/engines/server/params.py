@@ -136,7 +136,7 @@ def _checked_arguments(extra_args: dict[str, Any]) -> dict[str, Any]:
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit()):
-        raise invalid("logit_bias", f"logit_bias: the key {key!r} is no token id")
+        raise invalid("logit_bias", f"logit_bias: the key {key!r} is not a token id")
     return int(key)
 
 

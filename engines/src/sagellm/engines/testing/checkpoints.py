@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# Odd on purpose: a vocabulary that is no multiple of 8, several query heads a KV head.
+# Odd on purpose: a vocabulary that is not a multiple of 8, several query heads a KV head.
 _SMALL: dict[str, Any] = {
     "vocab_size": 515,
     "hidden_size": 64,

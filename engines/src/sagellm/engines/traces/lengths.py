@@ -47,7 +47,7 @@ class Lengths:
             parameters = ()
         is_senseless = not all(0 <= value < 1e9 for value in parameters) or parameters[:1] == (0.0,)
         if len(parameters) != len(names) or is_senseless or (kind == "uniform" and _is_falling(parameters)):
-            raise ConfigError(f"{text!r} is no distribution of lengths; write {_form(kind)} in tokens")
+            raise ConfigError(f"{text!r} is not a distribution of lengths; write {_form(kind)} in tokens")
         return cls(kind, parameters)
 
     def draw(self, rng: Random) -> int:

@@ -92,7 +92,7 @@ class FreeListAllocator(KVAllocatorProtocol):
         assert sorted(ids) == list(range(self._total_blocks)), (
             "a block is both free and allocated, or unknown"
         )
-        assert set(map(type, ids)) == {int}, "something that is no int passes for a block id"
+        assert set(map(type, ids)) == {int}, "something that is not an int passes for a block id"
 
     def _refusal(self, block_ids: Sequence[BlockId]) -> BlockError:
         return refusal(block_ids, self._total_blocks, lambda block_id: int(block_id in self._allocated))

@@ -9,7 +9,7 @@ from sagellm.core import BlockError, BlockId, ConfigError, OutOfBlocksError
 
 
 def check_total(total_blocks: int) -> None:
-    """Raise ConfigError for what is no number of blocks."""
+    """Raise ConfigError for what is not a number of blocks."""
     if type(total_blocks) is not int or total_blocks < 1:
         raise ConfigError(f"kv.num_blocks is {total_blocks!r}; it must be an int >= 1")
 

@@ -85,14 +85,14 @@ def check_number_of_blocks(block_ids: Sequence[int], num_tokens: int, block_size
 
 
 def check_block_ids(block_ids: Sequence[BlockId]) -> None:
-    """Raise BlockError for what is no block id, of one or more. 0.03 µs a block."""
+    """Raise BlockError for what is not a block id, of one or more. 0.03 µs a block."""
     if not set(map(type, block_ids)) <= {int} or min(block_ids) < 0:
         wrong = next(each for each in block_ids if type(each) is not int or each < 0)
-        raise BlockError(f"{wrong!r} is no block id; block ids are ints of at least 0")
+        raise BlockError(f"{wrong!r} is not a block id; block ids are ints of at least 0")
 
 
 def check_num_dropped(num_blocks: int) -> None:
-    """Raise InvalidInputError for what is no number of blocks."""
+    """Raise InvalidInputError for what is not a number of blocks."""
     if type(num_blocks) is not int:
         raise InvalidInputError(f"{num_blocks!r} blocks to be dropped; give an int")
 

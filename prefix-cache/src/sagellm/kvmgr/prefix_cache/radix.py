@@ -167,7 +167,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         """Remember which blocks hold the beginning of `token_ids`.
 
         Evicts nothing: at `max_blocks`, or at the tenant's quota, it keeps the first ones that fit. Raises
-        BlockError, and changes nothing, when an id is no int of at least 0, there are more blocks than
+        BlockError, and changes nothing, when an id is not an int of at least 0, there are more blocks than
         tokens to fill them, one is given twice, or one is in the cache for other tokens.
         """
         tokens = pack(token_ids)

@@ -10,19 +10,10 @@ from typing import Any
 from sagellm.comm import read_cpu_limit
 from sagellm.engines.cli.doctor.report import Patient, Section
 from sagellm.engines.cli.topology import id_ranges
-from sagellm.engines.machine import kernel_flags
+from sagellm.engines.machine import FIXING_VARIABLES, kernel_flags
 from sagellm.engines.sizes import format_bytes
 
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-    "OMP_WAIT_POLICY",
-    "GOMP_SPINCOUNT",
-)
+THREAD_VARIABLES = (*FIXING_VARIABLES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _LOAD_WINDOW_S = 0.2
 LITTLE_MEMORY_BYTES = 2 << 30
 
