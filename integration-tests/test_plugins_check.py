@@ -74,14 +74,6 @@ PROVIDERS = {
     "acme-tiers": ["open", "stale", "late", "lossy", "endless"],
 }
 DISTRIBUTION = {name: distribution for distribution, names in PROVIDERS.items() for name in names}
-QUICK = ("acme-tiers",)
-"""The others take ten seconds each, and test_conformance_mutants.py breaks their kinds in this process."""
-
-
-def case(distribution: str, name: str) -> Any:
-    """Return a parameter, of the longer suite if its distribution takes long to check."""
-    return pytest.param(name, marks=() if distribution in QUICK else pytest.mark.full)
-
 
 HATCHLING = """
 [build-system]
@@ -129,7 +121,9 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Checks:
     return Checks(tmp_path_factory.mktemp("checks") / "environment")
 
 
-@pytest.mark.parametrize("distribution", [case(name, name) for name in PROVIDERS])
+# They take ten seconds each; test_conformance_mutants.py breaks their kinds in the process of the tests.
+@pytest.mark.full
+@pytest.mark.parametrize("distribution", PROVIDERS)
 def test_a_distribution_that_ignores_the_contract_in_five_ways_fails(
     checks: Checks, distribution: str
 ) -> None:
@@ -140,7 +134,8 @@ def test_a_distribution_that_ignores_the_contract_in_five_ways_fails(
         assert any(result["outcome"] == "failed" for result in provider["results"])
 
 
-@pytest.mark.parametrize("name", [case(DISTRIBUTION[name], name) for name in FAULTS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_named(checks: Checks, name: str) -> None:
     rule, expected, found, calls = FAULTS[name]
     faults = {each["fault"]["rule"]: each["fault"] for each in checks.results(name) if each["fault"]}
@@ -164,7 +159,8 @@ BROKEN_ASPECTS = {
 }
 
 
-@pytest.mark.parametrize("name", [case(DISTRIBUTION[name], name) for name in BROKEN_ASPECTS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", BROKEN_ASPECTS)
 def test_what_a_fault_does_not_touch_passes(checks: Checks, name: str) -> None:
     failed = {each["aspect"] for each in checks.results(name) if each["outcome"] == "failed"}
     assert failed <= BROKEN_ASPECTS[name]

@@ -12,6 +12,7 @@ from scratch import Scratch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "third-party-logits-processor"
+pytestmark = pytest.mark.full  # test_third_party_policy.py installs one from outside in the shorter suite
 
 # One process for all, since each imports torch: its own tests, Python, the command line, HTTP.
 USE = """

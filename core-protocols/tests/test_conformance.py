@@ -140,6 +140,7 @@ def test_a_logits_processor_that_declares_nonsense_is_faulty(check, body, found)
     assert fault.found.startswith(found)
 
 
+@pytest.mark.full  # four processes that import torch
 def test_what_the_kit_could_not_call_is_not_checked_until_it_is_given_a_sample(check):
     pytest.importorskip("torch")
     report = check(PROCESSOR.format(condition="'mine' in request.extra_args"), "logits_processor")

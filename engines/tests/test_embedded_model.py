@@ -86,6 +86,7 @@ def test_its_tokens_equal_those_of_transformers():
 
 
 @in_the_repository
+@pytest.mark.full
 def test_the_examination_is_passed():
     script = str(WORKSHOP / "score.py")
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # a second one costs

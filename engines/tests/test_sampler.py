@@ -4,7 +4,6 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sagellm.core import (
@@ -89,6 +88,8 @@ def test_uniform_numbers_depend_on_seed_and_position_alone_and_are_uniform():
     numbers = uniforms(seeds, positions)
     assert numbers.min() >= 0.0
     assert numbers.max() < 1.0
+    from scipy import stats  # takes a second, in each worker
+
     for half in (numbers[:20_000], numbers[20_000:]):
         assert stats.kstest(half, "uniform").pvalue > 1e-3
         assert abs(np.corrcoef(half[:-1], half[1:])[0, 1]) < 0.03
@@ -169,6 +170,8 @@ def test_a_hundred_thousand_draws_follow_the_exact_distribution(name):
         np.append(expected[~rare], expected[rare].sum()),
     )
     seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    from scipy import stats
+
     assert stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue > 1e-3
 
 

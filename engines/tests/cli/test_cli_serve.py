@@ -147,6 +147,7 @@ def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, sage_process
     assert "tokens: 3 prompt (0 cached), 1200 generated" in said
 
 
+@pytest.mark.full
 def test_a_second_signal_stops_at_once(serving, port):
     wait_until_ready(serving, port)
     chunks: list[dict] = []
