@@ -22,7 +22,7 @@ def make_node(node_id, tokens, block_ids, parent=None, **values):
         **values,
     )
     if parent is not None:
-        parent.children[node.edge[:BLOCK_BYTES]] = node
+        parent.adopt(node, node.edge[:BLOCK_BYTES])
     return node
 
 

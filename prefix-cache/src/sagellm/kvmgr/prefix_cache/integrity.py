@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PartialBlock, PrefixNode
+from sagellm.kvmgr.prefix_cache.node import NO_CHILDREN, NO_HEADS, TOKEN_BYTES, PartialBlock, PrefixNode
 from sagellm.kvmgr.prefix_cache.partials import Partials
 
 
@@ -25,6 +25,8 @@ class TreeCount(NamedTuple):
 def check_tree(roots: Mapping[Namespace, PrefixNode], block_bytes: int, partials: Partials) -> TreeCount:
     """Check every node against its parent and count. Raises AssertionError."""
     found = TreeCount(0, 0, set(), {}, {})
+    assert not NO_CHILDREN, "what all leaves share was written to"
+    assert not NO_HEADS, "what all leaves share was written to"
     full: Counter[str] = Counter()
     num_nodes = 0
     num_evictable = num_blocks = len(partials)

@@ -24,6 +24,12 @@ class PartialBlock:
     usage: TenantUsage = field(repr=False)  # of whose it is
 
 
+NO_CHILDREN: dict[bytes, PrefixNode] = {}
+"""Shared by all nodes that never had a child, as most do, and never written to; so is `NO_HEADS`."""
+
+NO_HEADS: dict[bytes, bytes] = {}
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixNode(CachedNode):
     """A run of cached blocks that belong together; the root of a namespace has none.
@@ -39,13 +45,15 @@ class PrefixNode(CachedNode):
     edge: bytes = field(repr=False)  # long, as the blocks may be; their number is shown
     block_ids: list[BlockId] = field(repr=False)
     parent: PrefixNode | None = field(default=None, repr=False)
-    children: dict[bytes, PrefixNode] = field(default_factory=dict, repr=False)
-    heads: dict[bytes, bytes] = field(default_factory=dict, repr=False)  # first token → first block
+    children: dict[bytes, PrefixNode] = field(default_factory=lambda: NO_CHILDREN, repr=False)
+    heads: dict[bytes, bytes] = field(
+        default_factory=lambda: NO_HEADS, repr=False
+    )  # first token → first block
     lock_count: int = 0
     num_own_locks: int = 0
     num_pins: int = 0  # that end here or further down
     usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of whose it is; a root has none
-    partials: list[PartialBlock] = field(default_factory=list, repr=False)
+    partials: tuple[PartialBlock, ...] = field(default=(), repr=False)
     keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once wanted
     hashes: list[bytes] | None = field(default=None, repr=False)  # the same for KV events
 
@@ -56,6 +64,8 @@ class PrefixNode(CachedNode):
 
     def adopt(self, child: PrefixNode, first_block: bytes) -> None:
         """Take a node as a child, the latest one that begins with its first token."""
+        if self.heads is NO_HEADS:
+            self.children, self.heads = {}, {}
         self.children[first_block] = child
         self.heads[first_block[:TOKEN_BYTES]] = first_block
         if len(self.heads) > 2 * len(self.children) + _MAX_STALE_HEADS:

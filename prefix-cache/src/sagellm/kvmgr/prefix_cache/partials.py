@@ -47,7 +47,7 @@ class Partials:
             replaced.append(self._remove(node.partials[0]))
         partial = PartialBlock(block_id, tokens, node, usage)
         usage.num_partial_blocks += 1
-        node.partials.append(partial)
+        node.partials += (partial,)
         self._blocks[block_id] = partial
         return replaced
 
@@ -55,7 +55,7 @@ class Partials:
         """Drop what the tokens that now follow a node begin with."""
         if not node.partials:
             return []
-        return [self._remove(each) for each in list(node.partials) if tokens.startswith(each.tokens)]
+        return [self._remove(each) for each in node.partials if tokens.startswith(each.tokens)]
 
     def touch(self, block_id: BlockId) -> None:
         """Note a use, if it is a partial block."""
@@ -64,7 +64,7 @@ class Partials:
 
     def drop_behind(self, node: PrefixNode) -> list[BlockId]:
         """Drop those of a node that leaves."""
-        return [self._remove(each) for each in list(node.partials)]
+        return [self._remove(each) for each in node.partials]
 
     def first(self) -> PartialBlock | None:
         """Return the one that was not used for the longest time."""
@@ -83,7 +83,8 @@ class Partials:
         self._blocks = OrderedDict((partial.block_id, partial) for partial in self._blocks.values())
 
     def _remove(self, partial: PartialBlock) -> BlockId:
-        partial.node.partials.remove(partial)
+        node = partial.node
+        node.partials = tuple(each for each in node.partials if each is not partial)
         partial.usage.num_partial_blocks -= 1
         del self._blocks[partial.block_id]
         return partial.block_id

@@ -313,14 +313,14 @@ class RadixTree:
                     or (parent := node.parent) is None
                     or node.children
                     or node.lock_count
-                    or node.num_blocks > num_blocks
+                    or (given := node.num_blocks) > num_blocks
                 ):
                     order.refuse(node)
                     break
-                num_blocks -= node.num_blocks
+                num_blocks -= given
                 if is_watched:
                     self._note_leaving(node, departure)
-                if remembers and (node.keys is None or len(node.keys) < node.num_blocks):
+                if remembers and (given > 1 or node.keys is None):  # if there are keys, the first is there
                     keys_of(node, block_bytes)
                 gone.append(node)
                 dropped += node.block_ids
