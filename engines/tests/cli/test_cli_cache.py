@@ -226,6 +226,24 @@ def test_on_a_terminal_deleting_is_asked(sage, saved, monkeypatch):
         assert len(list(saved.iterdir())) == left
 
 
+def test_a_save_that_exists_is_overwritten_only_when_that_is_said(sage, saved, monkeypatch):
+    (saved / "monday.kv").write_text("precious")
+    refused = sage("llm", "cache", "save", "monday")
+    assert refused.code == 2
+    assert "the save monday exists; name another save, or overwrite it with --overwrite" in refused.err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    keyboard = io.StringIO("n\n")
+    keyboard.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    asked = sage("llm", "cache", "save", "monday")
+    assert (asked.code, "overwrite it? [y/N]" in asked.out + asked.err) == (1, True)
+    assert (saved / "monday.kv").read_text() == "precious"
+    for flag in ("--overwrite", "--yes"):
+        (saved / "monday.kv").write_text("precious")
+        assert sage("llm", "cache", "save", "monday", flag).code == 0
+        assert (saved / "monday.kv").stat().st_size > len("precious")
+
+
 def test_the_tab_key_completes_engines_and_saves(sage, saved):
     assert complete_engine("o") == ["one"]
     assert complete_engine("x") == []

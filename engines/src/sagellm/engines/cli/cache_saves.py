@@ -13,6 +13,7 @@ from sagellm.engines.cli.names import complete_save
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.cli.stats import cache as app
+from sagellm.engines.cli.targets import confirm_overwriting
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.serving import AdminClient
 from sagellm.engines.sizes import format_bytes
@@ -34,15 +35,23 @@ def save(
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Save what is this tenant's. [default: all]")
     ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", "--force", "--yes", "-y", help="Overwrite the save if it exists, without asking."
+        ),
+    ] = False,
     engine: EngineName = None,
     as_json: AsJson = False,
 ) -> None:
     """Save the KV of all that is cached, in the folder `kv.save_folder`, while requests run.
 
-    A save of the same name is replaced once the new one is whole.
+    A save that is overwritten stays as it is until the new one is whole.
     """
     _, client = connect(engine)
     with client:
+        if not overwrite and name in _sizes(client):
+            confirm_overwriting(f"the save {name}", kind="save")
         done = _follow(client, "cache_save", f"saving {name}", as_json, name=name, tenant=tenant)
     _report(done, as_json, "saved", "left out: evicted before their turn")
 
@@ -97,12 +106,17 @@ def delete(
     _, client = connect(engine)
     with client:
         if not yes:
-            _confirm(name, sizes={each["name"]: each["num_bytes"] for each in client.call("cache_saves")})
+            _confirm(name, sizes=_sizes(client))
         done = client.call("cache_delete", name=name)
     if as_json:
         print_json(done)
         return
     typer.echo(f"deleted {name}, {format_bytes(done['num_bytes'])}")
+
+
+def _sizes(client: AdminClient) -> dict[str, int]:
+    """Return the bytes of each save by its name."""
+    return {each["name"]: each["num_bytes"] for each in client.call("cache_saves")}
 
 
 def _confirm(name: str, *, sizes: dict[str, int]) -> None:

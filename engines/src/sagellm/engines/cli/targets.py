@@ -32,6 +32,13 @@ def check_targets(*paths: Path | None, overwrite: bool, source: Path | None = No
         _check_overwriting(path, overwrite=overwrite)
 
 
+def confirm_overwriting(what: str, *, kind: str = "file") -> None:
+    """Ask on a terminal whether to overwrite something that exists; elsewhere raise ConfigError."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{what} exists; name another {kind}, or overwrite it with --overwrite")
+    typer.confirm(f"{what} exists; overwrite it?", abort=True, err=True)
+
+
 def check_plot(path: Path | None) -> None:
     """Raise ConfigError if a plot is requested and matplotlib is missing or cannot write this format."""
     if path is None:
@@ -65,8 +72,5 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 
 def _check_overwriting(path: Path, *, overwrite: bool) -> None:
-    if overwrite or not path.is_file():  # a pipe or a device is not lost when it is written
-        return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"{path} exists; name another file, or overwrite it with --overwrite")
-    typer.confirm(f"{path} exists; overwrite it?", abort=True, err=True)
+    if not overwrite and path.is_file():  # a pipe or a device is not lost when it is written
+        confirm_overwriting(str(path))
