@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sagellm.core import ConfigError
 from sagellm.engines.bench.results import Result
+from sagellm.engines.whole_file import whole_file
 
 
 def plot_result(result: Result, path: Path) -> None:
@@ -23,6 +24,7 @@ def plot_result(result: Result, path: Path) -> None:
     axes.set(xlabel="arrival (s)", ylabel="after the arrival (ms)", yscale="log")
     axes.legend()
     try:
-        figure.savefig(path)
+        with whole_file(path) as file:
+            figure.savefig(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {path}") from error

@@ -11,6 +11,7 @@ from typing import Any
 from sagellm.core import ConfigError
 from sagellm.engines.bench.driver import LoadRun
 from sagellm.engines.machine import describe_machine
+from sagellm.engines.whole_file import whole_file
 
 Result = dict[str, Any]
 FORMAT = 1
@@ -50,9 +51,10 @@ def request_rows(run: LoadRun) -> dict[str, list[Any]]:
 def save_result(result: Result, path: Path) -> None:
     """Write a result. Raises ConfigError where it cannot be written."""
     try:
-        path.write_text(
-            json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-        )
+        with whole_file(path) as file:
+            file.write_text(
+                json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
+            )
     except OSError as error:
         raise ConfigError(f"the result cannot be written to {path}") from error
 

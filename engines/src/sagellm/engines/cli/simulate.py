@@ -20,6 +20,7 @@ from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
+from sagellm.engines.whole_file import whole_file
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest
@@ -210,7 +211,7 @@ def _plot(path: Path, found: Simulation) -> None:
 
 def _write_requests(path: Path, runs: Sequence[CacheRun]) -> None:
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             for run in runs:
                 head = {"eviction_policy": run.eviction_policy, "capacity": run.capacity}
                 for request in run.requests:

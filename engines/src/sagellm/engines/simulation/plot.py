@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError
+from sagellm.engines.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,8 @@ def plot_replays(
     curve.legend()
     _draw_sharing(histogram, sharing)
     try:
-        figure.savefig(path)
+        with whole_file(path) as file:
+            figure.savefig(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {path}") from error
 

@@ -11,6 +11,7 @@ from sagellm.core import ConfigError, InvalidInputError, Tokenize, TraceReaderPr
 from sagellm.core.tokens import EMPTY
 from sagellm.engines.traces.files import open_text
 from sagellm.engines.traces.lines import count_of_tokens, has_keys, ints_of, json_lines, number_of
+from sagellm.engines.whole_file import whole_file
 
 FORMAT = "sagellm-trace"
 VERSION = 1
@@ -50,7 +51,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest], about: Mapping[str
         raise InvalidInputError(f"a trace has blocks of one size, not of {sorted(sizes)} tokens")
     head = {"format": FORMAT, "version": VERSION, "block_tokens": max(sizes, default=0), **(about or {})}
     try:
-        with open_text(path, "w") as file:
+        with whole_file(path) as partial, open_text(partial, "w") as file:
             for row in (head, *map(_row, rows)):
                 file.write(json.dumps(row, separators=(",", ":"), ensure_ascii=False) + "\n")
     except OSError as error:
