@@ -1,4 +1,4 @@
-"""From messages to token ids: exact answers, harmless control tokens, errors that show no insides."""
+"""From messages to token ids: exact answers, harmless control tokens, errors that name the line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
 from sagellm.engines.testing.tokenizers import make_tokenizer
 from sagellm.engines.text import ChatMessage, ChatTemplate
+from sagellm.engines.text.chat import ChatTemplateError
 from sagellm.engines.text.holes import Holes
 from sagellm.engines.text.messages import read_conversations
 
@@ -125,16 +126,32 @@ def test_a_template_says_which_variables_it_may_read(tokenizer, template):
     assert [name for name in names if template.reads(name)] == ["enable_thinking", "documents"]
 
 
-def test_what_a_template_says_is_passed_on_and_nothing_of_its_insides(tokenizer, template):
+def test_what_a_template_says_is_passed_on(tokenizer, template):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidRequestError, match="refuses these messages: roles must alternate"):
         template.render(ask("Hi"))
-    for broken in ("{{ secret_name.field }}", "{{ messages[7].content }}", "{% if %}", "{{ 1 // 0 }}"):
-        tokenizer.chat_template = broken
-        with pytest.raises(InvalidRequestError) as told:
-            template.render(ask("Hi"))
-        assert str(told.value) == "the model's chat template cannot render these messages"
-        assert told.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "detail"),
+    [
+        ("\n\n{{ secret.field }}", "UndefinedError: 'secret' is undefined (line 3 of the template)"),
+        (
+            "\n{{ messages[7].content }}",
+            "UndefinedError: list object has no element 7 (line 2 of the template)",
+        ),
+        ("{% if %}", "TemplateSyntaxError: Expected an expression, got 'end of statement block'"),
+        ("Hi\n{{ 1 // 0 }}", "ZeroDivisionError: integer division or modulo by zero (line 2 of"),
+    ],
+)
+def test_a_template_that_fails_is_reported_with_its_error_and_line(tokenizer, template, broken, detail):
+    tokenizer.chat_template = broken
+    with pytest.raises(ChatTemplateError) as told:
+        template.render(ask("Hi"))
+    assert f"cannot render these messages: {detail}" in str(told.value)
+    assert "(line " in str(told.value)
+    assert told.value.__cause__ is None
+    assert told.value.summary == "the model's chat template cannot render these messages"
 
 
 def test_without_a_template_that_is_said(tokenizer):

@@ -303,6 +303,16 @@ def test_variables_of_the_template_change_the_prompt(serve):
     assert prompt(chat_template_kwargs={"thinking_budget": 99}) == (" it far?", ignored)
 
 
+def test_a_template_that_fails_is_logged_in_detail_and_answered_without(serve, caplog):
+    server = serve()
+    server.front.tokenizer.chat_template = "{{ secret.field }}"
+    body = {"messages": [{"role": "user", "content": "Is it far?"}]}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    expected = "messages: the model's chat template cannot render these messages"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, expected)
+    assert "UndefinedError: 'secret' is undefined (line 1 of the template)" in caplog.text
+
+
 def test_best_of_shows_the_likeliest_first(complete):
     fields = {"temperature": 1.5, "seed": 3, "max_tokens": 6, "ignore_eos": True}
     all_of_them = complete(PROMPT, n=6, logprobs=0, **fields)["choices"]

@@ -7,16 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sagellm.core import InvalidRequestError
+from sagellm.core import InvalidRequestError, get_logger
 from sagellm.engines.input_processor import LONG_TEXT
-from sagellm.engines.server.errors import invalid
+from sagellm.engines.server.errors import invalid, printable
 from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
 from sagellm.engines.text import ChatMessage, ChatTemplate
+from sagellm.engines.text.chat import ChatTemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 _MIN_TEXT_LIMIT = 64 << 10
 _CHARACTERS_A_TOKEN = 32
@@ -161,6 +164,10 @@ class PromptEncoder:
                 return self._template.render(
                     read, add_generation_prompt=add_generation_prompt is not False, options=used
                 )
+            except ChatTemplateError as error:
+                if str(error) != error.summary:
+                    logger.error("%s", printable(str(error)))
+                raise invalid("messages", f"messages: {error.summary}") from error
             except InvalidRequestError as error:
                 raise invalid("messages", f"messages: {error}") from error
 

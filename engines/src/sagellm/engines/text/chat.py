@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,17 @@ _RESERVED = frozenset(
 )
 """Names that are passed to templates, or that exist in every template's environment."""
 _MAX_TOLD = 200  # characters of what a template says
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The model's chat template failed; `summary` is the message without the template's insides.
+
+    A server tells its callers the summary alone: who may ask need not know the template.
+    """
+
+    def __init__(self, summary: str, detail: str = "") -> None:
+        super().__init__(f"{summary}: {detail}" if detail else summary)
+        self.summary = summary
 
 
 class ChatTemplate:
@@ -72,7 +84,7 @@ class ChatTemplate:
         """Return the token ids of a conversation; `options` are variables of the template.
 
         With `add_generation_prompt` the assistant's turn is begun. Control tokens in options stay text, too.
-        Raises InvalidRequestError with the message that the template itself raises, and no other detail.
+        Raises ChatTemplateError with what the template raises or what is wrong with it, and the line.
         """
         self.check()
         self.check_options(options or {})
@@ -136,7 +148,7 @@ class ChatTemplate:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))
         except Exception as error:  # of the template, which may refuse roles and their order
-            raise InvalidRequestError(f"the model's chat template {_said(error)}") from None
+            raise _template_error(error) from None
 
     def _encode(self, text: str) -> Sequence[int]:
         assert self._tokenizer is not None, "checked"
@@ -148,9 +160,22 @@ class ChatTemplate:
         return token_ids
 
 
-def _said(error: Exception) -> str:
-    """Phrase what a template says with raise_exception, and nothing else."""
+def _template_error(error: Exception) -> ChatTemplateError:
+    """Phrase what a template says with raise_exception, or why and in which line it failed."""
     from jinja2 import TemplateError
 
-    told = str(error) if type(error) is TemplateError else ""
-    return f"refuses these messages: {told[:_MAX_TOLD]}" if told else "cannot render these messages"
+    told = str(error)[:_MAX_TOLD]
+    if type(error) is TemplateError and told:
+        return ChatTemplateError(f"the model's chat template refuses these messages: {told}")
+    line = _line_of(error)
+    where = f" (line {line} of the template)" if line else ""
+    return ChatTemplateError(
+        "the model's chat template cannot render these messages", f"{type(error).__name__}: {told}{where}"
+    )
+
+
+def _line_of(error: Exception) -> int | None:
+    """Return the line of the template that failed; Jinja puts it into syntax errors and tracebacks."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename in ("<template>", "<unknown>")]
+    return getattr(error, "lineno", None) or next(reversed(lines), None)
