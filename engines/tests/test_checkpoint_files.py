@@ -288,6 +288,14 @@ def test_a_generation_config_with_senseless_numbers_is_refused(single):
         load_checkpoint(single, [Qwen3Family()])
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_bad_end_of_text_token_is_reported_with_its_file(single, name):
+    edit_json(single / "generation_config.json", eos_token_id=None)
+    edit_json(single / name, eos_token_id="</s>")
+    with pytest.raises(CheckpointError, match=rf"^{name}: eos_token_id is '</s>'; it must be a token id"):
+        load_checkpoint(single, [Qwen3Family()])
+
+
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"])
 @pytest.mark.parametrize("value", [0, -4])
 def test_a_size_below_one_is_told_by_its_name(single, name, value):

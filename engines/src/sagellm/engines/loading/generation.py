@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from sagellm.core import CheckpointError, HFConfig
 
+_FILE = "generation_config.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
@@ -28,11 +30,16 @@ class GenerationDefaults:
         There they may be part of the text model's config, as in transformers.
         """
         text = config.get("text_config")
-        sources = (generation_config, config, text if isinstance(text, Mapping) else {})
-        eos = next((found for source in sources if (found := source.get("eos_token_id")) is not None), None)
+        sources: dict[str, Mapping[str, Any]] = {
+            f"{_FILE}: eos_token_id": generation_config,
+            "config.json: eos_token_id": config,
+            "config.json: text_config.eos_token_id": text if isinstance(text, Mapping) else {},
+        }
+        found = ((key, source.get("eos_token_id")) for key, source in sources.items())
+        key, eos = next((each for each in found if each[1] is not None), ("", None))
         sampled = generation_config.get("do_sample")
         return cls(
-            eos_token_ids=_token_ids(eos),
+            eos_token_ids=_token_ids(key, eos),
             temperature=0.0 if sampled is False else _number(generation_config, "temperature"),
             top_k=_integer(generation_config, "top_k"),
             top_p=_number(generation_config, "top_p"),
@@ -42,11 +49,11 @@ class GenerationDefaults:
         )
 
 
-def _token_ids(value: Any) -> frozenset[int]:
+def _token_ids(key: str, value: Any) -> frozenset[int]:
     ids = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     ids = [token for token in ids if token is not None]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise CheckpointError(f"eos_token_id is {value!r}; it must be a token id or a list of them")
+        raise CheckpointError(f"{key} is {value!r}; it must be a token id or a list of them")
     return frozenset(ids)
 
 
@@ -57,7 +64,7 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
     try:
         return float(_checked(value, name, "number"))
     except OverflowError:
-        raise CheckpointError(f"generation_config.json: {name} is beyond any number of a computer") from None
+        raise CheckpointError(f"{_FILE}: {name} is beyond any number of a computer") from None
 
 
 def _integer(values: Mapping[str, Any], name: str) -> int | None:
@@ -70,5 +77,5 @@ def _integer(values: Mapping[str, Any], name: str) -> int | None:
 def _checked(value: Any, name: str, kind: Literal["number", "integer"]) -> float:
     wanted = int if kind == "integer" else int | float
     if isinstance(value, bool) or not isinstance(value, wanted):
-        raise CheckpointError(f"generation_config.json: {name} is {value!r}; it must be a {kind}")
+        raise CheckpointError(f"{_FILE}: {name} is {value!r}; it must be a {kind}")
     return value
