@@ -69,5 +69,6 @@ def test_running_out_of_blocks_says_how_many() -> None:
 
 def test_the_nearest_name_is_suggested_and_a_far_one_is_not() -> None:
     assert nearest("lur", ["lru", "fifo"]) == " Did you mean 'lru'?"
+    assert nearest("QoS", ["lru", "qos"]) == " Did you mean 'qos'?"
     assert nearest("belady", ["lru", "fifo"]) == ""
     assert nearest("lru", []) == ""

@@ -74,6 +74,19 @@ def test_a_misspelt_sampling_parameter_is_told_the_nearest():
         SamplingParams(max_token=5)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("best_of", "no 'best_of': give n and logprobs=0, and keep .* highest cumulative_logprob"),
+        ("use_beam_search", "there is no beam search; leave it out"),
+        ("logits_processors", "give their arguments as extra_args"),
+    ],
+)
+def test_a_sampling_parameter_of_vllm_alone_says_what_to_do(name, told):
+    with pytest.raises(InvalidRequestError, match=told):
+        SamplingParams(**{name: 4})
+
+
 def test_the_types_of_the_settings_are_those_of_the_schema():
     tool = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "engine_settings.py"))
     assert tool["TARGET"].read_text(encoding="utf-8") == tool["source"](), (

@@ -12,7 +12,7 @@ import pytest
 
 from sagellm.core import CheckpointError
 from sagellm.engines import __version__
-from sagellm.engines.cli import main_llm, plugins
+from sagellm.engines.cli import main, main_llm, plugins
 from sagellm.engines.cli.command import _HINTS
 
 # typer itself takes pydantic as soon as a command has an option
@@ -134,6 +134,35 @@ def test_wrong_use_ends_with_two(sage, arguments):
 )
 def test_a_misspelt_command_is_told_with_the_nearest(sage, arguments, meant):
     assert f"Did you mean {meant!r}?" in sage(*arguments).err
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "meant"),
+    [
+        (main, ["llm", "engine", "list"], "sage llm engine status"),
+        (main, ["llm", "engine", "ps"], "sage llm engine status"),
+        (main, ["llm", "llm", "chat"], "sage llm chat"),
+        (main_llm, ["llm", "generate", "Hello"], "sagellm generate"),
+        (main_llm, ["llm"], "sagellm"),
+    ],
+)
+def test_a_command_that_is_tried_by_another_name_is_told_whole(capfd, program, arguments, meant):
+    with pytest.raises(SystemExit) as ended:
+        program(arguments)
+    assert ended.value.code == 2
+    assert f"Did you mean `{meant}`?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["info", "QOS"], "qos"),
+        (["list", "--kind", "KV_TIER"], "kv_tier"),
+        (["info", "SageLLM-Comm"], "sagellm-comm"),
+    ],
+)
+def test_a_name_in_the_wrong_letter_case_is_told_as_it_is_written(sage, arguments, meant):
+    assert f"Did you mean {meant!r}?" in sage("plugins", *arguments).err
 
 
 def test_a_wrong_setting_ends_with_two_and_one_message(sage):

@@ -129,6 +129,7 @@ class EngineDeadError(EngineError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Phrase a suggestion for a misspelt name: ` Did you mean 'lru'?`, or nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    """Phrase a suggestion for a misspelt name, in any letter case: ` Did you mean 'lru'?`, or nothing."""
+    names = {each.lower(): each for each in known}
+    matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f" Did you mean {names[matches[0]]!r}?" if matches else ""

@@ -47,6 +47,7 @@ class LLMGroup(LazyGroup):
         "doctor": _DOCTOR,
         "topology": Entry(f"{_HERE}.topology:app", "Show this machine's CPUs, memory, GPUs and network."),
     }
+    synonyms = {"llm": ""}  # noqa: RUF012  (typed in the base)
 
 
 class SageGroup(LazyGroup):

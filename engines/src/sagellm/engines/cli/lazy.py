@@ -29,6 +29,8 @@ class LazyGroup(TyperGroup):
     table: ClassVar[Mapping[str, Entry]] = {}
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Commands of other groups, and under which program they are."""
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Names that are tried for a command, and the command; "" for a word to leave out."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names."""
@@ -47,10 +49,17 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; suggest the nearest for an unknown name."""
         if args[0] not in self.table and not args[0].startswith("-"):
-            if args[0] in self.elsewhere:
-                ctx.fail(f"No such command {args[0]!r}. Did you mean `{self.elsewhere[args[0]]} {args[0]}`?")
-            ctx.fail(f"No such command {args[0]!r}.{nearest(args[0], self.table)}")
+            ctx.fail(f"No such command {args[0]!r}.{self._suggestion(ctx.command_path, args)}")
         return super().resolve_command(ctx, args)
+
+    def _suggestion(self, program: str, args: list[str]) -> str:
+        name = args[0]
+        if name in self.elsewhere:
+            return f" Did you mean `{self.elsewhere[name]} {name}`?"
+        if name in self.synonyms:
+            words = [self.synonyms[name]] if self.synonyms[name] else args[1:2]
+            return f" Did you mean `{' '.join([program, *words])}`?"
+        return nearest(name, self.table)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write names and summaries into the help."""

@@ -13,6 +13,17 @@ from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing by less could overflow float32."""
 
+_INSTEAD = {
+    "best_of": "give n and logprobs=0, and keep the outputs with the highest cumulative_logprob per token, "
+    "as POST /v1/completions does for best_of",
+    "guided_decoding": "output cannot be held to a grammar; leave it out",
+    "logits_processors": "name them in the engine's logits_processors; give their arguments as extra_args",
+    "structured_outputs": "output cannot be held to a grammar; leave it out",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "use_beam_search": "there is no beam search; leave it out",
+}
+"""Parameters of vLLM without an equivalent here, and what to do instead."""
+
 _Strings: TypeAlias = str | Collection[str] | None
 
 
@@ -65,6 +76,8 @@ class SamplingParams:
 
         def __new__(cls, *_: object, **given: object):  # noqa: D102
             for name in given.keys() - cls.__dataclass_fields__.keys():
+                if name in _INSTEAD:
+                    raise InvalidRequestError(f"SamplingParams has no {name!r}: {_INSTEAD[name]}")
                 known = ", ".join(cls.__dataclass_fields__)
                 hint = nearest(name, cls.__dataclass_fields__)
                 raise InvalidRequestError(f"SamplingParams has no {name!r}; it has {known}.{hint}")

@@ -16,6 +16,7 @@ class EngineGroup(LazyGroup):
         "status": Entry(f"{_HERE}.status:app", "Show the engines that run."),
         "stop": Entry(f"{_HERE}.stop:app", "End an engine."),
     }
+    synonyms = dict.fromkeys(("list", "ls", "ps", "show"), "status")
 
 
 app = new_app("Start, show and stop engines.", EngineGroup)
