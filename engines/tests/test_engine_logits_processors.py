@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -195,7 +196,30 @@ def test_what_one_raises_ends_the_request_that_caused_it(make_engine, registry, 
     with caplog.at_level(logging.CRITICAL):
         good, bad = engine.generate([PROMPT, PROMPT], params)
     assert len(good.outputs[0].token_ids) == 3
-    assert (bad.outputs[0].finish_reason, bad.outputs[0].error) == ("error", "ValueError: no such token")
+    assert bad.outputs[0].finish_reason == "error"
+    assert re.fullmatch(
+        r"PluginError: logits_processor 'only' of somebody-elses 0: start\(\) failed; ValueError: "
+        r"no such token \(test_engine_logits_processors.py, line \d+, in start\)",
+        bad.outputs[0].error,
+    )
+
+
+def test_one_that_fails_in_apply_is_named_with_its_plugin_and_line(
+    make_engine, registry, monkeypatch, caplog
+):
+    monkeypatch.setattr(Only, "apply", lambda self, logits, rows: rows[len(rows)])
+    engine = make_engine(registry=registry, logits_processors="only")
+    with caplog.at_level(logging.CRITICAL):
+        error = generate(engine, extra_args={"only": 9}).error
+    named = r"'only' of somebody-elses 0: apply\(\) failed; IndexError: .*logits_processors.py, line \d+, in"
+    assert re.search(named, error)
+
+
+def test_one_that_cannot_be_made_is_named_with_its_plugin_and_line(make_engine, registry, monkeypatch):
+    monkeypatch.setattr(Only, "__init__", lambda self, vocab_size: vocab_size / 0)
+    told = r"'only' of somebody-elses 0: its factory failed; ZeroDivisionError: .*, line \d+, in <lambda>\)"
+    with pytest.raises(PluginError, match=told):
+        make_engine(registry=registry, logits_processors="only")
 
 
 @pytest.mark.parametrize(

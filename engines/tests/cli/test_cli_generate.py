@@ -322,6 +322,37 @@ def test_a_plugin_that_is_broken_stops_the_engine_and_is_named(sage, checkpoint,
     assert (result.code, "broken-plugin" in result.err) == (1, True)
 
 
+_FAILING = """
+from sagellm.core import NullLogitsProcessor, Provider, hookimpl
+
+class Failing(NullLogitsProcessor):
+    def start(self, request):
+        return 1
+
+    def apply(self, logits, rows):
+        raise ValueError("no moon tonight")
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("logits_processor", "failing", f"{__name__}:Failing", "fails")]
+"""
+
+
+def test_a_logits_processor_that_fails_is_named_and_its_traceback_shown_with_debug(sage, checkpoint, install):
+    install("failing-plugin", _FAILING)
+    run = ("llm", "generate", "x", "--model", checkpoint, *REAL, "--logits-processors", "failing")
+    result = sage(*run)
+    told = (
+        "logits_processor 'failing' of failing-plugin 1.5: apply() failed; ValueError: no moon tonight "
+        "(failing_plugin.py, line 9, in apply)"
+    )
+    assert (result.code, told in result.err.splitlines()[-1]) == (1, True), result.err
+    assert "Traceback" not in result.err
+    debugged = sage("--debug", *run)
+    assert (debugged.code, debugged.err.count("no moon tonight") > 1) == (1, True)
+    assert 'raise ValueError("no moon tonight")' in debugged.err
+
+
 def test_an_unknown_policy_is_told_with_the_nearest(sage, checkpoint):
     result = sage("llm", "generate", "x", "--model", checkpoint, *REAL, "--eviction-policy", "lruu")
     assert (result.code, "Did you mean 'lru'?" in result.err) == (1, True)

@@ -45,7 +45,7 @@ from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
-from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
+from sagellm.engines.modules import Modules as Modules, engine, extra_args, label_of, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 
@@ -118,7 +118,11 @@ def build_core(  # noqa: PLR0913
             kv=kv.manager,
             saves=build_saves(modules, memory, kv.manager, fingerprint, runtime),
             runner=runner,
-            sampler=Sampler(processors.values(), extra_args(modules, processors)),
+            sampler=Sampler(
+                processors.values(),
+                extra_args(modules, processors),
+                labels=[label_of(modules, name) for name in processors],
+            ),
             predictor=predictor,
             registry=modules.registry,
             runtime=runtime,

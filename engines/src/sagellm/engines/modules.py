@@ -19,6 +19,7 @@ from sagellm.core import (
 )
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.settings import named_providers
+from sagellm.engines.plugin_failure import plugin_failure
 
 if TYPE_CHECKING:
     from sagellm.core import LogitsProcessorProtocol
@@ -116,13 +117,26 @@ def _check_options(
 
 
 def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProcessorProtocol[Any]]:
-    """Make the logits processors, the built-in ones first; one that is named twice is made once."""
+    """Make the logits processors, the built-in ones first; one that is named twice is made once.
+
+    Raises PluginError, which names the processor and its distribution, if one cannot be made.
+    """
     made: dict[Callable[..., Any], tuple[str, LogitsProcessorProtocol[Any]]] = {}
     for name in (*BUILT_IN_PROCESSORS, *modules.config.sampling.logits_processors):
         factory = modules.factory("logits_processor", name)
         if factory not in made:
-            made[factory] = (name.removeprefix("sagellm-engines:"), factory(vocab_size))
+            try:
+                processor = factory(vocab_size)
+            except Exception as error:
+                raise plugin_failure(label_of(modules, name), "its factory", error) from error
+            made[factory] = (name.removeprefix("sagellm-engines:"), processor)
     return dict(made.values())
+
+
+def label_of(modules: Modules, processor_name: str) -> str:
+    """Return how errors call a logits processor: its kind and name, and what it came with."""
+    entry = modules.registry.find("logits_processor", processor_name)
+    return f"logits_processor {processor_name!r} of {entry.distribution} {entry.version}"
 
 
 def extra_args(
@@ -145,9 +159,8 @@ def _extra_args(modules: Modules, name: str, processor: LogitsProcessorProtocol[
         if wrong:
             raise TypeError(f"{wrong[0]!r} is no ExtraArg with a string as its name")
     except Exception as error:
-        entry = modules.registry.find("logits_processor", name)
         raise PluginError(
-            f"logits_processor {name!r} of {entry.distribution} {entry.version}: extra_args() {problem}; "
+            f"{label_of(modules, name)}: extra_args() {problem}; "
             f"{type(error).__name__}: {error}; it must return a list of ExtraArg"
         ) from error
     return declared

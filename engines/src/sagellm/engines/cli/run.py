@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.main import get_command
 
-from sagellm.core import ConfigError, InvalidInputError, SageLLMError
+from sagellm.core import ConfigError, InvalidInputError, SageLLMError, get_logger
 
 FAILED = 1
 USED_WRONGLY = 2
@@ -26,9 +27,25 @@ class Session:
     debug: bool = False
 
 
+class _LogFormatter(logging.Formatter):
+    """Writes messages alone, and tracebacks with --debug."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def formatException(self, ei: Any) -> str:
+        """Render a traceback, or nothing."""
+        return super().formatException(ei) if self._session.debug else ""
+
+
 def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or argument), 130 stopped."""
     session = Session(debug=os.environ.get("SAGELLM_DEBUG", "0") not in ("", "0"))
+    logger, handler = get_logger("sagellm"), logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(_LogFormatter(session))
+    logger.addHandler(handler)  # until a command configures the log
     try:
         result = get_command(app)(
             args=None if arguments is None else list(arguments), prog_name=program, obj=session
@@ -43,6 +60,8 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) 
         else:
             typer.echo(_message(error), err=True)
         sys.exit(USED_WRONGLY if isinstance(error, ConfigError | InvalidInputError) else FAILED)
+    finally:
+        logger.removeHandler(handler)
     sys.exit(result)
 
 

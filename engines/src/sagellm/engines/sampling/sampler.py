@@ -11,6 +11,7 @@ import torch
 
 from sagellm.core.errors import EngineError
 from sagellm.core.protocols.logits_processor import ExtraArg, LogitsProcessorProtocol, LogitsRequest
+from sagellm.engines.plugin_failure import plugin_failure
 from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into
@@ -66,9 +67,14 @@ class Sampler:
     check_stop_conditions = staticmethod(check_stop_conditions)
 
     def __init__(
-        self, processors: Iterable[LogitsProcessorProtocol[Any]] = (), extra_args: Iterable[ExtraArg] = ()
+        self,
+        processors: Iterable[LogitsProcessorProtocol[Any]] = (),
+        extra_args: Iterable[ExtraArg] = (),
+        *,
+        labels: Iterable[str] = (),
     ) -> None:
         self._processors = tuple(processors)
+        self._labels = tuple(labels) or tuple(type(each).__name__ for each in self._processors)
         self.extra_args = tuple(extra_args)  # the entries of a request's `extra_args` that these read
         self._space = torch.empty(0)
         self._ways = {
@@ -80,16 +86,27 @@ class Sampler:
         }
 
     def start(self, request: LogitsRequest) -> LogitsStates:
-        """Return what the processors keep of a sequence, once, before it is sampled for the first time."""
-        started = ((which, each.start(request)) for which, each in enumerate(self._processors))
-        return tuple((which, state) for which, state in started if state is not None)
+        """Return what the processors keep of a sequence, once, before it is sampled for the first time.
+
+        Raises PluginError, which names the processor, if one fails.
+        """
+        states: list[tuple[int, Any]] = []
+        for which, each in enumerate(self._processors):
+            try:
+                state = each.start(request)
+            except Exception as error:
+                raise plugin_failure(self._labels[which], "start()", error) from error
+            if state is not None:
+                states.append((which, state))
+        return tuple(states)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Return one token for each row of logits (rows, vocab), float32 on any device, left unchanged.
 
         The device is waited for once; a second time where a filter keeps more than the most likely few
         dozen or hundred tokens. Raises BadLogitsError, which names the rows, for NaN, infinity or a row
-        without any finite logit; no token of the batch is then returned.
+        without any finite logit, and PluginError, which names the processor, if one fails; no token of the
+        batch is then returned.
         """
         if logits.ndim != 2 or len(rows) != logits.shape[0]:
             raise EngineError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows to sample")
@@ -162,7 +179,11 @@ class Sampler:
     ) -> _Chunk:
         """Select rows of the logits; copies them only where it has to."""
         members = [rows[index] for index in part]
-        scores = changed(logits, part, rows, self._processors) if is_changed else select(logits, part)
+        scores = (
+            changed(logits, part, rows, self._processors, self._labels)
+            if is_changed
+            else select(logits, part)
+        )
         random = [row for row in members if not row.params.is_greedy]
         numbers = (
             uniforms([row.seed for row in random], [row.position for row in random])

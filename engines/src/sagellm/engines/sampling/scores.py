@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sagellm.core.protocols.logits_processor import LogitsProcessorProtocol, LogitsRow
+from sagellm.engines.plugin_failure import plugin_failure
 from sagellm.engines.sampling.penalties import apply_penalties
 from sagellm.engines.sampling.rows import SamplingRow
 
@@ -22,9 +23,16 @@ def select(logits: torch.Tensor, part: list[int]) -> torch.Tensor:
 
 
 def changed(
-    logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow], processors: Processors
+    logits: torch.Tensor,
+    part: list[int],
+    rows: Sequence[SamplingRow],
+    processors: Processors,
+    labels: Sequence[str],
 ) -> torch.Tensor:
-    """Return a copy of rows of the logits after the penalties and processors that their sequences use."""
+    """Return a copy of rows of the logits after the penalties and processors that their sequences use.
+
+    Raises PluginError with the label of a processor that fails.
+    """
     scores = select(logits, part).clone(memory_format=torch.contiguous_format)
     members = [rows[index] for index in part]
     apply_penalties(
@@ -38,5 +46,8 @@ def changed(
         for which, state in row.states:
             used.setdefault(which, []).append(LogitsRow(place, state, row.output_token_ids))
     for which in sorted(used):
-        processors[which].apply(scores, used[which])
+        try:
+            processors[which].apply(scores, used[which])
+        except Exception as error:
+            raise plugin_failure(labels[which], "apply()", error) from error
     return scores
