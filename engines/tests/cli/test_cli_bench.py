@@ -100,6 +100,18 @@ def test_serve_compares_saved_results_and_runs_nothing(sage, server, tmp_path):
     assert shown["figures"][0] == {"name": "num_requests", "values": [2.0, 4.0], "ratios": [1.0, 2.0]}
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("serve", "--plot"), ("serve", "--save"), ("throughput", "--save"), ("latency", "--save")],
+)
+def test_a_comparison_refuses_to_write_a_result(sage, tmp_path, command, flag):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text('{"figures": {"num_requests": 2}}')
+    result = sage("llm", "bench", command, "--compare", "a.json", "b.json", flag, "out.png")
+    assert (result.code, result.out, (tmp_path / "out.png").exists()) == (2, "", False)
+    assert f"{flag} out.png is given with --compare, which measures nothing" in result.err
+
+
 def test_serve_tells_what_failed(sage, server):
     lengths = ("--input-len", "uniform:1:200", "--output-len", "3", "--warmup", "0")
     result = sage("llm", "bench", "serve", "--base-url", server, *lengths, "--num-prompts", "40")

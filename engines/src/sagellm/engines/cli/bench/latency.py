@@ -35,7 +35,7 @@ def latency(
     from sagellm.engines.cli.bench.show import print_comparison
 
     if compare:
-        print_comparison(compare, as_json=as_json)
+        print_comparison(compare, as_json=as_json, save=save)
         return
     own = latency_options(options)
     check_targets(save, overwrite=overwrite)

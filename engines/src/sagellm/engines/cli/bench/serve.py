@@ -41,7 +41,7 @@ def serve(
     from sagellm.engines.cli.bench.show import print_comparison, print_serve_result
 
     if compare:
-        print_comparison(compare, as_json=as_json)
+        print_comparison(compare, as_json=as_json, save=save, plot=plot)
         return
     settings = load_settings(options)
     from sagellm.engines.bench.plot import plot_result

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from sagellm.core import ConfigError
 from sagellm.engines.bench.compare import compare_results
 from sagellm.engines.bench.results import Result, load_result
 from sagellm.engines.cli.output import columns, print_json
@@ -56,8 +57,19 @@ def print_serve_result(result: Result, *, as_json: bool) -> None:
         typer.echo(f"warning: {warning}", err=True)
 
 
-def print_comparison(paths: Sequence[Path], *, as_json: bool) -> None:
-    """Print every figure of saved results, with its ratio to the first result's."""
+def print_comparison(
+    paths: Sequence[Path], *, as_json: bool, save: Path | None = None, plot: Path | None = None
+) -> None:
+    """Print every figure of saved results, with its ratio to the first result's.
+
+    Raises ConfigError if a result is to be saved or plotted, as nothing is measured.
+    """
+    for flag, path in {"--save": save, "--plot": plot}.items():
+        if path is not None:
+            raise ConfigError(
+                f"{flag} {path} is given with --compare, which measures nothing: leave {flag} out, or give "
+                "it with the run that is measured"
+            )
     found = compare_results([load_result(path) for path in paths])
     if as_json:
         rows = [{"name": one.name, "values": one.values, "ratios": one.ratios} for one in found.figures]
