@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from sagellm.engines.server.errors import APIError
+from sagellm.engines.server.parsing import parse_now
 from sagellm.engines.server.schema import ChatBody, CompletionBody, Message
 from sagellm.engines.server.unsupported import (
     IGNORED,
@@ -20,6 +24,7 @@ BODIES = {
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     ),
 }
+EXAMPLES = {dict: {"some": "thing"}, bool: True, str: "Let me think.", list: [{"some": "thing"}]}
 CASES = [
     (path, name)
     for path, (kind, _) in BODIES.items()
@@ -79,12 +84,30 @@ def test_what_does_not_change_the_answer_is_listed(server, path, name):
     body = {**BODIES[path][1], "temperature": 0}
     plain = server.http.post(path, json=body)
     assert "x-sagellm-ignored" not in plain.headers
-    for value in ({"some": "thing"}, True, "flex"):
-        answer = server.http.post(path, json={**body, name: value})
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-sagellm-ignored"] == name
-        assert answer.json()["choices"] == plain.json()["choices"]
+    answer = server.http.post(path, json={**body, name: EXAMPLES[IGNORED[name]]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-sagellm-ignored"] == name
+    assert answer.json()["choices"] == plain.json()["choices"]
     assert "x-sagellm-ignored" not in server.http.post(path, json={**body, name: None}).headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"store": "yes"}, "store: expected `bool`, got `str`"),
+        ({"metadata": True}, "metadata: expected `object`, got `bool`"),
+        ({"service_tier": 3}, "service_tier: expected `str`, got `int`"),
+        (
+            {"messages": [{"role": "user", "content": "a", "reasoning": ["b"]}]},
+            "messages[0].reasoning: expected `str`, got `array`",
+        ),
+    ],
+)
+def test_what_is_ignored_must_have_its_type(fields, told):
+    with pytest.raises(APIError) as caught:
+        parse_now(json.dumps({**BODIES["/v1/chat/completions"][1], **fields}).encode(), ChatBody)
+    assert (caught.value.status, caught.value.param) == (400, told.partition(":")[0])
+    assert caught.value.message == told
 
 
 def test_streams_and_refusals_list_what_is_ignored(server):
@@ -106,7 +129,7 @@ def test_what_accompanied_an_earlier_answer_is_listed_once(server):
 
     plain = ask()
     for name in sorted(IGNORED_IN_MESSAGES):
-        answer = ask(**{name: "Let me think."})
+        answer = ask(**{name: EXAMPLES[IGNORED_IN_MESSAGES[name]]})
         assert answer.headers["x-sagellm-ignored"] == f"messages.{name}"
         assert answer.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
 

@@ -75,7 +75,7 @@ class _Known:
     """The known names in an object of a body: its fields, and those that are ignored or refused."""
 
     fields: tuple[str, ...]
-    ignored: frozenset[str]
+    ignored: Mapping[str, type]
     refused: Mapping[str, Refusal]
 
 
@@ -90,10 +90,19 @@ def _read(values: dict[str, Any], known: _Known, prefix: str, ignored: dict[str,
             fields[name] = value
         elif name in known.ignored:
             if value is not None:
+                _require_type(f"{prefix}{name}", value, known.ignored[name])
                 ignored[f"{prefix.partition('[')[0]}.{name}" if prefix else name] = None
         else:
             _require_nothing(f"{prefix}{name[:64]}", name, value, known)
     return fields
+
+
+def _require_type(shown: str, value: Any, kind: type) -> None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise invalid(shown, f"{shown}: {text[:1].lower()}{text[1:]}") from None
 
 
 def _require_nothing(shown: str, name: str, value: Any, known: _Known) -> None:

@@ -1,7 +1,7 @@
 """Parameters that OpenAI's or vLLM's documentation lists and that do nothing here.
 
 What would change the answer is refused by name, unless its value asks for nothing: null, or one of the
-values in the table. What would not change it is ignored, and the answer lists it.
+values in the table. What would not change it is ignored if its type is right, and the answer lists it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ class Refusal(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",  # tools themselves are refused
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-"""Ignored in a body: they say who asks, what to keep or how soon to answer."""
+IGNORED: Mapping[str, type] = {
+    "metadata": dict,
+    "parallel_tool_calls": bool,  # tools themselves are refused
+    "prediction": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "service_tier": str,
+    "store": bool,
+    "user": str,
+}
+"""Ignored in a body if of this type: they say who asks, what to keep or how soon to answer."""
 
-IGNORED_IN_MESSAGES = frozenset({"annotations", "reasoning", "reasoning_content"})
+IGNORED_IN_MESSAGES: Mapping[str, type] = {"annotations": list, "reasoning": str, "reasoning_content": str}
 """Ignored in messages: what accompanied an answer. Chat templates leave it out of earlier turns."""
 
 UNSUPPORTED: Mapping[str, Refusal] = {
