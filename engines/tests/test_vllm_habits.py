@@ -28,6 +28,14 @@ def test_the_model_stands_first_and_settings_of_one_device_are_taken(checkpoint)
             engine.generate([[5, 6]], GREEDY, sampling_params=GREEDY)
 
 
+@pytest.mark.parametrize("name", ["progress", "use_tqdm"])
+def test_a_bar_is_shown_or_not(checkpoint, name):
+    with LLMEngine(checkpoint, num_blocks=32) as engine:
+        for call, asked in ((engine.generate, [[5, 6]]), (engine.chat, [{"role": "user", "content": "Hi"}])):
+            with pytest.raises(InvalidRequestError, match=f"{name} is 'x'; it must be True or False"):
+                call(asked, GREEDY, **{name: "x"})
+
+
 def test_the_asynchronous_engine_takes_the_same(checkpoint):
     async def use() -> list[int]:
         async with AsyncLLMEngine(str(checkpoint), num_blocks=32, pipeline_parallel_size=1) as engine:

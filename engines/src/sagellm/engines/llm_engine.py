@@ -108,12 +108,13 @@ class LLMEngine:
         and `use_tqdm` are vLLM's names of `params` and `progress`. Calls from several threads run one after
         another; `AsyncLLMEngine` batches them.
         """
+        is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
         batch = _as_batch(prompts)
         each = _params_for(batch, self.default_params if given is None else given)
         with self._turn:
             requests = self._input.process_requests(batch, each, namespace=namespace)
-            finished = self._run_to_end(requests, progress=progress or use_tqdm)
+            finished = self._run_to_end(requests, progress=is_shown)
         return [finished[request.request_id] for request in requests]
 
     def chat(  # noqa: PLR0913
@@ -134,6 +135,7 @@ class LLMEngine:
         template. All else is as in `generate`; outputs have the prompt's token ids and no text of it.
         Raises InvalidRequestError, also where the model has no chat template.
         """
+        is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
         prompts = [
             self.chat_template.render(
@@ -141,7 +143,7 @@ class LLMEngine:
             )
             for conversation in read_conversations(messages)
         ]
-        return self.generate(prompts, given, namespace=namespace, progress=progress or use_tqdm)
+        return self.generate(prompts, given, namespace=namespace, progress=is_shown)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -276,6 +278,14 @@ def one_of(params: T, named: T) -> T:
             "params and sampling_params are two names of the same argument; give one of them"
         )
     return named if params is None else params
+
+
+def _is_shown(progress: object, use_tqdm: object) -> bool:
+    """Say whether to show a bar. Raises InvalidRequestError unless both are booleans."""
+    for name, value in {"progress": progress, "use_tqdm": use_tqdm}.items():
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name} is {value!r}; it must be True or False")
+    return progress is True or use_tqdm is True
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
