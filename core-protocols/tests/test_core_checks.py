@@ -11,13 +11,22 @@ def check(value: object) -> None:
     require_object("eviction_policy", value, EvictionPolicyProtocol, "eviction_policy")
 
 
+def is_accepted(value: object) -> bool:
+    try:
+        check(value)
+    except ConfigError:
+        return False
+    return True
+
+
 def test_an_object_with_the_methods_will_do() -> None:
     class Proxy:
         def __getattr__(self, name: str) -> object:
             return getattr(NullEvictionPolicy(), name)
 
-    check(NullEvictionPolicy())
-    check(Proxy())
+    assert is_accepted(NullEvictionPolicy())
+    assert is_accepted(Proxy())
+    assert not is_accepted(object())
 
 
 def test_a_name_gets_the_line_that_resolves_it() -> None:
