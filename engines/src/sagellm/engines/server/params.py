@@ -59,7 +59,10 @@ def completion_params(body: CompletionBody, defaults: SamplingParams) -> Samplin
 def _ranked(body: CompletionBody, best_of: int, num_choices: int) -> dict[str, Any]:
     """Return parameters that generate `best_of` continuations, and the log-probabilities to rank them."""
     if best_of < num_choices:
-        raise invalid("best_of", f"best_of: expected `int` >= n ({num_choices})")
+        raise invalid(
+            "best_of",
+            f"best_of: {best_of} continuations cannot give n={num_choices} of them; raise best_of or lower n",
+        )
     if best_of > num_choices and body.stream:
         raise invalid("best_of", "best_of: only complete texts can be ranked; leave out stream")
     is_ranked = best_of > num_choices and body.logprobs is None
@@ -103,19 +106,28 @@ def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, m
             f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; "
             f"lower max_tokens or logprobs",
         )
-    if (
-        params.prompt_logprobs is not None
-        and prompt_tokens * (params.prompt_logprobs + 1) > MAX_LOGPROB_ENTRIES
-    ):
-        raise invalid("prompt_logprobs", f"prompt_logprobs: more than {MAX_LOGPROB_ENTRIES} in all")
+    entries = 0 if params.prompt_logprobs is None else prompt_tokens * (params.prompt_logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise invalid(
+            "prompt_logprobs",
+            f"prompt_logprobs: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt "
+            f"tokens are {entries} log-probabilities; there may be at most {MAX_LOGPROB_ENTRIES}: lower "
+            f"prompt_logprobs, or send fewer or shorter prompts",
+        )
 
 
 def _given(body: SamplingBody) -> dict[str, Any]:
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options: only for stream=true")
+        raise invalid(
+            "stream_options", "stream_options: only a stream has options; set stream to true, or leave it out"
+        )
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "prompt_logprobs: not given for a stream")
+        raise invalid(
+            "prompt_logprobs",
+            f"prompt_logprobs: {body.prompt_logprobs} with stream=true, but only a complete answer has "
+            f"log-probabilities of the prompt; leave out stream or prompt_logprobs",
+        )
     if body.extra_args and body.vllm_xargs:
         raise invalid("vllm_xargs", "vllm_xargs: this is another name of extra_args; give one of them")
     if extra_args := body.extra_args or body.vllm_xargs:

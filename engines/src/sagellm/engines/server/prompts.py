@@ -106,7 +106,8 @@ class PromptEncoder:
 
     def _check_length(self, num_characters: int, param: str) -> None:
         if num_characters > self._max_characters:
-            message = f"{param}: {num_characters} characters; there may be at most {self._max_characters}"
+            most = self._max_characters
+            message = f"{param}: {num_characters} characters; there may be at most {most}; shorten it"
             raise invalid(param, message, code="context_length_exceeded")
 
     def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
@@ -116,21 +117,25 @@ class PromptEncoder:
 
     def _checked(self, token_ids: Sequence[int], param: str) -> Sequence[int]:
         if not token_ids:
-            raise invalid(param, f"{param}: there is no token in it")
+            raise invalid(
+                param, f"{param}: it has no tokens, and the model needs at least one; write some text"
+            )
         if len(token_ids) >= self._max_model_len:
             raise invalid(
                 param,
-                f"{param}: {len(token_ids)} tokens are too many; the model takes {self._max_model_len - 1} "
-                f"and one to generate",
+                f"{param}: {len(token_ids)} tokens; there may be at most {self._max_model_len - 1}, so that "
+                f"one of the model's {self._max_model_len} is left to generate; shorten it",
                 code="context_length_exceeded",
             )
         return token_ids
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         if self._tokenizer is None:
-            raise invalid("tokens", "tokens: the model has no tokenizer")
+            raise invalid("tokens", "tokens: the model has no tokenizer, so its tokens have no text")
         if len(token_ids) > self._max_characters:
-            message = f"tokens: {len(token_ids)} tokens; there may be at most {self._max_characters}"
+            message = (
+                f"tokens: {len(token_ids)} tokens; there may be at most {self._max_characters}; send fewer"
+            )
             raise invalid("tokens", message, code="context_length_exceeded")
         largest, most = max(token_ids, default=0), len(self._tokenizer) - 1
         if largest > most:
