@@ -9,8 +9,8 @@ import pytest
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.config import EngineConfig
+from sagellm.engines.server.access_control import LOOPBACK_PATHS, OPEN_PATHS
 from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_DEPTH
-from sagellm.engines.server.door import LOOPBACK_PATHS, OPEN_PATHS
 from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
 from sagellm.engines.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody

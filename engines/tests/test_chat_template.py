@@ -9,8 +9,8 @@ from sagellm.engines import SamplingParams
 from sagellm.engines.testing.tokenizers import make_tokenizer
 from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.chat import ChatTemplateError
-from sagellm.engines.text.holes import Holes
 from sagellm.engines.text.messages import read_conversations
+from sagellm.engines.text.placeholders import Placeholders
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -167,11 +167,20 @@ def test_half_a_character_is_told(template):
         template.render(ask("\ud800"))
 
 
-def test_holes_take_what_no_tokenizer_reads():
-    holes = Holes()
-    text = f"ab{holes.mark('x', [1, 2])}c{holes.mark('y', [3])}{holes.mark('x', [1, 2])}"
-    assert holes.encode(text, lambda piece: [ord(each) for each in piece]) == [97, 98, 1, 2, 99, 3, 1, 2]
-    assert Holes().encode("a", lambda piece: [len(piece)]) == [1]
+def test_placeholders_become_token_ids_that_no_tokenizer_reads():
+    placeholders = Placeholders()
+    text = f"ab{placeholders.mark('x', [1, 2])}c{placeholders.mark('y', [3])}{placeholders.mark('x', [1, 2])}"
+    assert placeholders.encode(text, lambda piece: [ord(each) for each in piece]) == [
+        97,
+        98,
+        1,
+        2,
+        99,
+        3,
+        1,
+        2,
+    ]
+    assert Placeholders().encode("a", lambda piece: [len(piece)]) == [1]
 
 
 @pytest.mark.parametrize(

@@ -13,33 +13,33 @@ from sagellm.accel import widening
 from sagellm.core import PluginRegistry
 from sagellm.engines.cli.doctor import command, hardware, software
 from sagellm.engines.cli.doctor.plugins import examine_plugins
-from sagellm.engines.cli.doctor.report import Patient, Section, as_text, examine
+from sagellm.engines.cli.doctor.report import ExaminationContext, Section, as_text, examine
 from sagellm.engines.config import EngineConfig
 from sagellm.engines.forward import free_cores
 
 
-def healthy(patient):
+def healthy(context):
     return Section("health", {"pulse": 60, "fever": False, "allergies": []})
 
 
-def limping(patient):
+def limping(context):
     section = Section("legs")
     section.warn("one leg is short", "walk in circles")
     return section
 
 
-def broken(patient):
+def broken(context):
     section = Section("arms")
     section.error("an arm is missing", "grow one")
     return section
 
 
-def failing(patient):
+def failing(context):
     raise ValueError("no stethoscope")
 
 
-def patient_with(registry=None, topology=None, **settings):
-    return Patient(
+def context_with(registry=None, topology=None, **settings):
+    return ExaminationContext(
         registry=registry or PluginRegistry(), config=EngineConfig.from_flat(**settings), topology=topology
     )
 
@@ -73,15 +73,15 @@ def test_problems_come_last_with_their_remedies():
 
 
 def test_an_examination_that_fails_is_a_finding():
-    section = examine(failing, patient_with())
+    section = examine(failing, context_with())
     assert problems_of(section) == [("error", "failing could not be examined: ValueError: no stethoscope")]
 
 
 def test_a_library_that_does_not_import_is_a_finding_with_its_name():
-    def lungs(patient):
+    def lungs(context):
         raise ImportError("libbreath.so is missing", name="breath")
 
-    [problem] = examine(lungs, patient_with()).problems
+    [problem] = examine(lungs, context_with()).problems
     assert problem.remedy == "reinstall it: pip install --force-reinstall breath"
 
 
@@ -126,13 +126,13 @@ def test_settings_that_differ_are_told(sage, tmp_path):
 
 
 def test_a_device_that_is_not_there_is_an_error():
-    found = dict(problems_of(hardware.examine_devices(patient_with(device="cuda:99"))))
+    found = dict(problems_of(hardware.examine_devices(context_with(device="cuda:99"))))
     assert "model.device is cuda:99" in found["error"]
 
 
 def test_no_topology_reader_is_an_error():
-    assert problems_of(hardware.examine_cpu(patient_with()))[0][0] == "error"
-    assert hardware.examine_memory(patient_with()).problems == []
+    assert problems_of(hardware.examine_cpu(context_with()))[0][0] == "error"
+    assert hardware.examine_memory(context_with()).problems == []
 
 
 def machine(**changes):
@@ -150,16 +150,16 @@ def machine(**changes):
 
 
 def test_little_memory_and_its_limit_are_told():
-    section = hardware.examine_memory(patient_with(topology=machine()))
+    section = hardware.examine_memory(context_with(topology=machine()))
     assert section.facts == {"installed": "8 GiB", "cgroup limit": "4 GiB", "available": "1 GiB"}
     assert problems_of(section) == [("warning", "1 GiB of memory are available, little for a model")]
     roomy = machine(memory_limit_bytes=8 << 30, memory_available_bytes=6 << 30)
-    section = hardware.examine_memory(patient_with(topology=roomy))
+    section = hardware.examine_memory(context_with(topology=roomy))
     assert (section.facts["cgroup limit"], section.problems) == ("none", [])
 
 
 def test_a_cpu_without_avx2_is_told():
-    assert "no AVX2" in problems_of(hardware.examine_cpu(patient_with(topology=machine())))[0][1]
+    assert "no AVX2" in problems_of(hardware.examine_cpu(context_with(topology=machine())))[0][1]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_threads_are_compared_with_cores(monkeypatch, threads, told):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(free_cores, "read_cpu_time", lambda: None)
     monkeypatch.setattr(hardware, "read_cpu_limit", lambda: None)
-    [(severity, what)] = problems_of(hardware.examine_threads(patient_with()))
+    [(severity, what)] = problems_of(hardware.examine_threads(context_with()))
     assert (severity, told in what) == ("warning", True)
 
 
@@ -192,7 +192,7 @@ def busy_machine(monkeypatch):
 
 
 def test_busy_neighbours_are_told_with_what_an_engine_makes_of_them(busy_machine):
-    section = hardware.examine_threads(patient_with())
+    section = hardware.examine_threads(context_with())
     assert section.facts["CPUs kept busy by others"] == "2.0 of 4, now"
     assert section.facts["load average"].endswith(" for 4 CPUs, over the last minute")
     assert section.facts["threads of a step"] == "2, as many as there are free cores"
@@ -206,7 +206,7 @@ def test_busy_neighbours_are_told_with_what_an_engine_makes_of_them(busy_machine
 
 def test_threads_that_the_user_fixed_beside_busy_neighbours_are_told(busy_machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    section = hardware.examine_threads(patient_with())
+    section = hardware.examine_threads(context_with())
     assert section.facts["threads of a step"] == "4, fixed by OMP_NUM_THREADS"
     [problem] = section.problems
     assert problem.what.endswith("the 4 threads that OMP_NUM_THREADS asks for will wait for each other")
@@ -219,7 +219,7 @@ def test_how_16_bit_weights_are_multiplied_is_told(monkeypatch):
         "torch.float16": widening.Widening(min_rows=None, direct_gflops=200.0, widened_gflops=60.0),
     }
     monkeypatch.setattr(widening, "_measured", lambda dtype: found[str(dtype)])
-    assert hardware.examine_products(patient_with()).facts == {
+    assert hardware.examine_products(context_with()).facts == {
         "bfloat16 weights": "7 GFLOP/s per core, widened to float32 35; widened from 4 rows on",
         "float16 weights": "200 GFLOP/s per core, widened to float32 60; widened never",
     }
@@ -230,7 +230,7 @@ def test_a_missing_package_is_an_error_and_a_mixture_a_warning(monkeypatch):
     versions["sagellm-comm"] = "2"
     del versions["torch"]
     monkeypatch.setattr(software, "installed_version", versions.get)
-    assert problems_of(software.examine_software(patient_with())) == [
+    assert problems_of(software.examine_software(context_with())) == [
         ("error", "torch is not installed"),
         ("warning", "the sageLLM packages have different versions: 1, 2"),
     ]
@@ -238,7 +238,7 @@ def test_a_missing_package_is_an_error_and_a_mixture_a_warning(monkeypatch):
 
 def test_a_file_that_hides_the_namespace_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sagellm", SimpleNamespace(__file__="/site/sagellm/__init__.py"))
-    found = problems_of(software.examine_software(patient_with()))
+    found = problems_of(software.examine_software(context_with()))
     assert ("error", "/site/sagellm/__init__.py hides packages of the sagellm namespace") in found
 
 
@@ -251,7 +251,7 @@ def test_clashing_providers_are_told(install):
     )
     install("twin-a", source)
     install("twin-b", source)
-    section = examine_plugins(patient_with(registry=PluginRegistry.load(), scheduler_passes="twin"))
+    section = examine_plugins(context_with(registry=PluginRegistry.load(), scheduler_passes="twin"))
     told = [what for severity, what in problems_of(section) if what.startswith("scheduler.passes")]
     assert "twin-a:twin" in told[0]
     assert "twin-b:twin" in told[0]

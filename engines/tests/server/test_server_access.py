@@ -10,7 +10,7 @@ import pytest
 from sagellm.core import ConfigError, Namespace
 from sagellm.engines.config import EngineConfig, ServerConfig
 from sagellm.engines.server import create_app
-from sagellm.engines.server.door import OPEN_PATHS, Keys, is_loopback, tenant_of
+from sagellm.engines.server.access_control import OPEN_PATHS, Keys, is_loopback, tenant_of
 
 KEYS = ("first-key", "zweiter Schlüssel")
 PATHS = [

@@ -16,6 +16,7 @@ from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into
 from sagellm.engines.sampling.logprobs import token_logprobs, width, with_logprobs
+from sagellm.engines.sampling.method import SamplingMethod, choose_method
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.penalties import apply_penalties
 from sagellm.engines.sampling.random import uniforms
@@ -23,7 +24,6 @@ from sagellm.engines.sampling.rows import BadLogitsError, LogitsStates, SampledT
 from sagellm.engines.sampling.scores import changed, select
 from sagellm.engines.sampling.selection import Candidates, first_argmax, largest
 from sagellm.engines.sampling.stop import check_stop_conditions
-from sagellm.engines.sampling.way import Way, choose_way
 
 _CHUNK_ELEMENTS = 1 << 23
 """Rows are sampled in chunks of so many logits (32 MiB), which bounds the scratch space."""
@@ -77,7 +77,7 @@ class Sampler:
         self._labels = tuple(labels) or tuple(type(each).__name__ for each in self._processors)
         self.extra_args = tuple(extra_args)  # the entries of a request's `extra_args` that these read
         self._space = torch.empty(0)
-        self._ways = {
+        self._methods = {
             "greedy": self._greedy,
             "whole": self._whole,
             "bounded": self._bounded,
@@ -153,16 +153,16 @@ class Sampler:
     ) -> npt.NDArray[np.float64]:
         """Return (rows, 3 or more): token, check, whether decided, then log-probabilities."""
         # Rows that are changed stay apart, so that no other row is copied.
-        ways: dict[tuple[Way, bool], list[int]] = {}
+        methods: dict[tuple[SamplingMethod, bool], list[int]] = {}
         for index, row in enumerate(rows):
-            way = choose_way(row.params, logits.shape[1], exhaustive=exhaustive)
-            ways.setdefault((way, row.is_changed), []).append(index)
+            method = choose_method(row.params, logits.shape[1], exhaustive=exhaustive)
+            methods.setdefault((method, row.is_changed), []).append(index)
         num_columns = _NUM_COLUMNS + (width(num_top) if num_top >= 0 else 0)
         results = logits.new_zeros((len(rows), num_columns), dtype=torch.float64)
-        for (way, is_changed), members in ways.items():
+        for (method, is_changed), members in methods.items():
             for part in self._parts(members, logits):
                 chunk = self._chunk(logits, part, rows, is_changed=is_changed)
-                drawn = self._ways[way.name](chunk, way.num_candidates)
+                drawn = self._methods[method.name](chunk, method.num_candidates)
                 for column, values in enumerate(drawn):
                     results[part, column] = torch.as_tensor(values, dtype=torch.float64, device=logits.device)
         reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]

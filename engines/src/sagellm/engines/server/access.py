@@ -8,7 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import get_logger
-from sagellm.engines.server.door import LOOPBACK_PATHS, OPEN_PATHS
+from sagellm.engines.server.access_control import LOOPBACK_PATHS, OPEN_PATHS
 from sagellm.engines.server.errors import printable
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from sagellm.core import ConfigError
 from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.server.access import AccessLog
+from sagellm.engines.server.access_control import AccessControl, Keys, is_loopback
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.body import BodyGate
-from sagellm.engines.server.door import Door, Keys, is_loopback
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.front import EngineFront
 from sagellm.engines.server.generation import Chats, Completions
@@ -66,7 +66,7 @@ def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int 
     app.add_exception_handler(HTTPException, _answer)
     app.add_middleware(BodyGate, timeout_s=settings.body_timeout)
     app.add_middleware(
-        Door,
+        AccessControl,
         keys=Keys(settings.api_keys),
         host=settings.host,
         allowed_hosts=settings.allowed_hosts,

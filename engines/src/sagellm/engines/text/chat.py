@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.text.control_tokens import ControlTokens
-from sagellm.engines.text.holes import Holes
 from sagellm.engines.text.messages import ChatMessage
+from sagellm.engines.text.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,27 +88,31 @@ class ChatTemplate:
         """
         self.check()
         self.check_options(options or {})
-        holes = Holes()
+        placeholders = Placeholders()
         call = {"add_generation_prompt": add_generation_prompt} | {
-            name: self._control.hide(value, holes) if isinstance(value, str) else value
+            name: self._control.hide(value, placeholders) if isinstance(value, str) else value
             for name, value in (options or {}).items()
         }
         exact = {index for index, message in enumerate(messages) if message.token_ids}
         if exact:
-            exact = self._unedited(messages, exact, holes, call)
-        text = self._apply(self._as_read(messages, exact, holes), call)
-        return holes.encode(text, self._encode)
+            exact = self._unedited(messages, exact, placeholders, call)
+        text = self._apply(self._as_read(messages, exact, placeholders), call)
+        return placeholders.encode(text, self._encode)
 
     def _unedited(
-        self, messages: Sequence[ChatMessage], answers: set[int], holes: Holes, call: Mapping[str, Any]
+        self,
+        messages: Sequence[ChatMessage],
+        answers: set[int],
+        placeholders: Placeholders,
+        call: Mapping[str, Any],
     ) -> set[int]:
         """Return which of the answers the template takes in as they are, but for space around them."""
-        expected = self._apply(self._as_read(messages, (), holes), call)
+        expected = self._apply(self._as_read(messages, (), placeholders), call)
 
         def is_unedited(some: Collection[int]) -> bool:
-            rendered = self._apply(self._as_read(messages, some, holes), call)
-            contents = {index: self._control.hide(messages[index].content, holes) for index in some}
-            marks = {index: holes.mark(index, messages[index].token_ids) for index in some}
+            rendered = self._apply(self._as_read(messages, some, placeholders), call)
+            contents = {index: self._control.hide(messages[index].content, placeholders) for index in some}
+            marks = {index: placeholders.mark(index, messages[index].token_ids) for index in some}
             whole = stripped = rendered
             for index in some:
                 whole = whole.replace(marks[index], contents[index])
@@ -118,18 +122,18 @@ class ChatTemplate:
         return answers if is_unedited(answers) else {index for index in answers if is_unedited((index,))}
 
     def _as_read(
-        self, messages: Sequence[ChatMessage], exact: Collection[int], holes: Holes
+        self, messages: Sequence[ChatMessage], exact: Collection[int], placeholders: Placeholders
     ) -> list[dict[str, str]]:
         """Write messages as templates want them, with marks for control tokens and exact answers."""
         read: list[dict[str, str]] = []
         for index, message in enumerate(messages):
             if index in exact:
-                content = holes.mark(index, message.token_ids)
+                content = placeholders.mark(index, message.token_ids)
             else:
-                content = self._control.hide(message.content, holes)
-            entry = {"role": self._control.hide(message.role, holes), "content": content}
+                content = self._control.hide(message.content, placeholders)
+            entry = {"role": self._control.hide(message.role, placeholders), "content": content}
             if message.name is not None:
-                entry["name"] = self._control.hide(message.name, holes)
+                entry["name"] = self._control.hide(message.name, placeholders)
             read.append(entry)
         return read
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sagellm.engines.text.holes import Holes
+from sagellm.engines.text.placeholders import Placeholders
 
 
 class ControlTokens:
@@ -19,12 +19,12 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._encode_plain = _plain_encoder(tokenizer) if longest_first else None
 
-    def hide(self, text: str, holes: Holes) -> str:
+    def hide(self, text: str, placeholders: Placeholders) -> str:
         """Put a mark in the place of each control token."""
         encode = self._encode_plain
         if self._pattern is None or encode is None:
             return text
-        return self._pattern.sub(lambda found: holes.mark(found[0], encode(found[0])), text)
+        return self._pattern.sub(lambda found: placeholders.mark(found[0], encode(found[0])), text)
 
 
 def _plain_encoder(tokenizer: Any) -> Callable[[str], list[int]]:

@@ -18,7 +18,7 @@ from sagellm.core import (
 )
 
 
-class Shelf(KVTierProtocol):
+class DictTier(KVTierProtocol):
     """Keeps copies in a dict. This one keeps the contract."""
 
     def __init__(self, max_bytes: int, *, runtime: Any = None) -> None:
@@ -90,7 +90,7 @@ class Shelf(KVTierProtocol):
         return sum(len(content) for _, content in self._blocks.values())
 
 
-class Open(Shelf):
+class Open(DictTier):
     """Finds blocks by their tokens, whoever's they are."""
 
     def _key(self, header: BlockHeader) -> Any:
@@ -103,7 +103,7 @@ class Open(Shelf):
         return any(header.key == key for header, _ in self._blocks.values())
 
 
-class Stale(Shelf):
+class Stale(DictTier):
     """Keeps the bytes of what was deleted, and gives them back when it is put again."""
 
     def __init__(self, max_bytes: int, *, runtime: Any = None) -> None:
@@ -118,7 +118,7 @@ class Stale(Shelf):
         return outcome
 
 
-class Late(Shelf):
+class Late(DictTier):
     """Says that a get is done; the last bytes arrive with the next call."""
 
     def __init__(self, max_bytes: int, *, runtime: Any = None) -> None:
@@ -138,7 +138,7 @@ class Late(Shelf):
         return outcome
 
 
-class Lossy(Shelf):
+class Lossy(DictTier):
     """Says that every put is done, and forgets one in seven."""
 
     def _put(self, header: BlockHeader, data: memoryview) -> TierOutcome:
@@ -146,7 +146,7 @@ class Lossy(Shelf):
         return "done" if self._metrics.num_puts % 7 == 0 else super()._put(header, data)
 
 
-class Endless(Shelf):
+class Endless(DictTier):
     """Takes whatever it is given."""
 
     def _put(self, header: BlockHeader, data: memoryview) -> TierOutcome:

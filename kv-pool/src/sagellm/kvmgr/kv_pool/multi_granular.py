@@ -10,7 +10,7 @@ from sagellm.core.errors import BlockError, OutOfBlocksError
 from sagellm.core.metrics.cache import external_fragmentation
 from sagellm.kvmgr.kv_pool.extents import LEVELS, Extent, Granularity, KVPoolConfig
 from sagellm.kvmgr.kv_pool.packing import pack
-from sagellm.kvmgr.kv_pool.shelf import Shelf
+from sagellm.kvmgr.kv_pool.size_class import SizeClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class MultiGranularKVPool:
         self.config = config
         self._lock = Lock()
         sizes = [config.total_tokens, *(config.size_of(level) for level in LEVELS)]
-        self._shelves = {
-            level: Shelf(size, larger)
+        self._size_classes = {
+            level: SizeClass(size, larger)
             for level, larger, size in zip(LEVELS, sizes[:-1], sizes[1:], strict=True)
         }
-        self._shelves["sequence"].break_up(0)
+        self._size_classes["sequence"].break_up(0)
         self._held: set[Extent] = set()
         self._free_tokens = config.total_tokens
         self._num_fallbacks = 0
@@ -117,7 +117,7 @@ class MultiGranularKVPool:
                 for source, target in moves:
                     self._held.remove(source)
                     self._held.add(target)
-                self._rebuild_shelves()
+                self._rebuild_size_classes()
             return moves
 
     def get_free_tokens(self) -> int:
@@ -128,7 +128,11 @@ class MultiGranularKVPool:
     def metrics(self) -> MultiGranularMetrics:
         """Return the present state. O(free pieces)."""
         with self._lock:
-            free = [(start, shelf.size) for shelf in self._shelves.values() for start in shelf.starts()]
+            free = [
+                (start, size_class.size)
+                for size_class in self._size_classes.values()
+                for start in size_class.starts()
+            ]
             counts = dict.fromkeys(LEVELS, 0)
             for extent in self._held:
                 counts[extent.granularity] += 1
@@ -137,7 +141,7 @@ class MultiGranularKVPool:
                 free_tokens=self._free_tokens,
                 largest_free_run=_largest_run(free),
                 num_extents=counts,
-                whole_tokens=self._shelves["sequence"].num_free * self.config.sequence_tokens,
+                whole_tokens=self._size_classes["sequence"].num_free * self.config.sequence_tokens,
                 num_fallbacks=self._num_fallbacks,
             )
 
@@ -146,10 +150,10 @@ class MultiGranularKVPool:
         with self._lock:
             pieces = [(extent.start, self.config.size_of(extent.granularity)) for extent in self._held]
             num_held = sum(size for _, size in pieces)
-            for granularity, shelf in self._shelves.items():
-                starts = shelf.starts()
-                assert len(starts) == shelf.num_free, f"free {granularity} pieces are counted wrong"
-                pieces += [(start, shelf.size) for start in starts]
+            for granularity, size_class in self._size_classes.items():
+                starts = size_class.starts()
+                assert len(starts) == size_class.num_free, f"free {granularity} pieces are counted wrong"
+                pieces += [(start, size_class.size) for start in starts]
             position = 0
             for start, size in sorted(pieces):
                 assert start == position, f"tokens {position} to {start} are lost or given twice"
@@ -159,38 +163,38 @@ class MultiGranularKVPool:
 
     def _take(self, level: int) -> int | None:
         """Return a piece of a size, of a larger one that is broken up if need be."""
-        shelf = self._shelves[LEVELS[level]]
-        start = shelf.take()
+        size_class = self._size_classes[LEVELS[level]]
+        start = size_class.take()
         if start is None and level:
             larger = self._take(level - 1)
             if larger is not None:
-                shelf.break_up(larger)
-                start = shelf.take()
+                size_class.break_up(larger)
+                start = size_class.take()
         return start
 
-    def _rebuild_shelves(self) -> None:
-        """Put on the shelves what is not held; something is."""
+    def _rebuild_size_classes(self) -> None:
+        """Find the free pieces of every size anew from what is held; something is."""
         broken = {0}
         for level, granularity in enumerate(LEVELS):
-            shelf = self._shelves[granularity]
-            size, parent_size = shelf.size, shelf.parent_size
+            size_class = self._size_classes[granularity]
+            size, parent_size = size_class.size, size_class.parent_size
             inside = LEVELS[level:]
             used = {start - start % size for inner, start in self._held if inner in inside}
-            self._shelves[granularity] = shelf = Shelf(size, parent_size)
+            self._size_classes[granularity] = size_class = SizeClass(size, parent_size)
             for parent in sorted(broken):
                 for start in reversed(range(parent, parent + parent_size, size)):
                     if start not in used:
-                        shelf.add(start)
+                        size_class.add(start)
             broken = used - {start for inner, start in self._held if inner == granularity}
 
     def _give_back(self, level: int, start: int) -> None:
-        shelf = self._shelves[LEVELS[level]]
-        whole = shelf.add(start)
+        size_class = self._size_classes[LEVELS[level]]
+        whole = size_class.add(start)
         if whole is not None:
             if level:
                 self._give_back(level - 1, whole)
             else:
-                shelf.break_up(whole)
+                size_class.break_up(whole)
 
 
 def _largest_run(pieces: list[tuple[int, int]]) -> int:

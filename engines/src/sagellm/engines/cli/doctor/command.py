@@ -18,7 +18,7 @@ from sagellm.engines.cli.doctor.hardware import (
     examine_threads,
 )
 from sagellm.engines.cli.doctor.plugins import examine_plugins
-from sagellm.engines.cli.doctor.report import Examination, Patient, Section, as_text, examine
+from sagellm.engines.cli.doctor.report import Examination, ExaminationContext, Section, as_text, examine
 from sagellm.engines.cli.doctor.software import examine_software
 from sagellm.engines.cli.engine_flags import ConfigFile
 from sagellm.engines.cli.output import print_json
@@ -61,8 +61,8 @@ def diagnose(config_file: Path | None = None) -> list[Section]:
     """Run all examinations. A configuration that cannot be used is a finding, too."""
     configuration, settings = _examine_configuration(config_file)
     registry = PluginRegistry.load()
-    patient = Patient(registry=registry, config=settings, topology=_topology(registry, settings))
-    return [*(examine(examination, patient) for examination in EXAMINATIONS), configuration]
+    context = ExaminationContext(registry=registry, config=settings, topology=_topology(registry, settings))
+    return [*(examine(examination, context) for examination in EXAMINATIONS), configuration]
 
 
 def _examine_configuration(config_file: Path | None) -> tuple[Section, EngineConfig]:

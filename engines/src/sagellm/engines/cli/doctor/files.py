@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sagellm.engines.cli.doctor.report import Patient, Section
+from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 from sagellm.engines.config.sources import LoadedConfig, user_config_file
 
 
@@ -20,7 +20,7 @@ def describe_configuration(loaded: LoadedConfig) -> Section:
     return section
 
 
-def examine_hub(patient: Patient) -> Section:
+def examine_hub(context: ExaminationContext) -> Section:
     """Look at the folder that downloaded models live in, and at the hub's settings."""
     from huggingface_hub import constants
 

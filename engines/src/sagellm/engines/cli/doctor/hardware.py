@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.comm import read_cpu_limit
-from sagellm.engines.cli.doctor.report import Patient, Section
+from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 from sagellm.engines.cli.topology import id_ranges
 from sagellm.engines.machine import FIXING_VARIABLES, kernel_flags
 from sagellm.engines.sizes import format_bytes
@@ -18,16 +18,16 @@ _LOAD_WINDOW_S = 0.2
 LITTLE_MEMORY_BYTES = 2 << 30
 
 
-def examine_cpu(patient: Patient) -> Section:
+def examine_cpu(context: ExaminationContext) -> Section:
     """Look at the CPU and the flags that choose kernels."""
     section = Section("cpu")
-    if patient.topology is None:
+    if context.topology is None:
         section.error(
             "the hardware cannot be read: no topology reader works",
             "pip install --force-reinstall sagellm-comm; `sage plugins list` says what is installed",
         )
         return section
-    cpu = patient.topology.cpu
+    cpu = context.topology.cpu
     flags = kernel_flags(cpu.flags)
     section.facts = {
         "model": cpu.model,
@@ -42,14 +42,14 @@ def examine_cpu(patient: Patient) -> Section:
     return section
 
 
-def examine_threads(patient: Patient) -> Section:
+def examine_threads(context: ExaminationContext) -> Section:
     """Compare torch's number of threads with the CPUs that this process may use, and with the load."""
     import torch
 
     num_threads = torch.get_num_threads()
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if patient.topology is not None:  # two threads on one core only get in each other's way
-        num_cpus = min(num_cpus, patient.topology.cpu.num_cores)
+    if context.topology is not None:  # two threads on one core only get in each other's way
+        num_cpus = min(num_cpus, context.topology.cpu.num_cores)
     limit = read_cpu_limit()
     if limit is not None:
         num_cpus = max(1, min(num_cpus, int(limit)))
@@ -101,7 +101,7 @@ def _compare_with_load(section: Section, num_threads: int, limit: float | None) 
         )
 
 
-def examine_products(patient: Patient) -> Section:
+def examine_products(context: ExaminationContext) -> Section:
     """Measure whether this CPU multiplies 16-bit weights faster as they are or widened to float32."""
     import torch
 
@@ -117,10 +117,10 @@ def examine_products(patient: Patient) -> Section:
     return section
 
 
-def examine_memory(patient: Patient) -> Section:
+def examine_memory(context: ExaminationContext) -> Section:
     """Look at memory and at the limit that a cgroup sets."""
     section = Section("memory")
-    topology = patient.topology
+    topology = context.topology
     if topology is None:
         return section
     is_limited = topology.memory_limit_bytes < topology.memory_bytes
@@ -137,7 +137,7 @@ def examine_memory(patient: Patient) -> Section:
     return section
 
 
-def examine_devices(patient: Patient) -> Section:
+def examine_devices(context: ExaminationContext) -> Section:
     """Look at what torch can run on, and whether the configured device is there."""
     import torch
 
@@ -152,7 +152,7 @@ def examine_devices(patient: Patient) -> Section:
             f"there is an NVIDIA GPU that torch {torch.__version__} cannot use; this torch {built}",
             "install a build of torch for the driver's CUDA version (`nvidia-smi` prints it)",
         )
-    wanted = patient.config.model.device
+    wanted = context.config.model.device
     index = int(wanted.partition(":")[2] or 0)
     if wanted.startswith("cuda") and index >= num_gpus:
         section.error(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from sagellm.core import PluginError, UnknownNameError
-from sagellm.engines.cli.doctor.report import Patient, Section
+from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 from sagellm.engines.config.settings import named_providers
 
 
-def examine_plugins(patient: Patient) -> Section:
+def examine_plugins(context: ExaminationContext) -> Section:
     """Look at each plugin, then find and import every implementation that the configuration names."""
-    registry = patient.registry
+    registry = context.registry
     counts = Counter(entry.distribution for entry in registry.providers())
     section = Section("plugins")
     for plugin in registry.plugins:
@@ -23,7 +23,7 @@ def examine_plugins(patient: Patient) -> Section:
                 f"repair it or remove it (pip uninstall {plugin.distribution}), or start with "
                 f"SAGELLM_PLUGINS_DENY={plugin.distribution}",
             )
-    for key, kind, name in named_providers(patient.config.values()):
+    for key, kind, name in named_providers(context.config.values()):
         try:
             registry.resolve(kind, name)
         except (UnknownNameError, PluginError) as error:

@@ -37,7 +37,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patient:
+class ExaminationContext:
     """What the examinations share. `topology` is None where no reader works."""
 
     registry: PluginRegistry
@@ -45,14 +45,14 @@ class Patient:
     topology: Topology | None
 
 
-Examination = Callable[[Patient], Section]
+Examination = Callable[[ExaminationContext], Section]
 
 
-def examine(examination: Examination, patient: Patient) -> Section:
+def examine(examination: Examination, context: ExaminationContext) -> Section:
     """Run one examination. If it fails itself, that is the finding."""
     section = Section(examination.__name__.removeprefix("examine_"))
     try:
-        return examination(patient)
+        return examination(context)
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
         remedy = f"reinstall it: pip install --force-reinstall {getattr(error, 'name', None) or 'torch'}"
         section.error(_failure(section, error), remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 
-from sagellm.engines.cli.doctor.report import Patient, Section
+from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 from sagellm.engines.machine import installed_version
 
 PACKAGES = (
@@ -26,7 +26,7 @@ OPTIONAL = ("xgrammar", "triton", "torchao")
 OLDEST_PYTHON = (3, 11)
 
 
-def examine_software(patient: Patient) -> Section:
+def examine_software(context: ExaminationContext) -> Section:
     """Look at versions, and at what shadows the namespace of the packages."""
     section = Section("software")
     section.facts["python"] = f"{platform.python_version()} ({sys.executable})"

@@ -1,4 +1,4 @@
-"""Which way a row is sampled."""
+"""How the token of a row is sampled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SPARE = 8
 """Candidates beyond k, so that logits equal to the k-th rarely reach beyond them."""
 
 
-class Way(NamedTuple):
-    """Rows of one way are sampled together.
+class SamplingMethod(NamedTuple):
+    """Rows of one method are sampled together.
 
     greedy    the largest logit
     whole     a draw from all tokens
@@ -26,15 +26,15 @@ class Way(NamedTuple):
     num_candidates: int = 0
 
 
-def choose_way(params: SamplingParams, vocab_size: int, *, exhaustive: bool) -> Way:
+def choose_method(params: SamplingParams, vocab_size: int, *, exhaustive: bool) -> SamplingMethod:
     """Choose by the parameters alone: what else is in the batch must not decide."""
     if params.is_greedy:
-        return Way("greedy")
+        return SamplingMethod("greedy")
     has_top_k = 0 < params.top_k < vocab_size
     if not has_top_k and not params.min_p and params.top_p >= 1.0:
-        return Way("whole")
+        return SamplingMethod("whole")
     needed = params.top_k + _SPARE if has_top_k else _USUAL_WIDTH
     if exhaustive or needed > _WIDTHS[-1]:
-        return Way("filtered")
+        return SamplingMethod("filtered")
     width = next(width for width in _WIDTHS if width >= needed)
-    return Way("bounded" if has_top_k or params.min_p else "nucleus", width)
+    return SamplingMethod("bounded" if has_top_k or params.min_p else "nucleus", width)

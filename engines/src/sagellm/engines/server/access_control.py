@@ -1,4 +1,4 @@
-"""Who may come in: every path is shut unless it is listed as open, whatever the routes are."""
+"""Access control: every path needs a key unless it is listed as open, whatever the routes are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Keys:
         return Namespace(tenant=found) if found is not None and scheme.lower() == b"bearer" else None
 
 
-class Door:
+class AccessControl:
     """ASGI middleware around the application: host, origin and key, in this order.
 
     It leaves the caller's Namespace in `scope["state"]["namespace"]`, and adds to `scope["state"]["headers"]`

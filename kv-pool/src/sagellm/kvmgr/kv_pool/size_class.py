@@ -1,9 +1,9 @@
-"""The free pieces of one size in a pool that has several."""
+"""A size class: the free pieces of one size in a pool that has several."""
 
 from __future__ import annotations
 
 
-class Shelf:
+class SizeClass:
     """Free pieces of one size, by the larger piece that they are parts of.
 
     Pieces are taken from a parent that is in use already, and a parent all of whose parts came back is

@@ -1,4 +1,4 @@
-"""Places in a text that stand for token ids, so that no tokenizer reads what belongs there."""
+"""Placeholders in a text that stand for token ids, so that no tokenizer reads what belongs there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 
-class Holes:
+class Placeholders:
     """Marks to be written into a text, and the token ids that take their places.
 
     A mark is 32 random hexadecimal digits: nobody can guess it, and templates leave it alone.
