@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from sagellm.core import (
@@ -25,14 +25,13 @@ from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.sampling.checks import shown
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.bad_words import bad_words_token_ids
+from sagellm.engines.text.tokenizer import decode, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Seq[int]
 
-LONG_TEXT = 4096
-"""Characters from which on a text is worth tokenizing on another thread."""
 """Text, or token ids."""
 
 
@@ -107,7 +106,7 @@ class InputProcessor:
         """Turn token ids back into text, without special tokens."""
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return decode(self._tokenizer, token_ids, skip_special_tokens=True)
 
     def _tokenize(self, prompt: Prompt) -> TokenIds:
         limits = self.limits
@@ -138,7 +137,7 @@ class InputProcessor:
             text.encode()
         except UnicodeEncodeError as error:  # half of a pair, such as bytes that were no UTF-8 leave
             raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
-        return cast("Seq[int]", self._tokenizer(text, verbose=False)["input_ids"])
+        return encode(self._tokenizer, text)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with bad words as tokens; many prompts share one object."""

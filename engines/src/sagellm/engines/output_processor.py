@@ -11,6 +11,7 @@ from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+from sagellm.engines.text.tokenizer import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,8 +113,13 @@ class OutputProcessor:
         """End a request as it is and return its last state."""
         live = self._live[request_id]
         for sequence_id, continuation in live.continuations.items():
-            if continuation.output.finish_reason is None:
+            if continuation.output.finish_reason is not None:
+                continue
+            try:
                 self._close(live, sequence_id, continuation, "abort", None)
+            except Exception as error:  # of the tokenizer
+                logger.error("request %s ends with an error", request_id, exc_info=error)
+                self._fail(live, sequence_id, error)
         return live.output
 
     def _take(self, live: _Live, token_output: TokenOutput, now_ns: int) -> bool:
@@ -216,7 +222,7 @@ class OutputProcessor:
         if self._tokenizer is None:
             return ""
         if token_id not in self._texts:
-            self._texts[token_id] = str(self._tokenizer.decode([token_id]))
+            self._texts[token_id] = decode(self._tokenizer, [token_id])
         return self._texts[token_id]
 
     def _continuation(self, processed: ProcessedRequest, index: int) -> _Continuation:

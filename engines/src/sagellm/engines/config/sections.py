@@ -266,6 +266,12 @@ class ServerConfig(Checked):
     body_timeout: float = Field(
         default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
     )
+    encoding_timeout: float = Field(
+        default=5.0,
+        gt=0,
+        le=600,
+        description="seconds that the model's chat template and tokenizer may take for one request",
+    )
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86_400, description="seconds that running requests have to end at shutdown"
     )

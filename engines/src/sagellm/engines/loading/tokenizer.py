@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, get_logger
 from sagellm.engines.loading.json_file import check_file, read_optional_json
@@ -18,6 +21,8 @@ _CONFIG = "tokenizer_config.json"
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *_SENTENCEPIECE)
 TOKENIZER_FILES = (_CONFIG, *_VOCABULARIES)
+_MAX_TOKEN_CHARACTERS = 16 << 10
+_MAX_GROWTH = 64
 _ADVICE = "download what is missing, or name another tokenizer (model.tokenizer, --tokenizer)"
 
 
@@ -52,9 +57,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
     """Compare a tokenizer with the rows of the model's embedding; usually there are more rows than tokens.
 
-    Raises CheckpointError if words have no row. A few added tokens without one, such as a padding token, are
-    common and harmless: prompts with them are refused.
+    Raises CheckpointError if words have no row, or if a token's text could have any length. A few added
+    tokens without a row, such as a padding token, are common and harmless: prompts with them are refused.
     """
+    _check_lengths(tokenizer, path)
     if len(tokenizer) <= vocab_size:
         return
     beyond = {token_id for token_id in tokenizer.get_vocab().values() if token_id >= vocab_size}
@@ -70,6 +76,30 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: P
         ", ".join(added.values()),
         path,
     )
+
+
+def _check_lengths(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Raise CheckpointError if the text of a token could be so long that others wait for its decoding."""
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > _MAX_TOKEN_CHARACTERS:
+        raise CheckpointError(
+            f"the tokenizer in {path} has a token of {longest:,} characters; there may be at most "
+            f"{_MAX_TOKEN_CHARACTERS:,}: its files are damaged"
+        )
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    growth = 1 if decoder is None else _growth(json.loads(decoder.__getstate__()))
+    if growth > _MAX_GROWTH:
+        raise CheckpointError(
+            f"the decoder of the tokenizer in {path} can make a text {growth} times as long (the content of "
+            f"its Replace steps); it may be at most {_MAX_GROWTH} times: its files are damaged"
+        )
+
+
+def _growth(decoder: Mapping[str, Any]) -> int:
+    """Return how many characters the steps of a decoder can make of one."""
+    steps = [_growth(step) for step in decoder.get("decoders", ())]
+    is_pattern = "Regex" in decoder.get("pattern", ())  # may match between characters too
+    return prod(steps, start=max(1, len(decoder.get("content", "")) + is_pattern))
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

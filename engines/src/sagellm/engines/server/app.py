@@ -27,6 +27,7 @@ from sagellm.engines.server.response_headers import ResponseHeaders
 from sagellm.engines.server.service import Service
 from sagellm.engines.server.start_page import StartPage
 from sagellm.engines.server.tokenizing import Detokenize, Tokenize, tokenizer_info
+from sagellm.engines.text.calls import TextRunner
 
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -40,10 +41,17 @@ def check_access(settings: ServerConfig) -> None:
         )
 
 
-def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int = 256) -> FastAPI:
+def create_app(
+    front: EngineFront,
+    settings: ServerConfig,
+    *,
+    max_num_seqs: int = 256,
+    texts: TextRunner | None = None,
+) -> FastAPI:
     """Build the application around an engine that is loaded.
 
-    `max_num_seqs` is the engine's; with `settings.max_queued_requests` it bounds what is taken on.
+    `texts` runs the model's template and tokenizer; None runs them in this process, with no limit on their
+    time. `max_num_seqs` is the engine's; with `settings.max_queued_requests` it bounds what is taken on.
     `app.state.admission` drains. Raises ConfigError for an open address without a key.
     """
     check_access(settings)
@@ -54,7 +62,7 @@ def create_app(front: EngineFront, settings: ServerConfig, *, max_num_seqs: int 
         model_names=names,
         admission=Admission(max_num_seqs + settings.max_queued_requests),
         metrics=ServerMetrics(names[0]),
-        encoder=PromptEncoder(front.tokenizer, front.max_model_len),
+        encoder=PromptEncoder(front.tokenizer, front.max_model_len, texts=texts),
         public_namespaces=settings.public_namespaces,
     )
     app.state.admission, app.state.service = service.admission, service

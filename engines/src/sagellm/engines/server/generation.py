@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, get_logger
@@ -95,7 +94,7 @@ class Generation(ABC, Generic[B]):
     async def _job(self, body: B, *, request_id: str) -> Job:
         service = self.service
         model = service.check_model(body.model)
-        params = self.params(body, service.front.default_params)
+        params = await service.encoder.with_tokens(self.params(body, service.front.default_params))
         prompts = await self.prompts(body)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         check_budget(params, len(prompts), num_tokens, service.front.max_model_len)
@@ -127,12 +126,7 @@ class Completions(Generation[CompletionBody]):
         """Return one prompt or many; an echo needs their text."""
         encoder = self.service.encoder
         prompts = await encoder.encode_completion(body)
-        if not body.echo:
-            return prompts
-        return [
-            prompt if prompt.text is not None else replace(prompt, text=encoder.decode(prompt.token_ids))
-            for prompt in prompts
-        ]
+        return [await encoder.with_text(prompt) for prompt in prompts] if body.echo else prompts
 
     def params(self, body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
         """Return the body's sampling."""

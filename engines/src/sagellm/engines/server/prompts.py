@@ -1,28 +1,28 @@
-"""From prompts and messages to token ids: template and tokenizer, off the event loop when long."""
+"""From prompts and messages to token ids: checked here, and given to who runs template and tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import InvalidRequestError, get_logger
-from sagellm.engines.input_processor import LONG_TEXT
-from sagellm.engines.server.errors import invalid, printable
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.server.errors import APIError, invalid, printable
 from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
 from sagellm.engines.text import ChatMessage, ChatTemplate
-from sagellm.engines.text.chat import ChatTemplateError
+from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render, TextRunner
+from sagellm.engines.text.errors import ForeignTextError, TextBusyError, TextLimitError
+from sagellm.engines.text.limits import max_characters_of
+from sagellm.engines.text.local import LONG_TEXT, LocalText
+from sagellm.engines.text.tokenizer import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
 logger = get_logger(__name__)
-
-_MIN_TEXT_LIMIT = 64 << 10
-_CHARACTERS_A_TOKEN = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,22 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Encodes what bodies bring. Texts that no model of this length could take are not looked at."""
+    """Encodes what bodies bring. Texts that no model of this length could take are not looked at.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
+    `texts` runs template and tokenizer; without it they run in this process, and nothing ends them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_model_len: int,
+        *,
+        texts: TextRunner | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._max_characters = max(_MIN_TEXT_LIMIT, _CHARACTERS_A_TOKEN * max_model_len)
+        self._max_characters = max_characters_of(max_model_len)
         self._max_model_len = max_model_len
+        self._texts = LocalText(tokenizer) if texts is None else texts
         self._template = ChatTemplate(tokenizer)
 
     @property
@@ -50,9 +60,28 @@ class PromptEncoder:
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
         """Return the prompts of a completion: one of a text or of ids, many of a list. Raises APIError."""
         prompts = _prompts(body.prompt)
-        num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        self._check_length(num_characters, "prompt")
-        return await _aside(lambda: [self._encode(prompt) for prompt in prompts], num_characters)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [EncodedPrompt(token_ids=self._checked(prompt, "prompt")) for prompt in prompts]
+        return [
+            EncodedPrompt(token_ids=self._checked(token_ids, "prompt"), text=text)
+            for token_ids, text in zip(await self._encode(texts), texts, strict=True)
+        ]
+
+    async def with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
+        """Return a prompt that has its text. Raises APIError."""
+        if prompt.text is not None:
+            return prompt
+        return replace(prompt, text=await self._decode(list(prompt.token_ids), "prompt"))
+
+    async def with_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters that have bad words as tokens, and not as text. Raises APIError."""
+        if not params.bad_words or self._tokenizer is None:  # without a tokenizer the engine refuses them
+            return params
+        with _told_of("bad_words"):
+            token_ids = await self._texts.token_ids(EncodeBadWords(list(params.bad_words)))
+        ids = (*params.bad_words_token_ids, *map(tuple, token_ids))
+        return replace(params, bad_words=(), bad_words_token_ids=ids)
 
     async def encode_chat(self, body: ChatBody) -> EncodedPrompt:
         """Return the prompt that the model's chat template makes of the messages. Raises APIError."""
@@ -78,31 +107,29 @@ class PromptEncoder:
             if getattr(body, name):
                 raise invalid(name, f"{name}: only for messages; leave it out with a prompt")
         text, is_special = body.prompt or "", body.add_special_tokens is not False
-        self._check_length(len(text), "prompt")
-        return await _aside(lambda: self._token_ids(text, add_special_tokens=is_special), len(text))
+        return (await self._encode([text], add_special_tokens=is_special))[0]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of tokens, control tokens included. Raises APIError."""
         self._check_tokens(token_ids)
-        return await _aside(lambda: self.decode(token_ids), len(token_ids))
+        return await self._decode(token_ids, "tokens")
 
     async def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the vocabulary spells it."""
+        """Return each token as the vocabulary spells it: a look into a table, for each of them."""
         tokenizer = self._tokenizer
         assert tokenizer is not None, "it made the ids"
-        return await _aside(lambda: list(tokenizer.convert_ids_to_tokens(list(token_ids))), len(token_ids))
+        look_up = tokenizer.convert_ids_to_tokens
+        if len(token_ids) > LONG_TEXT:
+            return list(await asyncio.to_thread(look_up, list(token_ids)))
+        return list(look_up(list(token_ids)))
 
     def unread(self, options: Mapping[str, Any]) -> list[str]:
         """Return the names of variables that the model's template does not read."""
         return [name for name in options if not self._template.reads(name)]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a prompt that came as ids."""
-        return "" if self._tokenizer is None else str(self._tokenizer.decode(list(token_ids)))
-
     def text_of(self, token_id: int) -> str:
-        """Return the text of one token."""
-        return self.decode([token_id])
+        """Return the text of one token. Raises TokenizerError."""
+        return "" if self._tokenizer is None else decode(self._tokenizer, [token_id])
 
     def _check_length(self, num_characters: int, param: str) -> None:
         if num_characters > self._max_characters:
@@ -110,10 +137,14 @@ class PromptEncoder:
             message = f"{param}: {num_characters} characters; there may be at most {most}; shorten it"
             raise invalid(param, message, code="context_length_exceeded")
 
-    def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
-        if isinstance(prompt, str):
-            return EncodedPrompt(token_ids=self._checked(self._token_ids(prompt), "prompt"), text=prompt)
-        return EncodedPrompt(token_ids=self._checked(prompt, "prompt"))
+    async def _encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        self._check_length(sum(map(len, texts)), "prompt")
+        with _told_of("prompt"):
+            return await self._texts.token_ids(Encode(texts, add_special_tokens))
+
+    async def _decode(self, token_ids: list[int], param: str) -> str:
+        with _told_of(param):
+            return await self._texts.text(Decode(token_ids))
 
     def _checked(self, token_ids: Sequence[int], param: str) -> Sequence[int]:
         if not token_ids:
@@ -141,11 +172,6 @@ class PromptEncoder:
         if largest > most:
             raise invalid("tokens", f"tokens: {largest} is not in the vocabulary; its tokens are 0 to {most}")
 
-    def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if self._tokenizer is None:
-            raise invalid("prompt", "prompt: the model has no tokenizer; give token ids")
-        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
-
     async def _rendered(
         self,
         messages: Sequence[Message],
@@ -158,26 +184,13 @@ class PromptEncoder:
         num_characters = sum(len(message.content) for message in read)
         self._check_length(num_characters, "messages")
         given = {name: value for name, value in (options or {}).items() if value is not None}
-        try:
+        with _told_of("chat_template_kwargs"):
             self._template.check_options(given)
-        except InvalidRequestError as error:
-            raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
         used = {name: value for name, value in given.items() if self._template.reads(name)}
-
-        def render() -> list[int]:
-            try:
-                return self._template.render(
-                    read, add_generation_prompt=add_generation_prompt is not False, options=used
-                )
-            except ChatTemplateError as error:
-                if str(error) != error.summary:
-                    logger.error("%s", printable(str(error)))
-                raise invalid("messages", f"messages: {error.summary}") from error
-            except InvalidRequestError as error:
-                raise invalid("messages", f"messages: {error}") from error
-
-        # Variables may make work.
-        return await _aside(render, LONG_TEXT + 1 if used else num_characters + 64 * len(read))
+        with _told_of("messages"):
+            self._template.check()
+            token_ids = await self._texts.token_ids(Render(read, add_generation_prompt is not False, used))
+        return token_ids[0]
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -193,6 +206,17 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompt
 
 
-async def _aside(work: Callable[[], T], num_characters: int) -> T:
-    """Do short work here and long work on another thread."""
-    return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
+@contextmanager
+def _told_of(param: str) -> Iterator[None]:
+    """Tell the caller what template or tokenizer failed on, by parameter, and nothing of their insides."""
+    try:
+        yield
+    except ForeignTextError as error:
+        if error.detail:
+            logger.error("%s", printable(str(error)))
+        code = "encoding_limit" if isinstance(error, TextLimitError) else "invalid_value"
+        raise invalid(param, f"{param}: {error.summary}", code=code) from error
+    except InvalidRequestError as error:
+        raise invalid(param, f"{param}: {error}") from error
+    except TextBusyError as error:
+        raise APIError(503, str(error), code="encoding_busy") from None

@@ -19,7 +19,7 @@ from sagellm.core import (
     UnknownRequestError,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import LONG_TEXT, InputProcessor, ProcessedRequest, Prompt
+from sagellm.engines.input_processor import InputProcessor, ProcessedRequest, Prompt
 from sagellm.engines.output_processor import OutputProcessor
 from sagellm.engines.output_stream import OutputStream
 from sagellm.engines.outputs import RequestOutput
@@ -28,6 +28,7 @@ from sagellm.engines.serving.conversion import make_requests
 from sagellm.engines.serving.messages import Abort, Add, Call, FromCore, Hello, Reply, Step
 from sagellm.engines.serving.operations import read_metrics
 from sagellm.engines.serving.supervisor import Supervisor
+from sagellm.engines.text.local import LONG_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,6 +20,8 @@ from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.server import check_access, create_app, make_server
 from sagellm.engines.serving.front import Front
 from sagellm.engines.serving.runtime_folder import EngineState, RunningEngine, check_name
+from sagellm.engines.text.limits import Limits
+from sagellm.engines.text.process import TextProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,11 +115,17 @@ async def _serve(
         on_state(changed)
 
     engine.announce()
+    texts = None if tokenizer is None else TextProcess(resolve_tokenizer(config.model))
     try:
         with _cancelled_by_signals():
+            if texts is not None:
+                texts.load()  # while the core loads the model
             front = await Front.start(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
         try:
-            app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs)
+            if texts is not None:
+                timeout_s = config.server.encoding_timeout
+                await texts.start(Limits.of(front.max_model_len, timeout_s=timeout_s))
+            app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs, texts=texts)
             server = make_server(app, config.server, on_drain=lambda: enter("draining"))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
@@ -129,6 +137,8 @@ async def _serve(
         finally:
             await front.close()
     finally:
+        if texts is not None:
+            await texts.close()
         engine.withdraw()
 
 

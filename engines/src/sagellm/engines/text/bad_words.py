@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from sagellm.core import InvalidRequestError
+from sagellm.engines.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,12 +19,12 @@ def bad_words_token_ids(
 
     The form after a space counts where it is another word token: one that begins with another token
     and is as long. Any other has the space as a token of its own, or contains the first form.
-    Raises InvalidRequestError for a word that has no tokens.
+    Raises InvalidRequestError for a word that has no tokens, TokenizerError.
     """
     found: list[tuple[int, ...]] = []
     for word in words:
         bare, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+            tuple(encode(tokenizer, space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
         )
         if not bare:
             raise InvalidRequestError(f"bad_words has {word!r}, which has no tokens")

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.text.control_tokens import ControlTokens
+from sagellm.engines.text.errors import ChatTemplateError as ChatTemplateError, TextLimitError
 from sagellm.engines.text.messages import ChatMessage
 from sagellm.engines.text.placeholders import Placeholders
+from sagellm.engines.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,27 +27,27 @@ _RESERVED = frozenset(
 _MAX_TOLD = 200  # characters of what a template says
 
 
-class ChatTemplateError(InvalidRequestError):
-    """The model's chat template failed; `summary` is the message without the template's insides.
-
-    A server tells its callers the summary alone: who may ask need not know the template.
-    """
-
-    def __init__(self, summary: str, detail: str = "") -> None:
-        super().__init__(f"{summary}: {detail}" if detail else summary)
-        self.summary = summary
-
-
 class ChatTemplate:
     """Renders conversations as the model was trained to read them.
 
     What looks like a control token in a message stays text. An answer whose token ids are known gets
     just these, so that its KV is found again, unless the template edits it (some leave out what a
     model has thought): then the template's text holds.
+
+    A template is a program of the checkpoint, and this class lets it run as long as it likes, in the calling
+    thread; what others wait for asks a `TextProcess` instead. `max_characters` bounds what it may write.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, *, max_characters: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self.max_characters = max_characters
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that it belongs to."""
+        return self._tokenizer
 
     @property
     def exists(self) -> bool:
@@ -70,6 +72,11 @@ class ChatTemplate:
             if not isinstance(name, str) or name in taken:
                 raise InvalidRequestError(f"a request cannot set {name!r} of the chat template; leave it out")
 
+    def prepare(self) -> None:
+        """Build what all conversations share; none of the template runs."""
+        if self._tokenizer is not None:
+            self._control  # noqa: B018
+
     def reads(self, name: str) -> bool:
         """Say whether the template may read a variable: whether its name occurs as a word in the template."""
         return name in self._words
@@ -84,7 +91,8 @@ class ChatTemplate:
         """Return the token ids of a conversation; `options` are variables of the template.
 
         With `add_generation_prompt` the assistant's turn is begun. Control tokens in options stay text, too.
-        Raises ChatTemplateError with what the template raises or what is wrong with it, and the line.
+        Raises ChatTemplateError with what the template raises or what is wrong with it, and the line,
+        TextLimitError if it writes too much, TokenizerError.
         """
         self.check()
         self.check_options(options or {})
@@ -150,9 +158,17 @@ class ChatTemplate:
     def _apply(self, messages: list[dict[str, str]], call: Mapping[str, Any]) -> str:
         assert self._tokenizer is not None, "checked"
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))
+        except MemoryError:
+            raise TextLimitError("the model's chat template needs more memory than it may take") from None
         except Exception as error:  # of the template, which may refuse roles and their order
             raise _template_error(error) from None
+        if self.max_characters is not None and len(text) > self.max_characters:
+            raise TextLimitError(
+                f"the model's chat template makes {len(text)} characters of these messages; there may be at "
+                f"most {self.max_characters}"
+            )
+        return text
 
     def _encode(self, text: str) -> Sequence[int]:
         assert self._tokenizer is not None, "checked"
@@ -160,8 +176,7 @@ class ChatTemplate:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the messages are no valid Unicode text: {error}") from error
-        token_ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return token_ids
+        return encode(self._tokenizer, text, add_special_tokens=False)
 
 
 def _template_error(error: Exception) -> ChatTemplateError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sagellm.engines.text.placeholders import Placeholders
+from sagellm.engines.text.tokenizer import is_foreign, tokenizer_error
 
 
 class ControlTokens:
@@ -24,7 +25,12 @@ class ControlTokens:
         encode = self._encode_plain
         if self._pattern is None or encode is None:
             return text
-        return self._pattern.sub(lambda found: placeholders.mark(found[0], encode(found[0])), text)
+        try:
+            return self._pattern.sub(lambda found: placeholders.mark(found[0], encode(found[0])), text)
+        except BaseException as error:
+            if not is_foreign(error):
+                raise
+            raise tokenizer_error("the model's tokenizer cannot encode its own tokens", error) from error
 
 
 def _plain_encoder(tokenizer: Any) -> Callable[[str], list[int]]:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from sagellm.engines.text.tokenizer import decode
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG = 32
@@ -105,7 +107,7 @@ class _BackendDecoder:
             self._special = {token_id for token_id, token in added.items() if token.special}
 
     def decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
+        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip)
 
     def is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)
@@ -124,7 +126,7 @@ class _PythonDecoder:
         self._special = set(tokenizer.all_special_ids) if skip_special_tokens else set()
 
     def decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, **self._options))
+        return decode(self._tokenizer, token_ids, **self._options)
 
     def is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.convert_ids_to_tokens(token_id)

@@ -1,0 +1,100 @@
+"""The process that workers are forked from: `python -m sagellm.engines.text.process.fork_server PATH`.
+
+Standard input is a socket. Each byte on it is the number of a worker, which is ended; if a socket comes
+with the byte, a new worker of that number is forked, and talks to the front over that. The tokenizer is
+loaded before the first one. When the front is gone, however it went, the socket closes and all end.
+
+It has one thread, so that forking is safe, and never runs a template or tokenizer for a request, so that
+it always answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from sagellm.core import SageLLMError
+from sagellm.engines.text.chat import ChatTemplate
+from sagellm.engines.text.process.worker import work
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Load the tokenizer in the directory that is named, then fork and end workers as told."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the front is who answers these, by draining
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=os.dup(0))
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers needs a third of time and memory
+    template = _load(Path(sys.argv[1]))
+    gc.collect()
+    gc.freeze()  # what is loaded stays shared: collecting would write to it
+    workers: dict[int, int] = {}
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            break
+        number = data[0]
+        if number in workers:
+            _end(workers.pop(number))
+        if descriptors:
+            with socket.socket(fileno=descriptors[0]) as connection:
+                workers[number] = _fork(control, connection, template)
+    for pid in workers.values():
+        _end(pid)
+
+
+def _load(path: Path) -> ChatTemplate:
+    from sagellm.engines.loading.tokenizer import load_tokenizer
+
+    try:
+        template = ChatTemplate(load_tokenizer(path))
+        template.prepare()
+    except SageLLMError as error:
+        sys.exit(str(error))
+    return template
+
+
+def _fork(control: socket.socket, connection: socket.socket, template: ChatTemplate) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        control.close()
+        _isolate(parent)
+        work(connection, template)
+        status = 0
+    finally:
+        os._exit(status)  # nothing of the parent is to be cleaned up here
+
+
+def _isolate(parent: int) -> None:
+    """Die with the parent, write nothing anywhere, and leave no image of the memory behind."""
+    with suppress(OSError, AttributeError):  # Linux alone has prctl; elsewhere the limit on CPU time ends it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

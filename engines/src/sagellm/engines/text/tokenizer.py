@@ -1,0 +1,55 @@
+"""Calls of a tokenizer. It is foreign: what it raises or panics with is an error of one request.
+
+A panic of Rust arrives as pyo3's PanicException, which is a BaseException and would pass every
+`except Exception` between here and the end of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sagellm.engines.text.errors import TokenizerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_TOLD = 200  # characters of what a tokenizer says
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a text. Raises TokenizerError."""
+    try:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+    except BaseException as error:
+        if not is_foreign(error):
+            raise
+        raise tokenizer_error("the model's tokenizer cannot encode this text", error) from error
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
+    """Return the text of tokens; `tokenizer` is transformers' or a `tokenizers.Tokenizer`.
+
+    Raises TokenizerError.
+    """
+    try:
+        return str(tokenizer.decode(list(token_ids), **options))
+    except BaseException as error:
+        if not is_foreign(error):
+            raise
+        raise tokenizer_error("the model's tokenizer cannot decode these tokens", error) from error
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Say whether an error is an exception or a panic, and not what ends the program, such as Ctrl-C.
+
+    Each extension module of Rust has a PanicException of its own.
+    """
+    return isinstance(error, Exception) or any(
+        kind.__name__ == "PanicException" for kind in type(error).__mro__
+    )
+
+
+def tokenizer_error(summary: str, error: BaseException) -> TokenizerError:
+    """Phrase what a tokenizer raised; callers of a server are told the summary alone."""
+    return TokenizerError(summary, f"{type(error).__name__}: {str(error)[:_MAX_TOLD]}")

@@ -1,0 +1,367 @@
+"""A template that never ends and a tokenizer that panics cost their own requests and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sagellm.core import CheckpointError, InvalidRequestError
+from sagellm.engines import AsyncLLMEngine, SamplingParams
+from sagellm.engines.config import ServerConfig
+from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
+from sagellm.engines.server import create_app, make_server
+from sagellm.engines.testing import make_tokenizer
+from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
+from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+from sagellm.engines.text.limits import Limits
+from sagellm.engines.text.process import TextProcess
+
+SETTINGS = ServerConfig(port=0, served_model_name=("small",))
+TIMEOUT_S = 0.4
+READY_S = 90
+
+TEMPLATES = {
+    "loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "power": "{{ (ten ** (ten ** 8)) % 7 }}",  # one call, in C, that never looks up
+    "repeat": "{{ ('a' * ten ** 10)|length }}",
+    "output": "{% for i in range(1000) %}{{ 'a' * ten ** 6 }}{% endfor %}",
+    "long": "{{ 'a' * (3 * ten ** 6) }}",
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "list": "{{ (range(90000)|list * ten ** 6)|length }}",
+    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "growth": "{% set all = namespace(x='a') %}"
+    "{% for i in range(60) %}{% set all.x = all.x + all.x %}{% endfor %}",
+}
+PANICS_TO_ENCODE = "a" * 40 + "b"  # its regular expression backtracks until Oniguruma gives up
+PANICS_TO_DECODE = "q"
+
+
+def make_hostile(checkpoint: Path, path: Path) -> Path:
+    """Copy a checkpoint; its template does what the last message says, its tokenizer panics twice."""
+    shutil.copytree(checkpoint, path)
+    cases = "".join(f"{{% if asked == '{name}' %}}{text}{{% endif %}}" for name, text in TEMPLATES.items())
+    start = "{% set asked, ten = messages[-1].content, 10 %}"
+    (path / "chat_template.jinja").write_text(start + cases + CHAT_TEMPLATE)
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, tokenizer["pre_tokenizer"]],
+    }
+    strip = {"type": "Strip", "content": PANICS_TO_DECODE, "start": 1, "stop": 1}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [strip, tokenizer["decoder"]]}
+    file.write_text(json.dumps(tokenizer))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hostile(checkpoint, tmp_path_factory) -> Path:
+    return make_hostile(checkpoint, tmp_path_factory.mktemp("hostile") / "model")
+
+
+@pytest.fixture(scope="module")
+def with_server(hostile, make_engine):
+    """Run a coroutine function with a client of one server, which all tests here attack."""
+    with asyncio.Runner() as runner:
+        texts = TextProcess(hostile)
+        front = AsyncLLMEngine(make_engine(model=str(hostile)))
+
+        async def start():
+            await texts.start(Limits.of(front.max_model_len, timeout_s=TIMEOUT_S))
+            server = make_server(create_app(front, SETTINGS, texts=texts), SETTINGS)
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+            return server, serving, client
+
+        async def stop():
+            server.drain()
+            await client.aclose()
+            await serving
+            await front.close()
+            await texts.close()
+
+        server, serving, client = runner.run(start())
+        canary = runner.run(complete(client))
+
+        def run(use):
+            found = runner.run(asyncio.wait_for(use(client), 60))
+            assert runner.run(complete(client)) == canary, "the next request is answered as ever"
+            assert len(front._streams) == 0
+            return found
+
+        yield run
+        runner.run(stop())
+        assert not any(map(is_alive, texts.pids))
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
+
+
+async def chat(client, content, **fields):
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
+    return await client.post("/v1/chat/completions", json=body)
+
+
+async def complete(client, **fields):
+    body = {"prompt": "The river", "max_tokens": 8, "temperature": 0, "logprobs": 1, **fields}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    chatted = await chat(client, "The river", temperature=0)
+    assert chatted.status_code == 200, chatted.text
+    return answer.json()["choices"], chatted.json()["choices"]
+
+
+def refused(answer, param, code="invalid_value"):
+    """The message of a refusal in OpenAI's form."""
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    return error["message"]
+
+
+@pytest.mark.parametrize("asked", ["loops", "power"])
+def test_a_template_that_does_not_end_costs_its_own_request(with_server, asked):
+    """Others are answered meanwhile, chats too."""
+
+    async def use(client):
+        started = time.monotonic()
+        hanging = asyncio.create_task(chat(client, asked))
+        delays = []
+        while not hanging.done():
+            begin = time.monotonic()
+            assert (await client.get("/version")).status_code == 200
+            delays.append(time.monotonic() - begin)
+            if len(delays) == 3:
+                await complete(client)
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - started < TIMEOUT_S + 2
+        assert len(delays) > 5
+        assert sorted(delays)[len(delays) * 3 // 4] < 0.1
+        return await hanging
+
+    message = refused(with_server(use), "messages", "encoding_limit")
+    assert f"took more than {TIMEOUT_S} s (server.encoding_timeout)" in message
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "message"),
+    [
+        ("repeat", "encoding_limit", "needs more memory"),
+        ("output", "encoding_limit", "needs more memory"),
+        ("list", "encoding_limit", "needs more memory"),
+        ("growth", "encoding_limit", "needs more memory"),
+        ("long", "encoding_limit", "makes 30000"),
+        ("class", "invalid_value", "cannot render these messages"),
+        ("recursion", "invalid_value", "cannot render these messages"),
+    ],
+)
+def test_a_template_gets_no_more_than_its_share(with_server, asked, code, message):
+    assert message in refused(with_server(lambda client: chat(client, asked)), "messages", code)
+
+
+def test_a_panic_in_encoding_is_an_error_of_its_request(with_server):
+    async def use(client):
+        completion = await client.post("/v1/completions", json={"prompt": PANICS_TO_ENCODE})
+        bad_words = {"prompt": "The", "bad_words": [PANICS_TO_ENCODE]}
+        return (
+            refused(completion, "prompt"),
+            refused(await client.post("/v1/completions", json=bad_words), "bad_words"),
+            refused(await client.post("/tokenize", json={"prompt": PANICS_TO_ENCODE}), "prompt"),
+            refused(await chat(client, PANICS_TO_ENCODE + "<|im_end|>"), "messages"),
+        )
+
+    for message in with_server(use):
+        assert message.endswith(": the model's tokenizer cannot encode this text")
+
+
+def test_a_panic_in_decoding_is_an_error_of_its_request(with_server):
+    async def use(client):
+        q = (await client.post("/tokenize", json={"prompt": PANICS_TO_DECODE})).json()["tokens"]
+        echo = {"prompt": q, "echo": True, "max_tokens": 1}
+        writing = {"prompt": "The", "allowed_token_ids": q, "max_tokens": 4}
+        return (
+            refused(await client.post("/detokenize", json={"tokens": q}), "tokens"),
+            refused(await client.post("/v1/completions", json=echo), "prompt"),
+            await client.post("/v1/completions", json=writing),
+        )
+
+    *messages, written = with_server(use)
+    for message in messages:
+        assert message.endswith(": the model's tokenizer cannot decode these tokens")
+    assert (written.status_code, written.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_bad_words_are_avoided(with_server):
+    async def use(client):
+        (choice,), _ = await complete(client)
+        words = [token for token in choice["logprobs"]["tokens"] if token.strip().isalpha()][:1]
+        (other,), _ = await complete(client, bad_words=words or [choice["text"][:1]])
+        return choice["text"], other["text"]
+
+    text, other = with_server(use)
+    assert text != other
+
+
+def test_what_is_tokenized_apart_is_what_the_tokenizer_makes(with_server, checkpoint):
+    tokenizer = load_tokenizer(checkpoint)
+    long = "The river has three names: 船は港にある. ⚓🌊 " * 200
+
+    async def use(client):
+        for text in ("The river", long, ""):
+            given = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
+            assert given == tokenizer(text)["input_ids"]
+            if text:
+                told = (await client.post("/detokenize", json={"tokens": given})).json()["prompt"]
+                assert told == tokenizer.decode(given)
+        messages = [{"role": "user", "content": long}]
+        rendered = await client.post("/tokenize", json={"messages": messages})
+        assert rendered.json()["tokens"] == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+
+    with_server(use)
+
+
+def test_a_panic_in_this_process_is_an_error_of_its_request(hostile, make_engine, all_blocks_are_back):
+    engine = make_engine(model=str(hostile))
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    expected = engine.generate("The river", greedy)[0].outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match="cannot encode this text: PanicException"):
+        engine.generate(PANICS_TO_ENCODE, greedy)
+    with pytest.raises(InvalidRequestError, match="cannot encode this text: PanicException"):
+        engine.generate("The", SamplingParams(bad_words=[PANICS_TO_ENCODE]))
+    with pytest.raises(InvalidRequestError, match="cannot encode this text: PanicException"):
+        engine.chat([{"role": "user", "content": PANICS_TO_ENCODE + "<|im_end|>"}])
+    q = engine.tokenizer(PANICS_TO_DECODE)["input_ids"]
+    writing = SamplingParams(allowed_token_ids=q, max_tokens=4)
+    failed, other = engine.generate(["The river", "The river"], [writing, greedy])
+    assert (failed.outputs[0].finish_reason, other.outputs[0].token_ids) == ("error", expected)
+    assert "cannot decode these tokens: PanicException" in failed.outputs[0].error
+    assert all_blocks_are_back(engine)
+
+
+def test_a_request_ends_that_is_aborted_when_its_text_fails(make_engine, monkeypatch):
+    def fail(_):
+        raise RuntimeError("no text")
+
+    engine = make_engine()
+    request_id = engine.add_request("The river", SamplingParams(max_tokens=50))
+    engine.step()
+    monkeypatch.setattr(IncrementalDetokenizer, "finish", fail)
+    engine.abort_request(request_id)
+    assert not engine.has_unfinished_requests()
+    assert request_id not in engine._output
+
+
+def test_ctrl_c_in_a_tokenizer_stays_ctrl_c(make_engine, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    engine = make_engine()
+    monkeypatch.setattr(type(engine.tokenizer), "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate("The river")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ([{"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 9}] * 3, "729 times"),
+        ([], "a token of 20,000 characters"),
+    ],
+)
+def test_a_tokenizer_whose_text_would_grow_without_end_is_refused(tmp_path, decoder, message):
+    """Tokens become text in the process that serves, so how much each may become is checked at the start."""
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    if decoder:
+        saved["decoder"] = {"type": "Sequence", "decoders": [*decoder, saved["decoder"]]}
+    else:
+        saved["model"]["vocab"]["e" * 20_000] = len(saved["model"]["vocab"])
+    file.write_text(json.dumps(saved))
+    with pytest.raises(CheckpointError, match=message):
+        check_tokenizer(load_tokenizer(tmp_path), 2000, tmp_path)
+
+
+@pytest.fixture
+def process(hostile, tmp_path):
+    """A server as people start it, and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(hostile), "--port", str(port)]
+    command += ["--num-blocks", "512", "--dtype", "float32", "--encoding-timeout", "3"]
+    environment = {**os.environ, "SAGELLM_RUNTIME_DIR": str(tmp_path / "runtime"), "OMP_NUM_THREADS": "1"}
+    serving = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        assert serving.poll() is None
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=READY_S).status_code == 200:
+                break
+        time.sleep(0.05)
+    yield serving, url
+    if serving.poll() is None:
+        serving.kill()
+    serving.wait()
+
+
+def children(pid: int) -> list[int]:
+    """All processes that descend from one."""
+    own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return own + [deeper for child in own for deeper in children(child)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_while_a_template_hangs_and_leaves_no_process(process, number):
+    serving, url = process
+    body = {"messages": [{"role": "user", "content": "power"}], "max_tokens": 4}
+    asking = threading.Thread(target=lambda: _ignoring(url, body))
+    asking.start()
+    time.sleep(0.5)
+    delays = []
+    for _ in range(20):
+        begin = time.monotonic()
+        assert httpx.get(f"{url}/version", timeout=5).status_code == 200
+        delays.append(time.monotonic() - begin)
+    assert sorted(delays)[-3] < 0.1, delays
+    processes = children(serving.pid)
+    assert len(processes) >= 3, "a core, a fork server, a worker"
+    begin = time.monotonic()
+    serving.send_signal(number)
+    serving.wait(10)
+    assert time.monotonic() - begin < 6
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in processes if is_alive(pid)]
+    asking.join(10)
+    assert not asking.is_alive()
+
+
+def _ignoring(url: str, body: dict) -> None:
+    with suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
