@@ -217,6 +217,7 @@ def _told_of(param: str) -> Iterator[None]:
         code = "encoding_limit" if isinstance(error, TextLimitError) else "invalid_value"
         raise invalid(param, f"{param}: {error.summary}", code=code) from error
     except InvalidRequestError as error:
-        raise invalid(param, f"{param}: {error}") from error
+        message = str(error)  # may begin with the parameter's name itself
+        raise invalid(param, message if message.startswith(param) else f"{param}: {message}") from error
     except TextBusyError as error:
         raise APIError(503, str(error), code="encoding_busy") from None
