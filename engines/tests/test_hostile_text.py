@@ -343,11 +343,12 @@ def test_a_server_ends_while_a_template_hangs_and_leaves_no_process(process, num
     asking.start()
     time.sleep(0.5)
     delays = []
-    for _ in range(20):
-        begin = time.monotonic()
-        assert httpx.get(f"{url}/version", timeout=5).status_code == 200
-        delays.append(time.monotonic() - begin)
-    assert sorted(delays)[-3] < 0.1, delays
+    with httpx.Client(base_url=url, timeout=5) as client:
+        for _ in range(20):
+            begin = time.monotonic()
+            assert client.get("/version").status_code == 200
+            delays.append(time.monotonic() - begin)
+    assert sorted(delays)[15] < 0.1, delays
     processes = children(serving.pid)
     assert len(processes) >= 3, "a core, a fork server, a worker"
     begin = time.monotonic()

@@ -61,8 +61,9 @@ class PromptEncoder:
         """Return the prompts of a completion: one of a text or of ids, many of a list. Raises APIError."""
         prompts = _prompts(body.prompt)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not texts:
-            return [EncodedPrompt(token_ids=self._checked(prompt, "prompt")) for prompt in prompts]
+        if not texts:  # they are all of one kind
+            ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+            return [EncodedPrompt(token_ids=self._checked(prompt, "prompt")) for prompt in ids]
         return [
             EncodedPrompt(token_ids=self._checked(token_ids, "prompt"), text=text)
             for token_ids, text in zip(await self._encode(texts), texts, strict=True)

@@ -275,7 +275,8 @@ class _ForkServer:
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-m", "sagellm.engines.text.process.fork_server", str(self._path)]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs, env={**os.environ, **_ENVIRONMENT})
+            environment = {**os.environ, **_ENVIRONMENT}
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
 
     def fork(self, number: int, connection: socket.socket) -> None:
         """Fork a worker that talks over the connection; one of that number is ended."""

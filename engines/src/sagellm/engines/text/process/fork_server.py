@@ -29,8 +29,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Load the tokenizer in the directory that is named, then fork and end workers as told."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front is who answers these, by draining
-        signal.signal(number, signal.SIG_IGN)
+    for draining in (signal.SIGINT, signal.SIGTERM):  # is the front's to do, and needs this process
+        signal.signal(draining, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers needs a third of time and memory
     template = _load(Path(sys.argv[1]))
