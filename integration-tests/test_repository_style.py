@@ -187,7 +187,8 @@ def test_only_plugin_modules_implement_the_provider_hook():
 
 def test_nothing_unpickles_or_evaluates():
     forbidden_modules = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-    forbidden_calls = {"eval", "exec", "compile", "torch.load", "yaml.load", "numpy.load", "np.load"}
+    forbidden_calls = {"eval", "exec", "compile", "torch.load", "numpy.load", "np.load"}
+    forbidden_calls |= {f"yaml.{name}" for name in ("load", "safe_load", "full_load", "load_all")}
     for name, tree in trees():
         modules = {module.split(".")[0] for module in imported_modules(tree)}
         assert not modules & forbidden_modules, name

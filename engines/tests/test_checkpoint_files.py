@@ -199,7 +199,9 @@ def write_header(path: Path, text: str) -> None:
         ('{"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}', "damaged"),
         ('{"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}', "damaged"),
         (f'{{"dtype": "F32", "shape": [{"9" * 5000}], "data_offsets": [0, 4]}}', "damaged header"),
-        (f'{{"dtype": "F32", "shape": {[10**4000] * 2000}, "data_offsets": [0, 4]}}', "no tensor can have"),
+        (f'{{"dtype": "F32", "shape": {[10**4000] * 2000}, "data_offsets": [0, 4]}}', "of 4001 digits"),
+        (f'{{"dtype": "F32", "shape": {[10**39] * 2000}, "data_offsets": [0, 4]}}', "no tensor can have"),
+        (f'{{"dtype": "F32", "shape": [{"[]," * 2_100_000}1], "data_offsets": [0, 4]}}', "4000000 values"),
         (f'{{"dtype": "F32", "shape": {[2] * 500_000}, "data_offsets": [0, 4]}}', "no tensor can have"),
         (f'{{"dtype": "{"x" * 10**6}", "shape": [1], "data_offsets": [0, 4]}}', "type x{64}, which"),
     ],
@@ -255,10 +257,10 @@ def test_a_tensor_in_two_files_is_named(sharded):
         ({"head_dim": 10**9}, "head_dim is 1000000000"),
         ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000"),
         ({"max_position_embeddings": 0}, "max_model_len is 0"),
-        ({"extra": nested(600)}, "not a valid qwen3 config"),
+        ({"extra": nested(600)}, "nested more than 32 deep"),
         ({"quantization_config": "abc"}, "quantized"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "of 401 digits"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "not finite"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 0}},
@@ -284,7 +286,7 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(single):
 
 def test_a_generation_config_with_senseless_numbers_is_refused(single):
     edit_json(single / "generation_config.json", do_sample=True, temperature=10**400)
-    with pytest.raises(CheckpointError, match="temperature"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read: .* of 401 digits"):
         load_checkpoint(single, [Qwen3Family()])
 
 

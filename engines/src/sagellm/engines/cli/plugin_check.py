@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import typer
 
 from sagellm.core import ConfigError
 from sagellm.engines.cli.output import print_json
+from sagellm.engines.config.shown import shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,31 +79,40 @@ def check(  # noqa: PLR0913
 
 
 def _read_options(text: str | None) -> dict[str, Any]:
-    import yaml
+    options = {} if text is None else _read_mapping("--options", text)
+    if options is None:
+        raise ConfigError(
+            f"--options is {shown(text)}; it must be a mapping of plain values: '{{weight: 2}}'"
+        )
+    return options
+
+
+def _read_mapping(flag: str, text: str) -> dict[str, Any] | None:
+    """Return the mapping of plain values that YAML says, or None. Raises ConfigError beyond a limit."""
+    from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 
     try:
-        options = {} if text is None else yaml.safe_load(text)
-        json.dumps(options, allow_nan=False)
-    except (yaml.YAMLError, TypeError, ValueError):
-        options = None
-    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
-        raise ConfigError(f"--options is {text!r}; it must be a mapping of plain values: '{{weight: 2}}'")
-    return options
+        found = parse_yaml(text)
+        json.dumps(found, allow_nan=False)
+    except YAMLSyntaxError:
+        return None
+    except ConfigError as error:
+        raise ConfigError(f"{flag} cannot be read: {error}") from error
+    except (TypeError, ValueError):
+        return None
+    return found if isinstance(found, dict) and all(isinstance(name, str) for name in found) else None
 
 
 def _read_sample(text: str | None) -> str | None:
     """Return a mapping as JSON, or a file's absolute path: the kit runs in another folder."""
-    if text is None or Path(text).exists():
+    if text is None or os.path.exists(text):  # False for text that is too long to be a path
         return None if text is None else str(Path(text).resolve())
-    import yaml
-
-    try:
-        found = yaml.safe_load(text)
-        if isinstance(found, dict):
-            return json.dumps(found, allow_nan=False)
-    except (yaml.YAMLError, TypeError, ValueError):
-        pass
-    raise ConfigError(f"--sample is {text!r}; it must be a file that exists, or a mapping of plain values")
+    found = _read_mapping("--sample", text)
+    if found is None:
+        raise ConfigError(
+            f"--sample is {shown(text)}; it must be a file that exists, or a mapping of plain values"
+        )
+    return json.dumps(found)
 
 
 def _entry(report: ProviderReport) -> dict[str, Any]:

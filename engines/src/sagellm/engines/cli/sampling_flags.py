@@ -78,14 +78,16 @@ SAMPLING_NAMES = frozenset(_FIELDS)
 
 def read_mapping(name: str, text: str) -> dict[str, Any]:
     """Read the text of a flag that takes a mapping, which is YAML. Raises ConfigError."""
-    import yaml
+    from sagellm.engines.config.shown import shown
+    from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 
+    flag = f"--{name.replace('_', '-')}"
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except YAMLSyntaxError:
         value = None
+    except ConfigError as error:
+        raise ConfigError(f"{flag} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"--{name.replace('_', '-')} is {text!r}; it must be a mapping, as in '{{name: 3}}'"
-        )
+        raise ConfigError(f"{flag} is {shown(text)}; it must be a mapping, as in '{{name: 3}}'")
     return value

@@ -11,12 +11,16 @@ from pydantic.fields import FieldInfo
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.config.settings import ALL_NAMES
+from sagellm.engines.config.shown import shown
+
+_MAX_LINES = 20
 
 
 def explain(error: ValidationError, model: type[BaseModel], section: str) -> ConfigError:
     """Phrase every finding of `error`, one a line. `section` is "" for the whole configuration."""
     lines = []
-    for found in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for found in errors[:_MAX_LINES]:
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # a section has already spoken for itself
             lines.append(str(cause))
@@ -27,8 +31,10 @@ def explain(error: ValidationError, model: type[BaseModel], section: str) -> Con
             lines.append(unknown_key(key, section, list(model.model_fields)))
         else:
             must = str(cause) if cause is not None else possible(model.model_fields[name])
-            value = repr(found["input"]) if model.model_fields[name].repr else "not shown"  # a secret
+            value = shown(found["input"]) if model.model_fields[name].repr else "not shown"  # a secret
             lines.append(f"{with_flat_name(key)} is {value}; it must be {must}")
+    if len(errors) > _MAX_LINES:
+        lines.append(f"and {len(errors) - _MAX_LINES} more")
     return ConfigError("\n".join(lines))
 
 
@@ -37,7 +43,7 @@ def unknown_key(key: str, section: str, known: list[str]) -> str:
     if not section and key in ALL_NAMES:
         return f"unknown section {key!r}; the setting is {ALL_NAMES[key]}, or EngineConfig.from_flat({key}=…)"
     what, where = ("setting", f"{section} has") if section else ("section", "the sections are")
-    return f"unknown {what} {key!r}; {where} {', '.join(known)}.{nearest(key.rpartition('.')[2], known)}"
+    return f"unknown {what} {shown(key)}; {where} {', '.join(known)}.{nearest(key.rpartition('.')[2], known)}"
 
 
 def with_flat_name(key: str) -> str:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
+from sagellm.engines.config.shown import shown
 from sagellm.engines.config.text import parse_text
+from sagellm.engines.config.yaml_text import MAX_BYTES, YAMLSyntaxError, parse_yaml
 
 PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
@@ -106,11 +106,12 @@ def _existing_files(named: Path | None, environ: Mapping[str, str], directory: P
 
 def _file_layer(path: Path) -> _Layer:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+        with open(path, "rb") as file:
+            content = parse_yaml(file.read(MAX_BYTES + 1).decode("utf-8"))
+    except YAMLSyntaxError as error:
         raise ConfigError(f"the configuration file {path} is not YAML: {error}") from error
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
     values: dict[str, Any] = {}
     for section, settings in _mapping(content, f"the configuration file {path}").items():
         for name, value in _mapping(settings, f"{section} in {path}", section).items():
@@ -125,8 +126,8 @@ def _mapping(value: Any, what: str, flat_name: str = "") -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         section, _, name = ALL_NAMES.get(flat_name, "kv.block_size").partition(".")
-        example = f"{section}: {{{name}: {value if flat_name in ALL_NAMES else 16}}}"
-        raise ConfigError(f"{what} is {value!r}; it must be a mapping, such as `{example}`")
+        example = f"{section}: {{{name}: {value if flat_name in ALL_NAMES and len(str(value)) < 80 else 16}}}"
+        raise ConfigError(f"{what} is {shown(value)}; it must be a mapping, such as `{example}`")
     return {str(key): item for key, item in value.items()}
 
 

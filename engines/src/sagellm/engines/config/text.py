@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, get_origin
 
-import yaml
 from pydantic.fields import FieldInfo
 
-from sagellm.engines.config.explain import kind_of
+from sagellm.core import ConfigError
+from sagellm.engines.config.explain import kind_of, with_flat_name
 from sagellm.engines.config.schema import SECTIONS
+from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 
 _BOOLEANS = {
     "true": True,
@@ -32,7 +33,8 @@ def field_of(key: str) -> FieldInfo:
 def parse_text(key: str, text: str) -> Any:
     """Turn text into the type of a setting: names stay text, lists and mappings are YAML.
 
-    Text that does not fit is returned as it is, so that the schema refuses it in its own words.
+    Text that does not fit is returned as it is, so that the schema refuses it in its own words. Raises
+    ConfigError for YAML that exceeds a limit (`yaml_text`).
     """
     kind, optional = kind_of(field_of(key))
     if optional and text.strip().lower() in _NULLS:
@@ -43,7 +45,11 @@ def parse_text(key: str, text: str) -> Any:
         if kind in (int, float):
             return kind(text)
         if get_origin(kind) in (tuple, dict):
-            return yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+            return parse_yaml(text)
+    except YAMLSyntaxError:
+        return text
+    except ConfigError as error:
+        raise ConfigError(f"{with_flat_name(key)} cannot be read: {error}") from error
+    except ValueError:
         return text
     return text

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sagellm.core import CheckpointError, HFConfig
-from sagellm.engines.loading.json_file import read_json, read_optional_json
+from sagellm.engines.loading.json_file import INDEX_BYTES, read_json, read_optional_json
 from sagellm.engines.loading.safetensors_header import StoredTensor, read_header
 
 CONFIG = "config.json"
@@ -110,7 +110,7 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """Return the file that holds each tensor by the index. Raises CheckpointError if that is damaged."""
-    weight_map = read_json(path / INDEX).get("weight_map")
+    weight_map = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map that names a file for each tensor")
     return {name: str(file) for name, file in weight_map.items()}

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from sagellm.core import CheckpointError
+from sagellm.core import CheckpointError, ConfigError
+from sagellm.engines.config.json_text import parse_json
 
-_MAX_BYTES = 64 << 20  # the largest real ones, indices and configs, have a few MiB
+CONFIG_BYTES = 4 << 20  # the largest real ones have a few hundred KiB
+INDEX_BYTES = 32 << 20  # of experts by the ten thousand
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # JSON has no such numbers; transformers writes {"__float__": "Infinity"}.
 _SPECIAL_FLOATS = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file. Raises CheckpointError if it is unreadable, too long or something else."""
+def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises CheckpointError if it is unreadable, too long, exceeds a limit of `parse_json`, or holds something
+    else.
+    """
     try:
         check_file(path)
         with open(path, "rb") as file:
-            text = file.read(_MAX_BYTES + 1)
+            text = file.read(max_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(text) > _MAX_BYTES:
+    if len(text) > max_bytes:
         raise CheckpointError(
-            f"{path} is too long; a JSON file of a checkpoint has at most {_MAX_BYTES} bytes"
+            f"{path} is too long; such a file of a checkpoint has at most {max_bytes} bytes"
         )
     try:
-        content = json.loads(text, object_hook=_decode_special_float)
-    except (ValueError, RecursionError) as error:  # bad JSON, or bytes that are no text
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        content = parse_json(text, object_hook=_decode_special_float)
+    except ConfigError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}; it must be an object")
     return content

@@ -6,13 +6,13 @@ Source: the format's description at huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sagellm.core import CheckpointError
+from sagellm.core import CheckpointError, ConfigError
+from sagellm.engines.config.json_text import parse_json
 from sagellm.engines.loading.json_file import check_file
 
 ITEM_BYTES = {
@@ -33,6 +33,7 @@ ITEM_BYTES = {
     "F64": 8,
 }
 _LENGTH_BYTES = 8
+_MAX_VALUES = 4_000_000  # about ten a tensor
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_SHOWN = 64  # characters of a value in a message
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -65,12 +66,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} is not a safetensors file, or cut off: {file_bytes} bytes, of which the header "
                     f"would be {header_bytes}; fetch it again"
                 )
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(header_bytes), max_values=_MAX_VALUES)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
-    except (ValueError, RecursionError) as error:  # bad JSON, no text, or a number of thousands of digits
+    except ConfigError as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a damaged header: it is no JSON object; fetch it again")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sagellm.core import ConfigError
+from sagellm.engines.config.json_text import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,10 @@ def read_costs(path: Path) -> dict[str, Costs]:
     Raises ConfigError for a file that is none, and for rates that are not above 0.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            content: dict[str, Any] = parse_json(path.read_bytes())
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         common = {name: content[name] for name in Costs.__dataclass_fields__ if name in content}
         sets = {name: common | given for name, given in content["sets"].items()}
         names = Costs.__dataclass_fields__

@@ -1,0 +1,55 @@
+"""Parsing JSON that may be hostile, with limits that no real configuration comes near."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sagellm.core import ConfigError
+
+_MAX_DEPTH = 32
+_MAX_DIGITS = 40  # tokenizers write 10^30 for "no limit"
+MAX_VALUES = 500_000
+"""Commas and opening brackets, which bound the values from above. Each takes a hundred bytes at most."""
+
+
+def parse_json(
+    text: bytes,
+    *,
+    max_values: int = MAX_VALUES,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """Return what JSON says. Raises ConfigError, with what is wrong alone, for other text and beyond a limit.
+
+    Limits are 32 nestings, 40 digits of an integer, and `max_values`.
+    """
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > max_values:
+        raise ConfigError(f"it has more than {max_values} values")
+    try:
+        found = json.loads(text, object_hook=object_hook, parse_int=_parse_int)
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(f"it is nested more than {_MAX_DEPTH} deep") from error
+    except ValueError as error:  # bad JSON, or bytes that are not text
+        raise ConfigError(f"it is not valid JSON: {error}") from error
+    _check_depth(found, _MAX_DEPTH)
+    return found
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ConfigError(f"it has a number of {len(digits)} digits; at most {_MAX_DIGITS} are read")
+    return int(digits)
+
+
+def _check_depth(value: Any, remaining: int) -> None:
+    """Raise ConfigError for deeper nesting: all code that walks through the value may then recurse."""
+    if not isinstance(value, dict | list):
+        return
+    if not remaining:
+        raise ConfigError(f"it is nested more than {_MAX_DEPTH} deep")
+    for nested in value.values() if isinstance(value, dict) else value:
+        if isinstance(nested, dict | list):
+            _check_depth(nested, remaining - 1)

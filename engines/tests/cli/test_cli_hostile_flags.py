@@ -1,0 +1,27 @@
+"""Flags that take YAML refuse what costs their reader more than their writer, as files and variables do."""
+
+from __future__ import annotations
+
+import pytest
+
+BOMBS = [
+    "{a0: &a0 [lol], "
+    + ", ".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9))
+    + "}",
+    "{a: " + "[" * 20_000,
+    f"{{a: {'9' * 20_000}}}",
+]
+
+
+@pytest.mark.parametrize("text", BOMBS, ids=["aliases", "nestings", "digits"])
+def test_a_mapping_beyond_a_limit_is_an_error_that_names_the_flag(sage, text: str) -> None:
+    check = ("plugins", "check", "sagellm-core-protocols", "--name", "null")
+    for flag, command in (
+        ("--options", check),
+        ("--sample", check),
+        ("--extra-args", ("llm", "generate", "hello")),
+    ):
+        result = sage(*command, flag, text)
+        assert (result.code, f"Error: {flag} cannot be read: it " in result.err) == (2, True), result.err
+    result = sage("config", "show", "--engine-options", text)
+    assert (result.code, "engine.options (engine_options) cannot be read: it " in result.err) == (2, True)

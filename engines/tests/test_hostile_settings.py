@@ -1,0 +1,164 @@
+"""YAML and JSON that cost their reader more than their writer: a clear error within a second and 100 MB."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from sagellm.core import CheckpointError, ConfigError
+from sagellm.engines.config.json_text import parse_json
+from sagellm.engines.config.sources import load_config
+from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
+from sagellm.engines.loading import Checkpoint
+from sagellm.engines.simulation.costs import read_costs
+
+MAX_SECONDS, MAX_BYTES = 1.0, 100_000_000
+
+
+def laughs(num_levels: int) -> str:
+    """Return a mapping whose last value is 10^num_levels texts, if aliases are followed."""
+    levels = ["a0: &a0 [lol]"]
+    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, num_levels + 1)]
+    return f"{{{', '.join(levels)}}}"
+
+
+BEYOND_A_LIMIT = {
+    "billion laughs": (laughs(9), "more than 5000 values"),
+    "merged laughs": (laughs(4).replace("[", "{<<: [").replace("]", "]}"), "more than 5000 values"),
+    "an alias of itself": ("{a: &a [1, *a]}", "inside of what it stands for"),
+    "sequences": ("{a: " + "[" * 20_000 + "]" * 20_000 + "}", "nested more than 32 deep"),
+    "mappings": ("{a: " * 10_000 + "1" + "}" * 10_000, "nested more than 32 deep"),
+    "digits": (f"{{a: {'9' * 20_000}}}", "a number of 20000 digits"),
+    "digits of a key": (f"{{{'9' * 1_000}: 1}}", "a number of 1000 digits"),
+    "hexadecimal digits": (f"{{a: 0x{'f' * 20_000}}}", "a number of 20002 digits"),
+    "base 60": (f"{{a: 1{':59' * 20_000}}}", "a number of 60001 digits"),
+    "digits of a fraction": (f"{{a: 0.{'9' * 60_000}}}", "a number of 60002 digits"),
+    "a digit with a tag": (f"{{a: !!int '{'9' * 20_000}'}}", "a number of 20000 digits"),
+    "values": (f"[{'1,' * 30_000}]", "more than 5000 values"),
+    "a long key": (f"{{? {'k' * 70_000} : 1}}", "longer than 65536 bytes"),
+    "a long anchor": (f"{{a: &{'k' * 70_000} 1}}", "longer than 65536 bytes"),
+}
+NOT_YAML = {
+    "a long tag": f"{{a: !{'t' * 60_000} 1}}",
+    "a month": "{a: 2024-13-01}",
+    "no timestamp": "{a: !!timestamp x}",
+    "no boolean": "{a: !!bool x}",
+    "python": "{a: !!python/object/apply:os.system [true]}",
+    "an unknown alias": "{a: *b}",
+    "block nestings": "\n".join(f"{' ' * i}- -" for i in range(300)),
+}
+
+
+class WithinASecond:
+    """Fails if a block takes more CPU time than a second."""
+
+    def __enter__(self) -> None:
+        self._start = time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        assert time.process_time() - self._start < MAX_SECONDS
+
+
+def test_no_text_takes_more_than_100_mb() -> None:
+    tracemalloc.start()
+    try:
+        for name in ("billion laughs", "merged laughs", "an alias of itself", "mappings", "values"):
+            with pytest.raises(ConfigError):
+                parse_yaml(BEYOND_A_LIMIT[name][0])
+        for text, _ in HOSTILE_JSON.values():
+            with pytest.raises(ConfigError):
+                parse_json(text)
+        assert len(parse_json(b"[" + b",".join([b'{"":0}'] * 240_000) + b"]")) == 240_000  # the largest
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", [each for each, _ in BEYOND_A_LIMIT.values()], ids=BEYOND_A_LIMIT.keys())
+def test_yaml_beyond_a_limit_is_named_in_files_variables_and_flags(text: str, tmp_path: Path) -> None:
+    expected = next(message for bomb, message in BEYOND_A_LIMIT.values() if bomb == text)
+    file = tmp_path / "sagellm.yaml"
+    file.write_text(f"engine:\n  options: {text}\n")
+    sources = {
+        f"the configuration file {file} cannot be read: it ": {"directory": tmp_path, "environ": {}},
+        "engine.options (engine_options) cannot be read: it ": {
+            "directory": tmp_path / "empty",
+            "environ": {"SAGELLM_ENGINE__OPTIONS": text},
+        },
+        "engine.options (engine_options) cannot be read": {
+            "directory": tmp_path / "empty",
+            "environ": {},
+            "flags": {"engine_options": text},
+        },
+    }
+    for start, source in sources.items():
+        with WithinASecond(), pytest.raises(ConfigError) as caught:
+            load_config(**source)  # type: ignore[arg-type]
+        message = str(caught.value)
+        assert start.removesuffix("it ") in message
+        assert expected in message
+        assert len(message) < 500
+
+
+@pytest.mark.parametrize("text", NOT_YAML.values(), ids=NOT_YAML.keys())
+def test_what_is_not_yaml_is_a_short_error_of_ours(text: str, tmp_path: Path) -> None:
+    with WithinASecond(), pytest.raises(ConfigError) as caught:
+        parse_yaml(text)
+    assert 0 < len(str(caught.value)) < 400
+    with WithinASecond(), pytest.raises(ConfigError) as caught:
+        load_config({"engine_options": text}, environ={"HOME": str(tmp_path)}, directory=tmp_path)
+    assert 0 < len(str(caught.value)) < 600
+
+
+def test_ordinary_yaml_with_a_few_aliases_is_read() -> None:
+    found = parse_yaml("a: &a {b: [1, 0x10, 1.5, 2024-01-02, ~]}\nc: {<<: *a, d: *a}\n")
+    assert found["c"] == {"b": found["a"]["b"], "d": found["a"]}
+    assert found["a"]["b"][:3] == [1, 16, 1.5]
+    with pytest.raises(YAMLSyntaxError, match="undefined alias"):
+        parse_yaml("*a")
+
+
+def test_thousands_of_unknown_settings_are_a_short_error(tmp_path: Path) -> None:
+    (tmp_path / "sagellm.yaml").write_text("kv:\n" + "".join(f"  k{i}: 1\n" for i in range(2_000)))
+    with WithinASecond(), pytest.raises(ConfigError) as caught:
+        load_config(environ={"HOME": str(tmp_path)}, directory=tmp_path)
+    assert "and 1980 more" in str(caught.value)
+
+
+HOSTILE_JSON = {
+    "nestings": (b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "nested more than 32 deep"),
+    "a few nestings": (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "nested more than 32 deep"),
+    "digits": (b'{"a": ' + b"9" * 20_000 + b"}", "a number of 20000 digits"),
+    "less digits": (b'{"a": ' + b"9" * 4_000 + b"}", "a number of 4000 digits"),
+    "values": (b'{"a": [' + b"[]," * 1_000_000 + b"1]}", "more than 500000 values"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), HOSTILE_JSON.values(), ids=HOSTILE_JSON.keys())
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_of_a_checkpoint_has_limits(text: bytes, expected: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(text)
+    with WithinASecond(), pytest.raises(CheckpointError, match=expected) as caught:
+        Checkpoint.open(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name} cannot be read: it ")
+
+
+def test_a_file_of_costs_has_the_same_limits(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    for text, expected in HOSTILE_JSON.values():
+        path.write_bytes(text)
+        with (
+            WithinASecond(),
+            pytest.raises(ConfigError, match=f"no costs can be read from {path}.*{expected}"),
+        ):
+            read_costs(path)
+
+
+def test_ordinary_json_is_read() -> None:
+    values = {"model_max_length": 10**30, "layers": [[1.5, None, {"a": "b"}]]}
+    assert parse_json(json.dumps(values).encode()) == values
