@@ -37,6 +37,8 @@ def sagellm_providers():
     return [Provider({kind!r}, {name!r}, {target!r}, "for a test")]
 """
 
+HOOK = "from sagellm.core import hookimpl\n@hookimpl\n"
+
 
 def good(
     name: str = "mru", *, kind: str = "eviction_policy", target: str = "sagellm.core:NullEvictionPolicy"
@@ -170,8 +172,15 @@ def test_providing_an_unknown_kind_names_the_distribution_and_the_nearest(instal
 
 @pytest.mark.parametrize(
     "source",
-    ["import a_module_that_is_not_there", "1 / 0", "def broken(:", "raise SystemExit('a_module')"],
-    ids=["missing module", "exception", "syntax", "exit"],
+    [
+        "import a_module_that_is_not_there",
+        "1 / 0",
+        "def broken(:",
+        "raise SystemExit('a_module')",
+        "raise GeneratorExit",
+        "class Mute(BaseException):\n    def __str__(self): raise SystemExit\nraise Mute",
+    ],
+    ids=["missing module", "exception", "syntax", "exit", "another exit", "no message"],
 )
 def test_a_plugin_that_does_not_import_is_listed_with_its_error(install: Install, source: str) -> None:
     module = install("acme-broken", source)
@@ -290,6 +299,90 @@ def test_a_provider_hook_that_raises_is_refused(install: Install) -> None:
     )
     with pytest.raises(PluginImportError, match="acme-mru: sagellm_providers failed: ZeroDivisionError"):
         PluginRegistry.load().require_healthy()
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "GeneratorExit()", "BaseException('moon')"])
+def test_a_provider_hook_that_ends_the_process_is_an_error_of_its_plugin_alone(
+    install: Install, raised: str
+) -> None:
+    install("acme-broken", f"{HOOK}def sagellm_providers():\n    raise {raised}\n")
+    install("acme-mru", good())
+    registry = PluginRegistry.load()
+    error = error_of(registry, "acme-broken")
+    assert isinstance(error, PluginImportError)
+    assert f"acme-broken: sagellm_providers failed: {raised.partition('(')[0]}: " in str(error)
+    assert registry.find("eviction_policy", "mru").distribution == "acme-mru"
+
+
+def test_ctrl_c_while_plugins_are_loaded_ends_the_loading(install: Install) -> None:
+    install("acme-slow", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        PluginRegistry.load()
+
+
+def test_a_module_that_fails_when_it_is_looked_at_is_listed_with_its_error(install: Install) -> None:
+    install("acme-broken", "def __getattr__(name):\n    raise SystemExit(name)\n")
+    error = error_of(PluginRegistry.load(), "acme-broken")
+    assert isinstance(error, PluginImportError)
+    assert str(error) == "acme-broken cannot be registered: SystemExit: SAGELLM_API"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "['eviction_policy'], 'a', 'm:n', ''",
+        "'eviction_policy', 1, 'm:n', ''",
+        "'eviction_policy', 'a', None, ''",
+    ],
+)
+def test_a_provider_of_other_types_is_refused(install: Install, entry: str) -> None:
+    source = f"{HOOK}def sagellm_providers():\n    return [Provider({entry})]\n"
+    install("acme-mru", f"from sagellm.core import Provider\n{source}")
+    registry = PluginRegistry.load()
+    error = error_of(registry, "acme-mru")
+    assert isinstance(error, PluginHookError)
+    assert "kind, name, target and summary of a Provider must be strings" in str(error)
+    assert registry.providers()
+
+
+def test_a_target_that_ends_the_process_is_named(install: Install) -> None:
+    module = install("acme-mru", good(target="acme_exit:MRU"), version="0.9")
+    Path(sys.path[0], "acme_exit.py").write_text("raise SystemExit(4)")
+    assert module
+    with pytest.raises(PluginImportError, match=r"'mru' of acme-mru 0.9 does not import .*: SystemExit: 4"):
+        PluginRegistry.load().resolve("eviction_policy", "mru")
+
+
+def test_a_name_of_ours_stays_ours_and_the_plugin_is_listed_with_the_clash(install: Install) -> None:
+    source = good("null").replace(
+        "return [", "return [Provider('eviction_policy', 'mru', 'sagellm.core:NullEvictionPolicy', ''), "
+    )
+    install("acme-null", source)
+    registry = PluginRegistry.load()
+    error = error_of(registry, "acme-null")
+    assert isinstance(error, DuplicateProviderError)
+    assert str(error) == (
+        "acme-null provides the eviction_policy 'null', which sagellm-core-protocols provides; its own is "
+        "'acme-null:null'"
+    )
+    assert registry.find("eviction_policy", "null").distribution == "sagellm-core-protocols"
+    assert registry.find("eviction_policy", "acme-null:null").distribution == "acme-null"
+    assert registry.find("eviction_policy", "mru").distribution == "acme-null"
+
+
+def test_a_plugin_with_a_wrong_hook_observes_nothing(install: Install) -> None:
+    source = f"{HOOK}def sagellm_kv_events(events): 1 / 0\n@hookimpl\ndef sagellm_step_finished(rec): ...\n"
+    install("acme-observer", source)
+    registry = PluginRegistry.load()
+    assert isinstance(error_of(registry, "acme-observer"), PluginHookError)
+    assert registry.callers("sagellm_kv_events") == []
+
+
+def test_a_distribution_without_a_name_is_listed(install: Install, tmp_path: Path) -> None:
+    install("acme-mru", good())
+    (tmp_path / "acme_mru-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
+    (plugin,) = [each for each in PluginRegistry.load().plugins if "mru" in each.entry_point]
+    assert (plugin.distribution, plugin.version, plugin.error) == ("unnamed", "unknown", None)
 
 
 def test_with_an_allow_list_nothing_else_is_loaded(install: Install) -> None:

@@ -316,10 +316,12 @@ def test_a_model_that_is_not_there_is_told(sage, model):
     assert (result.code, model in result.err, "Traceback" in result.err) == (1, True, False)
 
 
-def test_a_plugin_that_is_broken_stops_the_engine_and_is_named(sage, checkpoint, install):
+def test_a_plugin_that_is_broken_is_named_and_stops_only_what_needs_it(sage, checkpoint, install):
     install("broken-plugin", "raise RuntimeError('no moon tonight')")
     result = sage("llm", "generate", "x", "--model", checkpoint, *REAL)
-    assert (result.code, "broken-plugin" in result.err) == (1, True)
+    assert (result.code, "broken-plugin" in result.err) == (0, True)
+    result = sage("llm", "generate", "x", "--model", checkpoint, *REAL, "--eviction-policy", "moon")
+    assert (result.code, "broken-plugin could not be loaded" in result.err) == (1, True)
 
 
 _FAILING = """

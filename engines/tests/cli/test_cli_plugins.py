@@ -84,6 +84,32 @@ def test_a_broken_plugin_is_listed_with_its_error_and_the_rest_goes_on(sage, ins
     assert "sagellm-core-protocols" in result.out
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise SystemExit(3)", "broken-plugin does not import (broken_plugin): SystemExit: 3"),
+        (
+            WORKING.replace("return [", "raise SystemExit(3); return ["),
+            "sagellm_providers failed: SystemExit: 3",
+        ),
+        (WORKING.replace('"moon", f"', '"lru", f"'), "its own is 'broken-plugin:lru'"),
+    ],
+    ids=["import", "hook", "name of ours"],
+)
+def test_a_plugin_that_ends_the_process_or_takes_a_name_of_ours_stops_no_command(
+    sage, install, source, message
+):
+    install("broken-plugin", source)
+    listed = sage("plugins", "list")
+    assert listed.code == 0
+    assert "With an error, which stops only what names them:\n  broken-plugin 1.5: " in listed.out
+    assert message in listed.out
+    assert message in sage("plugins", "info", "broken-plugin").out
+    assert sage("config", "show").code == 0
+    assert sage("plugins", "info", "sagellm-eviction-policy:lru").code == 0
+    assert sage("doctor", "--json").json
+
+
 def test_json_tells_each_plugins_error(sage, install):
     install("future-plugin", FUTURE)
     plugins = {

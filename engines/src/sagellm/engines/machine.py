@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sagellm.core import PluginRegistry, Topology, TopologyMetrics, TopologyProtocol
+from sagellm.engines.plugin_failure import call_plugin
 
 FIXING_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -42,8 +43,11 @@ def read_topology(registry: PluginRegistry, name: str | None = None) -> tuple[To
         from sagellm.engines.config.sources import load_config
 
         name = load_config().config.comm.topology
-    reader = cast("type[TopologyProtocol]", registry.resolve("topology", name))()
-    return reader.read(), reader.metrics()
+    entry = registry.find("topology", name)
+    factory = cast("type[TopologyProtocol]", registry.resolve("topology", name))
+    label = f"topology {name!r} of {entry.distribution} {entry.version}"
+    reader = call_plugin(label, "its factory", factory)
+    return call_plugin(label, "read()", reader.read), reader.metrics()
 
 
 def describe_machine() -> dict[str, Any]:

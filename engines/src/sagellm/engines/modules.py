@@ -16,13 +16,16 @@ from sagellm.core import (
     PluginRegistry,
     PrefixCacheProtocol,
     Runtime,
+    get_logger,
 )
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.settings import named_providers
-from sagellm.engines.plugin_failure import plugin_failure
+from sagellm.engines.plugin_failure import call_plugin
 
 if TYPE_CHECKING:
     from sagellm.core import LogitsProcessorProtocol
+
+logger = get_logger(__name__)
 
 BUILT_IN_PROCESSORS = tuple(
     f"sagellm-engines:{name}" for name in ("logit_bias", "min_tokens", "allowed_token_ids", "bad_words")
@@ -36,11 +39,11 @@ LIFETIME_PREDICTOR = "lifetime_predictor"
 class Modules:
     """Makes modules of a configuration by kind and name; each is resolved once, here.
 
-    A name that nothing installed bears is an error at once, before a model is loaded.
+    A name that nothing installed bears is an error at once, before a model is loaded. Of plugins with an
+    error only those matter that the configuration names.
     """
 
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
-        registry.require_healthy()
         for _, kind, name in named_providers(config.values()):
             registry.find(kind, name)
         self.registry = registry
@@ -51,18 +54,36 @@ class Modules:
         return cast(Callable[..., Any], self.registry.resolve(kind, name))
 
     def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
-        """Call the provider of a kind and name as its protocol says."""
-        return self.factory(kind, name)(*args, **options)
+        """Call the provider of a kind and name as its protocol says.
+
+        Raises PluginError, which names the distribution, if its factory fails.
+        """
+        return self.call(kind, name, self.factory(kind, name), *args, **options)
+
+    def call(self, kind: str, name: str, factory: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a factory that a provider of this kind and name is or has, as `make` does."""
+        return call_plugin(self.label(kind, name), "its factory", factory, *args, **options)
+
+    def label(self, kind: str, name: str) -> str:
+        """Return how errors call a provider: its kind and name, and what it came with."""
+        entry = self.registry.find(kind, name)
+        return f"{kind} {name!r} of {entry.distribution} {entry.version}"
 
 
 def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
-    """Make the engine. Raises ConfigError for unknown options, and whatever its factory raises."""
+    """Make the engine, with a warning for each plugin that has an error.
+
+    Raises ConfigError for unknown options, PluginError for a factory that fails.
+    """
+    for plugin in modules.registry.plugins:
+        if plugin.error is not None:
+            logger.warning("the plugin %s %s: %s", plugin.distribution, plugin.version, plugin.error)
     settings = modules.config.engine
     factory = modules.factory("engine", settings.name)
     given = {"registry": modules.registry, "runtime": runtime}
     args = (modules.config,)
     _check_options(factory, "engine.options", settings.name, settings.options, given, args)
-    made = factory(*args, **given, **settings.options)
+    made = modules.call("engine", settings.name, factory, *args, **given, **settings.options)
     if not isinstance(made, EngineProtocol):
         raise PluginError(
             f"engine {settings.name!r} makes a {type(made).__name__}; it must be an EngineProtocol"
@@ -80,7 +101,7 @@ def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any
     if LIFETIME_PREDICTOR in signature(factory).parameters:
         given[LIFETIME_PREDICTOR] = modules.make(LIFETIME_PREDICTOR, modules.config.predictor.name)
     _check_options(factory, "prefix_cache.eviction_options", name, options, given)
-    return factory(**given, **options)
+    return modules.call("eviction_policy", name, factory, **given, **options)
 
 
 def prefix_cache(
@@ -93,7 +114,7 @@ def prefix_cache(
     given = {"eviction_policy": policy, "clock": clock, "identity": identity}
     args = (max_blocks, modules.config.kv.block_size)
     _check_options(factory, "prefix_cache.options", name, options, given, args)
-    cache: PrefixCacheProtocol = factory(*args, **given, **options)
+    cache: PrefixCacheProtocol = modules.call("prefix_cache", name, factory, *args, **given, **options)
     return cache
 
 
@@ -125,18 +146,14 @@ def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProc
     for name in (*BUILT_IN_PROCESSORS, *modules.config.sampling.logits_processors):
         factory = modules.factory("logits_processor", name)
         if factory not in made:
-            try:
-                processor = factory(vocab_size)
-            except Exception as error:
-                raise plugin_failure(label_of(modules, name), "its factory", error) from error
+            processor = modules.call("logits_processor", name, factory, vocab_size)
             made[factory] = (name.removeprefix("sagellm-engines:"), processor)
     return dict(made.values())
 
 
 def label_of(modules: Modules, processor_name: str) -> str:
     """Return how errors call a logits processor: its kind and name, and what it came with."""
-    entry = modules.registry.find("logits_processor", processor_name)
-    return f"logits_processor {processor_name!r} of {entry.distribution} {entry.version}"
+    return modules.label("logits_processor", processor_name)
 
 
 def extra_args(
@@ -158,7 +175,9 @@ def _extra_args(modules: Modules, name: str, processor: LogitsProcessorProtocol[
         wrong = [arg for arg in declared if not isinstance(arg, ExtraArg) or not isinstance(arg.name, str)]
         if wrong:
             raise TypeError(f"{wrong[0]!r} is no ExtraArg with a string as its name")
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginError(
             f"{label_of(modules, name)}: extra_args() {problem}; "
             f"{type(error).__name__}: {error}; it must return a list of ExtraArg"

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from traceback import extract_tb
+from typing import ParamSpec, TypeVar
 
-from sagellm.core import PluginError
+from sagellm.core import PluginError, SageLLMError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def plugin_failure(plugin: str, call: str, error: Exception) -> PluginError:
+def call_plugin(plugin: str, call: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a plugin's code. What it raises, SystemExit too, becomes a PluginError that names it.
+
+    Our own errors, memory errors and Ctrl-C pass.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (KeyboardInterrupt, MemoryError, SageLLMError):
+        raise
+    except BaseException as error:
+        raise plugin_failure(plugin, call, error) from error
+
+
+def plugin_failure(plugin: str, call: str, error: BaseException) -> PluginError:
     """Phrase what a call into a plugin raised, with the last line of the plugin's own file in its traceback.
 
     The error must have been caught in the function that made the call.

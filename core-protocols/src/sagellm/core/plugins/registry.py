@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, distributions
-from types import ModuleType
 
 import pluggy
 
@@ -29,6 +29,15 @@ from sagellm.core.plugins.provider import KINDS, Provider
 from sagellm.core.version import SAGELLM_API, is_compatible
 
 GROUP = "sagellm"
+_MAX_SHOWN = 200  # characters of a value in a message
+BUILT_IN = frozenset(
+    f"sagellm-{folder}"
+    for folder in (
+        *("core-protocols", "prefix-cache", "kv-pool", "eviction-policy", "scheduler-ir"),
+        *("lifetime-predictor", "accel", "comm", "engines"),
+    )
+)
+"""The distributions of sageLLM itself. A plain name is theirs where another distribution provides it too."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class InstalledProvider:
 
 @dataclass(frozen=True)
 class InstalledPlugin:
-    """A distribution with an entry point, and the error that keeps it from use, if any."""
+    """A distribution with an entry point, and the error that keeps it, or one of its names, from use."""
 
     distribution: str
     version: str
@@ -58,9 +67,9 @@ class InstalledPlugin:
 class PluginRegistry:
     """All installed plugins, read once.
 
-    Loading never raises: a broken plugin is kept with its error, so that listings go on.
-    `require_healthy` raises it; an engine calls that before it starts. Resolve once and keep
-    the object: nothing in a step loop goes through here.
+    Loading never raises, except for Ctrl-C: a broken plugin is kept with its error, whatever it raises, so
+    that only what needs it stops. `require_healthy` raises the error. Resolve once and keep the object:
+    nothing in a step loop goes through here.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -87,6 +96,7 @@ class PluginRegistry:
             if distribution in deny or (allow and distribution not in allow):
                 continue
             registry._add(distribution, version, entry_point)
+        registry.plugins = [registry._marked(plugin) for plugin in registry.plugins]
         return registry
 
     @property
@@ -112,9 +122,13 @@ class PluginRegistry:
             )
         self._check_hooks(plugin, distribution)
         found = [InstalledProvider(p, distribution, version) for p in _call_providers(plugin, distribution)]
+        if self._manager.is_registered(plugin):
+            raise PluginHookError(f"{distribution} cannot be registered: it is registered already")
         try:
             self._manager.register(plugin)
-        except (pluggy.PluginValidationError, ValueError) as error:  # wrong arguments; registered twice
+        except (pluggy.PluginValidationError, ValueError) as error:  # wrong arguments
+            if self._manager.is_registered(plugin):  # before 1.7 pluggy kept the hooks that were right
+                self._manager.unregister(plugin)
             raise PluginHookError(f"{distribution} cannot be registered: {error}") from error
         self._providers += found
 
@@ -137,12 +151,14 @@ class PluginRegistry:
     def find(self, kind: str, name: str) -> InstalledProvider:
         """Return the provider of a kind that bears a name, or `distribution:name`.
 
-        Raises UnknownKindError, UnknownProviderError or DuplicateProviderError.
+        A plain name that sageLLM provides itself means that provider. Raises UnknownKindError,
+        UnknownProviderError or DuplicateProviderError.
         """
         installed = self.providers(kind)
         distribution, colon, bare_name = name.rpartition(":")
         wanted = f"{_normalise(distribution)}:{bare_name}" if colon else name
         matches = [entry for entry in installed if wanted in (entry.provider.name, entry.qualified_name)]
+        matches = [entry for entry in matches if entry.distribution in BUILT_IN] or matches
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -152,7 +168,12 @@ class PluginRegistry:
             )
         names = sorted({entry.qualified_name if colon else entry.provider.name for entry in installed})
         listed = ", ".join(names) or "none"
-        broken = "".join(f" {p.distribution} could not be loaded: {p.error}" for p in self.plugins if p.error)
+        loaded = {entry.distribution for entry in self._providers}
+        broken = "".join(
+            f" {p.distribution} could not be loaded: {p.error}"
+            for p in self.plugins
+            if p.error and p.distribution not in loaded
+        )
         raise UnknownProviderError(
             f"no installed {kind} is called {name!r}; installed: {listed}.{nearest(name, names)}{broken}"
         )
@@ -165,23 +186,43 @@ class PluginRegistry:
         """
         entry = self.find(kind, name)
         module_name, _, attribute = entry.provider.target.partition(":")
-        try:
+        whose = f"{kind} {name!r} of {entry.distribution} {entry.version}"
+        with _import_errors(f"{whose} does not import ({entry.provider.target})"):
             target: object = getattr(import_module(module_name), attribute)
-        except Exception as error:
-            raise PluginImportError(
-                f"{kind} {name!r} of {entry.distribution} {entry.version} does not import "
-                f"({entry.provider.target}): {type(error).__name__}: {error}"
-            ) from error
         _check_methods(entry, target)
         return target
 
     def _add(self, distribution: str, version: str, entry_point: EntryPoint) -> None:
         problem: PluginError | None = None
         try:
-            self.register(_import(entry_point, distribution), distribution=distribution, version=version)
+            with _import_errors(f"{distribution} does not import ({entry_point.value})"):
+                module = import_module(entry_point.value)
+            with _import_errors(f"{distribution} cannot be registered"):
+                self.register(module, distribution=distribution, version=version)
         except PluginError as error:
             problem = error
         self.plugins.append(InstalledPlugin(distribution, version, entry_point.value, problem))
+
+    def _marked(self, plugin: InstalledPlugin) -> InstalledPlugin:
+        """Note the names of a plugin that sageLLM has too, so that nobody expects its providers there."""
+        if plugin.distribution in BUILT_IN or plugin.error is not None:
+            return plugin
+        ours = {
+            (entry.provider.kind, entry.provider.name): entry.distribution
+            for entry in self._providers
+            if entry.distribution in BUILT_IN
+        }
+        clashes = [
+            f"the {entry.provider.kind} {entry.provider.name!r}, which {owner} provides; "
+            f"its own is {entry.qualified_name!r}"
+            for entry in self._providers
+            if entry.distribution == plugin.distribution
+            and (owner := ours.get((entry.provider.kind, entry.provider.name)))
+        ]
+        if not clashes:
+            return plugin
+        problem = DuplicateProviderError(f"{plugin.distribution} provides {', and '.join(clashes)}")
+        return replace(plugin, error=problem)
 
     def _check_hooks(self, plugin: object, distribution: str) -> None:
         known = [name for name in dir(hookspecs) if name.startswith("sagellm_")]
@@ -208,31 +249,47 @@ def _check_methods(entry: InstalledProvider, target: object) -> None:
         )
 
 
-def _import(entry_point: EntryPoint, distribution: str) -> ModuleType:
+@contextmanager
+def _import_errors(what: str) -> Iterator[None]:
+    """Turn whatever a plugin's code raises, SystemExit too, into a PluginImportError that begins with `what`.
+
+    Only errors of this module and Ctrl-C pass.
+    """
     try:
-        return import_module(entry_point.value)
-    except (Exception, SystemExit) as error:
-        raise PluginImportError(
-            f"{distribution} does not import ({entry_point.value}): {type(error).__name__}: {error}"
-        ) from error
+        yield
+    except (KeyboardInterrupt, PluginError):
+        raise
+    except BaseException as error:
+        raise PluginImportError(f"{what}: {_described(error)}") from error
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # its own __str__ is broken
+        return type(error).__name__
 
 
 def _call_providers(plugin: object, distribution: str) -> list[Provider]:
     offer = getattr(plugin, "sagellm_providers", None)
     if offer is None:
         return []
-    try:
+    with _import_errors(f"{distribution}: sagellm_providers failed"):
         found = offer()
-    except Exception as error:
-        raise PluginImportError(
-            f"{distribution}: sagellm_providers failed: {type(error).__name__}: {error}"
-        ) from error
     if not isinstance(found, list) or not all(isinstance(entry, Provider) for entry in found):
+        with _import_errors(f"{distribution}: sagellm_providers must return a list of Provider"):
+            got = repr(found)
         raise PluginHookError(
-            f"{distribution}: sagellm_providers must return a list of Provider, got {found!r}"
+            f"{distribution}: sagellm_providers must return a list of Provider, got {got[:_MAX_SHOWN]}"
         )
     targets: dict[tuple[str, str], str] = {}
-    for kind, name, target, _ in found:
+    for entry in found:
+        if not all(type(value) is str for value in entry):
+            raise PluginHookError(
+                f"{distribution}: kind, name, target and summary of a Provider must be strings, "
+                f"got {', '.join(type(value).__name__ for value in entry)}"
+            )
+        kind, name, target, _ = entry
         _check_kind(kind, f"{distribution} provides {name!r} of")
         if (kind, name) in targets:
             raise DuplicateProviderError(
@@ -255,8 +312,10 @@ def _entry_points() -> Iterable[tuple[str, str, EntryPoint]]:
     for distribution in distributions():
         for entry_point in distribution.entry_points:
             if entry_point.group == GROUP:
-                name = _normalise(distribution.metadata["Name"])
-                found.setdefault((name, entry_point.value), (name, distribution.version, entry_point))
+                metadata = distribution.metadata
+                name = _normalise(metadata["Name"] or "unnamed")  # both may be missing where it is damaged
+                version = metadata["Version"] or "unknown"
+                found.setdefault((name, entry_point.value), (name, version, entry_point))
     return [found[key] for key in sorted(found)]
 
 

@@ -105,7 +105,7 @@ def list_plugins(
     typer.echo(columns(("KIND", "NAME", "DISTRIBUTION", "VERSION", "SUMMARY"), rows))
     broken = [plugin for plugin in registry.plugins if plugin.error is not None]
     if broken:
-        typer.echo("\nBroken, and an engine will not start with them:")
+        typer.echo("\nWith an error, which stops only what names them:")
     for plugin in broken:
         typer.echo(f"  {plugin.distribution} {plugin.version}: {plugin.error}")
 
@@ -234,7 +234,7 @@ def _api(registry: PluginRegistry, distribution: str) -> int:
 
 def _plugin_text(plugin: InstalledPlugin) -> str:
     lines = [
-        f"{plugin.distribution} {plugin.version} is broken",
+        f"{plugin.distribution} {plugin.version} has an error",
         f"  entry point   {plugin.entry_point}",
         f"  error         {plugin.error}",
     ]

@@ -22,5 +22,7 @@ class Observers:
         for call in self._callers:
             try:
                 call(**what)
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # SystemExit too: an observer ends nothing
                 logger.exception("an observer failed in %s; the engine goes on", self._hook)

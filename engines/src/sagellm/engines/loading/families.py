@@ -11,10 +11,12 @@ from sagellm.core import (
     HFConfig,
     ModelFamilyProtocol,
     ModelGeometry,
+    PluginError,
     PluginRegistry,
     UnsupportedModelError,
     get_logger,
 )
+from sagellm.engines.plugin_failure import call_plugin
 
 logger = get_logger(__name__)
 
@@ -28,11 +30,15 @@ class SelectedFamily:
 
 
 def installed_families(registry: PluginRegistry) -> list[ModelFamilyProtocol]:
-    """Make one of each installed model family."""
+    """Make one of each installed model family; one that fails is left out with a warning."""
     families = []
-    for provider in registry.providers("model_family"):
-        factory = cast(type[ModelFamilyProtocol], registry.resolve("model_family", provider.qualified_name))
-        families.append(factory())
+    for entry in registry.providers("model_family"):
+        try:
+            factory = cast(type[ModelFamilyProtocol], registry.resolve("model_family", entry.qualified_name))
+            label = f"model_family {entry.provider.name!r} of {entry.distribution} {entry.version}"
+            families.append(call_plugin(label, "its factory", factory))
+        except PluginError as error:
+            logger.warning("a model family is left out: %s", error)
     return families
 
 
@@ -44,11 +50,12 @@ def select_family(config: HFConfig, families: Iterable[ModelFamilyProtocol]) -> 
     """
     refusals: list[str] = []
     for family in sorted(families, key=lambda family: family.is_fallback):
-        if not family.accepts(config):
-            continue
+        name = f"model_family {type(family).__name__}"
         try:
-            geometry = family.geometry(config)
-        except UnsupportedModelError as error:
+            if not call_plugin(name, "accepts()", family.accepts, config):
+                continue
+            geometry = call_plugin(name, "geometry()", family.geometry, config)
+        except (UnsupportedModelError, PluginError) as error:
             refusals.append(str(error))
             continue
         if refusals:

@@ -94,7 +94,9 @@ class Sampler:
         for which, each in enumerate(self._processors):
             try:
                 state = each.start(request)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise plugin_failure(self._labels[which], "start()", error) from error
             if state is not None:
                 states.append((which, state))

@@ -48,6 +48,8 @@ def changed(
     for which in sorted(used):
         try:
             processors[which].apply(scores, used[which])
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise plugin_failure(labels[which], "apply()", error) from error
     return scores

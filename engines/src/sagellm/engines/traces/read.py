@@ -11,12 +11,17 @@ from typing import cast
 from sagellm.core import (
     ConfigError,
     InvalidInputError,
+    PluginError,
     PluginRegistry,
     Tokenize,
     TraceReaderProtocol,
     TraceRequest,
+    get_logger,
 )
+from sagellm.engines.plugin_failure import call_plugin
 from sagellm.engines.traces.files import PackingError, open_text, plain_name
+
+logger = get_logger(__name__)
 
 
 def read_trace(
@@ -53,14 +58,19 @@ def _choose(path: Path, first_line: str, name: str | None, tokenize: Tokenize | 
     registry = PluginRegistry.load()
 
     def make(name: str) -> TraceReaderProtocol:
+        entry = registry.find("trace_reader", name)
         factory = cast("Callable[..., TraceReaderProtocol]", registry.resolve("trace_reader", name))
-        return factory(tokenize=tokenize)
+        label = f"trace_reader {name!r} of {entry.distribution} {entry.version}"
+        return call_plugin(label, "its factory", factory, tokenize=tokenize)
 
     if name is not None:
         return make(name)
     names = [entry.qualified_name for entry in registry.providers("trace_reader")]
     for each in names:
-        reader = make(each)
-        if reader.can_read(plain_name(path), first_line):
-            return reader
+        try:
+            reader = make(each)
+            if call_plugin(each, "can_read()", reader.can_read, plain_name(path), first_line):
+                return reader
+        except PluginError as error:
+            logger.warning("a trace reader is left out: %s", error)
     raise ConfigError(f"no trace reader knows the format of {path}; there are {', '.join(names)}")
