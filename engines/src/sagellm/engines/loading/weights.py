@@ -27,13 +27,22 @@ _DTYPES = {
 }
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _STAGING_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20  # small enough to be checked while it is in a core's own cache
+# Integers of the same width, and the smallest one that is not the bits of a finite positive number.
+_BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float64: (torch.int64, 0x7FF0 << 48),
+}
 
 
 class WeightReader:
     """Reads one tensor at a time; floating-point ones come in the wanted dtype.
 
     Peak memory is the tensor itself, plus 16 MiB where its type or device changes. Calls may come
-    from several threads. `on_read` is told the bytes of each tensor.
+    from several threads. `on_read` is told the bytes of each tensor. Every value is checked to be finite,
+    as one that is not makes all text senseless.
     """
 
     def __init__(
@@ -49,7 +58,8 @@ class WeightReader:
     def load(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a tensor, into `out` if that is given, on whatever device it is.
 
-        Raises CheckpointError if its type cannot be used or the file has changed.
+        Raises CheckpointError if its type cannot be used, if a value is NaN or infinite, or if the file has
+        changed.
         """
         stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
@@ -68,13 +78,53 @@ class WeightReader:
         try:
             with open(stored.path, "rb", buffering=0) as file:
                 if source == out.dtype and out.device.type == "cpu":
-                    _fill(file.fileno(), out.view(-1).view(torch.uint8), stored.offset)
+                    _fill_checked(file.fileno(), out, stored)
                 else:
                     _fill_staged(file.fileno(), out, stored, source)
         except EOFError:
             raise CheckpointError(f"{stored.path} became shorter while it was read") from None
+        except _NotFiniteError as error:
+            raise CheckpointError(f"{stored.path}: tensor {name!r} {error}") from None
         self._on_read(stored.num_bytes)
         return out
+
+
+class _NotFiniteError(Exception):
+    """A value is NaN or infinite, or becomes so in the type that is wanted."""
+
+
+def _fill_checked(descriptor: int, tensor: torch.Tensor, stored: StoredTensor) -> None:
+    flat, size = tensor.view(-1), max(1, _PIECE_BYTES // tensor.itemsize)
+    for begin in range(0, flat.numel(), size):
+        part = flat[begin : begin + size]
+        _fill(descriptor, part.view(torch.uint8), stored.offset + begin * tensor.itemsize)
+        _check_finite(part, part)
+
+
+def _check_finite(values: torch.Tensor, stored: torch.Tensor) -> None:
+    """Check values, which were made from stored ones."""
+    widened = values.itemsize > stored.itemsize  # a wider type holds all values of a narrower one
+    if _are_finite(stored if widened else values):
+        return
+    if not widened and _are_finite(stored):
+        raise _NotFiniteError(f"has a value beyond what {values.dtype} can hold; choose another (--dtype)")
+    raise _NotFiniteError("has a value that is NaN or infinite; the checkpoint is damaged, fetch it again")
+
+
+def _are_finite(values: torch.Tensor) -> bool:
+    """Say whether no value is NaN or infinite. Reads bits twice, as integers: a sum could overflow.
+
+    The exponent of a value that is not finite has all bits set. Without regard to the sign bit no finite
+    value has larger bits, so the largest of the signed and of the unsigned integers tell.
+    """
+    if values.dtype not in _BITS:
+        return True
+    if values.device.type != "cpu":
+        return bool(values.isfinite().all())
+    kind, limit = _BITS[values.dtype]
+    bits = values.view(kind).numpy()
+    sign = 1 << (8 * values.itemsize - 1)
+    return bool(bits.max() < limit and bits.view(f"u{values.itemsize}").max() < limit | sign)
 
 
 def _fill(descriptor: int, target: torch.Tensor, offset: int) -> None:
@@ -88,9 +138,11 @@ def _fill(descriptor: int, target: torch.Tensor, offset: int) -> None:
 
 def _fill_staged(descriptor: int, tensor: torch.Tensor, stored: StoredTensor, source: torch.dtype) -> None:
     flat, item_bytes = tensor.view(-1), ITEM_BYTES[stored.dtype]
-    staging = torch.empty(min(flat.numel(), _STAGING_BYTES // item_bytes), dtype=source)
+    most = _PIECE_BYTES if tensor.device.type == "cpu" else _STAGING_BYTES
+    staging = torch.empty(min(flat.numel(), most // item_bytes), dtype=source)
     for begin in range(0, flat.numel(), staging.numel()):
         part = flat[begin : begin + staging.numel()]
         piece = staging[: part.numel()]
         _fill(descriptor, piece.view(torch.uint8), stored.offset + begin * item_bytes)
         part.copy_(piece)
+        _check_finite(part, piece)
