@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sagellm.core import ModelFamilyProtocol, PluginRegistry, UnsupportedModelEr
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.loading import installed_families, select_family
 from sagellm.engines.loading.json_file import read_json
+from sagellm.engines.models.hf_keys import known_entries
 from sagellm.engines.testing import make_checkpoint
 
 pytestmark = pytest.mark.full
@@ -133,6 +135,19 @@ def small_config(model_type: str) -> tuple[Any, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def families() -> list[ModelFamilyProtocol]:
     return installed_families(PluginRegistry.load())
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_value_that_a_class_saves_comes_back(model_type: str, tmp_path: Path) -> None:
+    config, _ = small_config(model_type)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    saved = read_json(tmp_path / "config.json")
+    theirs = type(config).from_dict(copy.deepcopy(saved)).to_dict()
+    found = type(config).from_dict(known_entries(saved, type(config))).to_dict()
+    labels = ("id2label", "label2id", "output_hidden_states", "return_dict", "problem_type")
+    assert {key: value for key, value in found.items() if key not in labels} == {
+        key: value for key, value in theirs.items() if key not in labels
+    }
 
 
 def their_tokens(path: Path, prompt: list[int]) -> tuple[list[int], list[float]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, get_logger
 from sagellm.engines.loading.json_file import check_file, read_optional_json
+from sagellm.engines.loading.tokenizer_folder import remember_real_paths, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,12 +40,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         return None
     for name in (*TOKENIZER_FILES, "merges.txt"):
         check_file(path / name)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # damaged files surface as errors of many libraries
-        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {_reason(path, error)}") from error
+    with tokenizer_folder(path) as folder:
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # damaged files surface as errors of many libraries
+            reason = _reason(path, error).replace(str(folder), str(path))
+            raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
+    remember_real_paths(tokenizer, folder, path)
     # Without a file of its own, transformers makes one that knows its special tokens and drops all text.
     if len(tokenizer) <= len({*_added_tokens(tokenizer), *tokenizer.all_special_ids}):
         raise CheckpointError(

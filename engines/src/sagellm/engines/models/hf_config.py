@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
+from sagellm.engines.models.hf_keys import known_entries
 
-# Keys by which a checkpoint could choose code, such as kernels that transformers fetches from the hub.
-_CHOOSES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|custom_pipelines")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -56,9 +54,9 @@ def context_limit(max_position_embeddings: int, ropes: Iterable[Mapping[str, Any
 def read_hf_config(config: HFConfig) -> Any:
     """Make transformers' configuration object, which fills in defaults and unifies spellings.
 
-    Both `rope_parameters` and the older `rope_theta` with `rope_scaling` become `rope_parameters`.
-    Raises UnsupportedModelError for a model type that transformers does not have, CheckpointError
-    for values that its class refuses.
+    Both `rope_parameters` and the older `rope_theta` with `rope_scaling` become `rope_parameters`. Only
+    entries that its class knows reach it (`hf_keys`). Raises UnsupportedModelError for a model type that
+    transformers does not have, CheckpointError for values that its class refuses.
     """
     from transformers import CONFIG_MAPPING
 
@@ -67,19 +65,25 @@ def read_hf_config(config: HFConfig) -> Any:
         raise UnsupportedModelError(
             f"model_type is {model_type!r} in config.json, which this version of transformers does not know"
         )
-    quantization = config.get("quantization_config")
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, Mapping) else {}
+    quantization = config.get("quantization_config", text_config.get("quantization_config"))
     if quantization is not None:
         named = quantization if isinstance(quantization, Mapping) else {}
         method = named.get("quant_method", "unnamed")
         raise UnsupportedModelError(
             f"the checkpoint's weights are quantized ({method}); give one in bfloat16, float16 or float32"
         )
-    num_layers = config.get("num_hidden_layers")
-    if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers makes a list of them all
-        raise CheckpointError(f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be")
+    for each in (config, text_config):
+        num_layers = each.get("num_hidden_layers")
+        if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers makes a list of them all
+            raise CheckpointError(
+                f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be"
+            )
     _check_sizes(config.get)  # transformers divides by some of them
     try:
-        hf = CONFIG_MAPPING[model_type].from_dict(_copy_without_code(config))
+        config_class = CONFIG_MAPPING[model_type]
+        hf = config_class.from_dict(known_entries(config, config_class))
     except Exception as error:  # validation errors of many types, none of them ours to tell apart
         raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from error
     text = hf.get_text_config()
@@ -92,14 +96,3 @@ def _check_sizes(get: Callable[[str], Any]) -> None:
         value = get(name)
         if isinstance(value, int | float) and value < 1:
             raise CheckpointError(f"config.json: {name} is {value}; it must be at least 1")
-
-
-def _copy_without_code(value: Any) -> Any:
-    """Copy a config without entries that choose code; transformers changes nested values in place."""
-    if isinstance(value, Mapping):
-        return {
-            key: _copy_without_code(nested)
-            for key, nested in value.items()
-            if not _CHOOSES_CODE.fullmatch(str(key))
-        }
-    return [_copy_without_code(nested) for nested in value] if isinstance(value, list) else value
