@@ -63,6 +63,7 @@ class WithinASecond:
         assert time.process_time() - self._start < MAX_SECONDS
 
 
+@pytest.mark.full
 def test_no_text_takes_more_than_100_mb() -> None:
     tracemalloc.start()
     try:
