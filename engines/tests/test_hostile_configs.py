@@ -187,6 +187,20 @@ def test_older_spellings_reach_transformers_as_they_are(config):
     assert read_hf_config(config).to_dict() == theirs.to_dict()
 
 
+@pytest.mark.full
+def test_no_model_type_fetches_anything_for_its_configuration(fetched):
+    backbone = {"backbone_config": {"model_type": "timm_backbone", "backbone": "evil/backbone"}}
+    num_read = 0
+    for model_type in CONFIG_MAPPING:
+        try:
+            read_hf_config({"model_type": model_type, **HOSTILE, **backbone})
+            num_read += 1
+        except (AttributeError, RuntimeError, ValueError):  # it is not a language model's
+            pass
+        assert fetched == [], model_type
+    assert num_read > 700
+
+
 def test_labels_are_not_made_by_the_million():
     hf = read_hf_config({"model_type": "llama", "num_labels": 10**9, "num_hidden_layers": 1})
     assert hf.num_labels == 2
