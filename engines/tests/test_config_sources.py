@@ -83,6 +83,7 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         "allocator": f"file {user}",
         "tiers": "default",
         "fetch": "default",
+        "store_key": "default",
         "save_folder": "default",
         "max_saved": "default",
     }

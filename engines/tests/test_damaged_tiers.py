@@ -6,26 +6,34 @@ import errno
 import os
 import random
 import subprocess
+import time
 from contextlib import contextmanager
 
 import pytest
+from xxhash import xxh3_128_digest
 
-from sagellm.core import MemoryFiles, Runtime, SystemFiles
+from sagellm.core import MemoryFiles, Namespace, Runtime, StoreKey, SystemFiles, pack
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(5)
 PROMPTS = [[_random.randrange(5, 200) for _ in range(60)] for _ in range(4)]
-MAGIC = b"sKVr"
-HEAD = {"magic": (0, 4), "header length": (4, 8), "data length": (8, 16), "checksum": (16, 32)}
+MAGIC = b"sKV2"
+HEAD = {
+    "magic": (0, 4),
+    "header length": (4, 8),
+    "data length": (8, 16),
+    "key": (16, 24),
+    "name": (24, 40),
+    "digest": (40, 72),
+    "seal": (72, 96),
+}
 REGIONS = HEAD | {
-    "seal": (32, 40),
-    "reserved": (40, 48),
-    "header's magic": (48, 52),
-    "group": (52, 56),
-    "parent hash": (60, 76),
-    "tokens": (80, 112),
-    "identity": (112, 200),
+    "header's magic": (96, 100),
+    "group": (100, 104),
+    "parent hash": (108, 124),
+    "tokens": (128, 160),
+    "identity": (160, 248),
     "first data": (512, 513),
     "data": (2000, 4000),
 }
@@ -45,6 +53,11 @@ def run(engine):
     """Generate for all prompts, one after the other, and put all their KV into the tiers."""
     tokens = [engine.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
     engine.client.core.kv.evict(20)
+    deadline_s = time.monotonic() + 10
+    while engine.client.core.kv.offload._puts:  # on their way to a tier that works on a thread of its own
+        assert time.monotonic() < deadline_s
+        engine.client.core.kv.poll()
+        time.sleep(0.0005)
     return tokens
 
 
@@ -164,6 +177,68 @@ def test_whole_records_may_be_others_or_halves(make_engine, expected, store, kin
     assert counts(engine).num_lost_blocks > 0
     assert run(engine) == expected
     assert counts(engine).num_fetched_blocks > 0
+
+
+def negate(record):
+    """Change the sign of every float32 of a block, and reseal it as somebody without the key can."""
+    size = int.from_bytes(record[8:16], "little")
+    start = -(-(96 + int.from_bytes(record[4:8], "little")) // 64) * 64
+    data = bytearray(record[start : start + size])
+    data[3::4] = bytes(byte ^ 0x80 for byte in data[3::4])
+    head = bytearray(record[:start])
+    head[40:72] = 2 * xxh3_128_digest(data)
+    head[72:96] = StoreKey.fresh().digest(b"head", bytes(8), head[:72], size=24)
+    return bytes(head + data + record[start + size :])
+
+
+@pytest.mark.parametrize("store", ["file", "redis"], indirect=True)
+@pytest.mark.parametrize("is_new_engine", [False, True])
+def test_negated_kv_with_fresh_checksums_changes_no_token(make_engine, expected, store, is_new_engine):
+    engine = make(make_engine, store.tiers)
+    run(engine)
+    for place, record in store.records(engine).items():
+        store.put(engine, place, negate(record))
+    if is_new_engine:
+        engine = make(make_engine, store.tiers)
+    num_fetched = counts(engine).num_fetched_blocks
+    assert run(engine) == expected
+    assert counts(engine).num_fetched_blocks == num_fetched
+    assert counts(engine).tiers.num_corrupt > 0
+    assert run(engine) == expected
+    assert counts(engine).num_fetched_blocks > num_fetched
+
+
+@pytest.mark.parametrize("store", ["file", "redis"], indirect=True)
+def test_an_engine_with_another_key_finds_nothing_and_says_so(make_engine, expected, store, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys")
+    for name in ("old", "new"):
+        (keys / name).write_text(name.encode().hex().ljust(64, "0"))
+        (keys / name).chmod(0o600)
+    run(make(make_engine, store.tiers, kv_store_key=str(keys / "old")))
+    for name in ("new", "old"):
+        engine = make(make_engine, store.tiers, kv_store_key=str(keys / name))
+        found = counts(engine).tiers.tiers[next(iter(store.tiers))]
+        assert (found.num_blocks >= 7 * len(PROMPTS)) == (name == "old")
+        assert (found.num_foreign >= 7 * len(PROMPTS)) == (name == "new")
+        if name == "old":
+            assert run(engine) == expected
+            assert counts(engine).num_fetched_blocks >= 7 * len(PROMPTS)
+        engine.close()
+
+
+@pytest.mark.parametrize("store", ["file", "redis"], indirect=True)
+def test_no_store_shows_tokens_or_whose_they_are(make_engine, store):
+    engine = make(make_engine, store.tiers)
+    for prompt in PROMPTS:
+        engine.generate(prompt, GREEDY, namespace=Namespace("the-tenant", "the-salt"))
+    engine.client.core.kv.evict(20)
+    headers = [header for header, _ in engine.client.core.kv.offload.tiers._tiers[0].stored()]
+    records = store.records(engine)
+    assert records
+    stored = b"".join((str(place).encode() + record) for place, record in records.items())
+    for known in (b"the-tenant", b"the-salt", pack(PROMPTS[0][:8]).data, *(each.hash for each in headers)):
+        assert known not in stored
+        assert known.hex().encode() not in stored
 
 
 @pytest.mark.parametrize("is_new_engine", [False, True])

@@ -35,7 +35,8 @@ NO_MODEL = "/there/is/no/such/model"
         ),
         (
             {"file": {"max_bytes": "1MiB", "folders": "x"}},
-            "kv.tiers.file has no option 'folders'; it takes max_bytes, folder, name. Did you mean 'folder'?",
+            "kv.tiers.file has no option 'folders'; it takes max_bytes, folder, name, timeout_s. "
+            "Did you mean 'folder'?",
         ),
         (
             {"file": {"max_bytes": "1MiB", 3: "x"}},
@@ -65,10 +66,13 @@ def test_a_mistake_is_found_before_a_model_is_looked_for(tiers, message):
         ({"host": "9000000TiB"}, "kv.tiers.host: "),
         ({"redis": {"max_bytes": "1MiB", "timeout_s": 0}}, "kv.tiers.redis: timeout_s is 0"),
         ({"redis": {"max_bytes": "1MiB", "prefix": ""}}, "kv.tiers.redis: prefix is ''"),
-        ({"redis": {"max_bytes": "1MiB", "url": "http://:secret@x"}}, "kv.tiers.redis: url is none of Redis"),
+        (
+            {"redis": {"max_bytes": "1MiB", "url": "http://:secret@x"}},
+            "kv.tiers.redis: url is not a Redis URL",
+        ),
         (
             {"redis": {"max_bytes": "1MiB", "url": "redis://:secret@x:y"}},
-            "kv.tiers.redis: url is none of Red",
+            "kv.tiers.redis: url is not a Redis URL",
         ),
     ],
 )

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from sagellm.core import ConfigError, Randomness, SystemRandomAccessFile
+from sagellm.core import ConfigError, Randomness, StoreKey, SystemRandomAccessFile
 from sagellm.core.testing.kv_tier import get, make_data, make_header, put
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.providers import default_folder, file_tier
-from sagellm.kvmgr.kv_pool.tiers.record import checksum_of, decode_head, encode_head
+from sagellm.kvmgr.kv_pool.tiers.record import RecordFormat
 
 UNIT = 4096
 
@@ -163,8 +163,9 @@ def test_a_new_file_is_not_searched(tmp_path):
 def test_no_mutated_head_is_taken_or_raises():
     random = Randomness(0).stream("heads")
     data = make_data(1)
-    head = encode_head(make_header(1), len(data), checksum_of(data), 64)
-    assert decode_head(head, 64) is not None
+    records = RecordFormat(StoreKey(bytes(32)))
+    head = records.encode_head(make_header(1), len(data), records.digest_of(make_header(1), data), 64)
+    assert records.decode_head(head, 64) is not None
     lengths = (0, 1, 2**16, 2**31 - 1, 2**32 - 1)
     for _ in range(3000):
         mutated = bytearray(head)
@@ -177,8 +178,8 @@ def test_no_mutated_head_is_taken_or_raises():
             else:
                 mutated[place:place] = random.randbytes(random.randint(1, 70))
         if mutated != head:
-            assert decode_head(bytes(mutated), 64) is None
-    assert decode_head(head, 128) is None
+            assert records.decode_head(bytes(mutated), 64) is None
+    assert records.decode_head(head, 128) is None
 
 
 def test_lengths_in_a_head_that_do_not_fit_are_no_record(tmp_path):
@@ -188,7 +189,8 @@ def test_lengths_in_a_head_that_do_not_fit_are_no_record(tmp_path):
     tier.close()
     header = make_header(2)
     for num_bytes in (0, 4 * UNIT, 1 << 40, (1 << 64) - 1):
-        forged = encode_head(header, num_bytes, bytes(16), UNIT)  # with the seal that belongs to it
+        records = RecordFormat(StoreKey.of_user())
+        forged = records.encode_head(header, num_bytes, bytes(32), UNIT)  # with the seal that belongs to it
         with path.open("r+b") as file:
             file.seek(UNIT)
             file.write(forged)

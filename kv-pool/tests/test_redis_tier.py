@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ pytest.importorskip("redis")
 
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend
-from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
+from sagellm.kvmgr.kv_pool.tiers.providers import redis_tier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -75,8 +76,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started.stop()
 
 
-def make_tier(server: Server, max_bytes: int = 1 << 20, prefix: str | None = None) -> RedisTier:
-    return RedisTier(max_bytes, url=server.url, prefix=prefix or f"test{next(_prefixes)}")
+def make_tier(
+    server: Server, max_bytes: int = 1 << 20, prefix: str | None = None, **options: Any
+) -> KVTierProtocol:
+    return redis_tier(max_bytes, url=server.url, prefix=prefix or f"test{next(_prefixes)}", **options)
 
 
 class TestRedisTier(KVTierContract):
@@ -136,7 +139,7 @@ def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path):
 
 def test_a_server_that_hangs_is_given_up_and_found_again(tmp_path):
     server = Server(tmp_path)
-    tier = RedisTier(1 << 20, url=server.url, prefix="hangs", timeout_s=0.2)
+    tier = make_tier(server, prefix="hangs", timeout_s=0.2)
     assert put(tier, make_header(1), make_data(1)) == "done"
     server.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
@@ -152,7 +155,7 @@ def test_a_server_that_hangs_is_given_up_and_found_again(tmp_path):
 
 def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(tmp_path):
     server = Server(tmp_path)
-    host, below = BackendTier(DDRBackend(1000)), RedisTier(1500, url=server.url, prefix="away", timeout_s=0.2)
+    host, below = BackendTier(DDRBackend(1000)), make_tier(server, 1500, prefix="away", timeout_s=0.2)
     tiered = TieredKVStorage({"host": host, "redis": below})
     for number in range(6):
         assert put(tiered, make_header(number), make_data(number)) == "done"

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sagellm.core.random_access import *
     from sagellm.core.request import *
     from sagellm.core.runtime import *
+    from sagellm.core.store_key import *
     from sagellm.core.tokens import *
     from sagellm.core.tracing import *
     from sagellm.core.version import *
@@ -131,6 +132,7 @@ _NAMES = {
     "random_access": "MemoryRandomAccessFile RandomAccessFile SystemRandomAccessFile",
     "request": "FinishReason Request RequestRecord RequestStatus StepRecord",
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
+    "store_key": "StoreKey",
     "tokens": "TokenIds TokenIdsLike pack",
     "tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",
     "version": "SAGELLM_API",

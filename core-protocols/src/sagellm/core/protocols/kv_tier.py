@@ -10,9 +10,12 @@ from typing import Literal, NamedTuple, NewType, TypeAlias
 
 from sagellm.core.errors import EngineError, InvalidInputError
 from sagellm.core.kv_block import BlockHeader, BlockKey
+from sagellm.core.runtime import SystemClock
 
 Ticket = NewType("Ticket", int)
 """Names one `submit` of one tier."""
+
+_BUSY_POLLS, _POLL_NS = 100, 50_000
 
 TierAction: TypeAlias = Literal["put", "get", "delete"]
 
@@ -46,6 +49,7 @@ class KVTierMetrics:
     num_gets: int = 0
     num_hits: int = 0
     num_corrupt: int = 0
+    num_foreign: int = 0  # records found that another key sealed, or of an older format: as if not there
     num_full: int = 0  # puts that found no room
     num_failed: int = 0
     put_bytes: int = 0
@@ -57,15 +61,20 @@ class KVTierMetrics:
 class KVTierProtocol(ABC):
     """Keeps blocks of KV by their key: bytes in, the same bytes out, or a miss.
 
-    Providers are called as `factory(max_bytes, runtime=..., **options)`. The engine calls from one thread;
-    calls from several are safe, and whoever polls gets the results of all.
-    `submit` begins some requests and `poll`, called once a step, says which of them have ended; neither waits
-    for a peer, and nothing happens to the caller's buffers after the result. Requests of one `submit` for the
-    same key are done in their order.
+    Providers are called as `factory(max_bytes, runtime=..., **options)`, and those with a parameter
+    `store_key` are also given the StoreKey of `kv.store_key`, or None: a tier whose blocks leave the process
+    seals them with it, and takes nothing that is not sealed. The engine calls from one thread; calls from
+    several are safe, and whoever polls gets the results of all.
+
+    `submit` begins some requests and `poll`, called once a step, says which of them have ended. Neither waits
+    for a peer or a device, and each request ends by an absolute deadline, however slowly a peer answers.
+    Nothing happens to the caller's buffers after the result. Requests of one `submit` for the same key are
+    done in their order.
 
     A get is a hit only where the stored header is equal to the asked one, tokens and namespace included,
-    and the checksum of the bytes is right; everything else is a miss, and the buffer may hold anything. A
-    put that finds no room changes nothing. No error of a device raises: it is an outcome, and is counted.
+    and the bytes are those that were put with it; everything else is a miss, and the buffer may hold
+    anything. A put that finds no room changes nothing. No error of a device raises: it is an outcome, and is
+    counted.
     """
 
     def __repr__(self) -> str:
@@ -125,17 +134,20 @@ def check_requests(requests: Sequence[TierRequest]) -> None:
 
 
 def run_to_end(
-    tier: KVTierProtocol, requests: Sequence[TierRequest], max_polls: int = 1_000_000
+    tier: KVTierProtocol, requests: Sequence[TierRequest], max_polls: int = 200_000
 ) -> tuple[TierOutcome, ...]:
     """Submit and poll until the result is there, for callers that alone use the tier.
 
-    Raises EngineError after `max_polls` polls.
+    After the first polls it sleeps between them, as a tier may work on a thread that wants to run. Raises
+    EngineError after `max_polls` polls, ten seconds at least.
     """
-    ticket = tier.submit(requests)
-    for _ in range(max_polls):
+    ticket, clock = tier.submit(requests), SystemClock()
+    for number in range(max_polls):
         for result in tier.poll():
             if result.ticket == ticket:
                 return result.outcomes
+        if number >= _BUSY_POLLS:
+            clock.sleep_ns(_POLL_NS)
     raise EngineError(f"a tier did not end {len(requests)} requests within {max_polls} polls")
 
 

@@ -41,6 +41,9 @@ class EngineSettings(TypedDict, total=False):
     """tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}"""
     kv_fetch: Literal["cheaper", "always", "never"]
     """whether KV comes back from a tier: cheaper (than computing it), always or never"""
+    kv_store_key: str | None
+    """file with the key that seals KV in files and servers, or env:NAME of a variable; null: kv.key in the
+    runtime folder"""
     kv_save_folder: str | os.PathLike[str] | None
     """folder of `cache save` and `load`; null: sagellm/kv among the user's data"""
     kv_max_saved: str | int

@@ -18,6 +18,7 @@ from sagellm.engines.sizes import parse_bytes
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s,*?#@]+")
+_SECRET = re.compile(r"[0-9a-fA-F]{32,}")
 _MAX_SEED = 2**63 - 1
 
 
@@ -143,10 +144,23 @@ class KVConfig(Checked):
         default="cheaper",
         description="whether KV comes back from a tier: cheaper (than computing it), always or never",
     )
+    store_key: PathOrName | None = Field(
+        default=None,
+        repr=False,  # somebody may have put the key itself here
+        description="file with the key that seals KV in files and servers, or env:NAME of a variable; "
+        "null: kv.key in the runtime folder",
+    )
     save_folder: PathOrName | None = Field(
         default=None, description="folder of `cache save` and `load`; null: sagellm/kv among the user's data"
     )
     max_saved: Size = Field(default="64GiB", description="most bytes of all saves together, as in 64GiB")
+
+    @field_validator("store_key")
+    @classmethod
+    def _check_store_key(cls, value: str | None) -> str | None:
+        if value is not None and _SECRET.fullmatch(value):
+            raise ValueError("the path of a file that has the key, or env:NAME, and not the key itself")
+        return value
 
 
 class PrefixCacheConfig(Checked):

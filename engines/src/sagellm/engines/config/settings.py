@@ -27,6 +27,7 @@ FLAT_NAMES: dict[str, str] = {
     "kv_allocator": "kv.allocator",
     "kv_tiers": "kv.tiers",
     "kv_fetch": "kv.fetch",
+    "kv_store_key": "kv.store_key",
     "kv_save_folder": "kv.save_folder",
     "kv_max_saved": "kv.max_saved",
     "enable_prefix_caching": "prefix_cache.enabled",

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import NamedTuple
 
 from sagellm.core import (
     BlockHeader,
     CachedRun,
-    EngineError,
     KVIdentity,
     KVTierProtocol,
     SequenceId,
-    TierAction,
+    Ticket,
     TierOutcome,
     TierRequest,
     TokenIds,
-    run_to_end,
 )
 from sagellm.core.kv_block import ROOT_HASH
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_memory import KVMemory
 
-_PART_BYTES = 32 << 20
-"""Of KV that is copied at once; a block at least."""
+_PART_BYTES, _PART_BLOCKS = 4 << 20, 32
+"""Of KV that is copied between two steps, a block at least: about a millisecond."""
+
+HEADERS_AT_ONCE = 128
+"""Headers that are made or compared between two steps: about a millisecond."""
 
 _LOADING = SequenceId("cache load")
 
@@ -37,8 +37,11 @@ class NamedRun(NamedTuple):
     headers: list[BlockHeader]
 
 
-def named_runs(runs: Seq[CachedRun], chosen: Seq[int], identity: KVIdentity) -> Iterator[NamedRun]:
-    """Yield chosen cached runs by name; what comes before one of them must be chosen, too."""
+def named_runs(runs: Seq[CachedRun], chosen: Seq[int], identity: KVIdentity) -> Iterator[NamedRun | None]:
+    """Yield chosen cached runs by name, and None now and then.
+
+    What comes before a run must be chosen, too.
+    """
     hashes: dict[int | None, bytes] = {None: ROOT_HASH}
     for number in chosen:
         run = runs[number]
@@ -49,25 +52,53 @@ def named_runs(runs: Seq[CachedRun], chosen: Seq[int], identity: KVIdentity) -> 
             tokens = run.token_ids[start : start + size]
             headers.append(BlockHeader.of(parent_hash, tokens, run.namespace, identity))
             parent_hash = headers[-1].hash
+            if len(headers) % HEADERS_AT_ONCE == 0:
+                yield None
         hashes[number] = parent_hash
         yield NamedRun(_path_of(runs, number), headers)
 
 
-def joined_runs(headers: Seq[BlockHeader]) -> Iterator[NamedRun]:
-    """Yield what a tier has stored as runs; what comes before one must be stored before it."""
-    parents = {each.parent_hash for before, each in pairwise(headers) if each.parent_hash != before.hash}
+def joined_runs(headers: Seq[BlockHeader]) -> Iterator[NamedRun | None]:
+    """Yield what a tier has stored as runs, and None now and then; what comes before one is stored before it.
+
+    O(all tokens of the runs).
+    """
+    parents: set[bytes] = set()
+    before: BlockHeader | None = None
+    for number, header in enumerate(headers):
+        if before is not None and header.parent_hash != before.hash:
+            parents.add(header.parent_hash)
+        before = header
+        if number % HEADERS_AT_ONCE == 0:
+            yield None
     paths = {ROOT_HASH: TokenIds(b"")}
     run: list[BlockHeader] = []
-    for header in headers:
+    for number, header in enumerate(headers):
         if run and header.parent_hash != run[-1].hash:
             yield from _finished(run, paths, parents)
             run = []
         run.append(header)
+        if number % HEADERS_AT_ONCE == 0:
+            yield None
     yield from _finished(run, paths, parents)
 
 
+class Copy(NamedTuple):
+    """Blocks on their way between buffers and a tier."""
+
+    part: NamedRun
+    headers: Seq[BlockHeader]  # of those that move, from the part
+    buffers: Seq[memoryview]
+    ticket: Ticket
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(map(len, self.buffers))
+
+
 class KVCopier:
-    """Between the prefix cache of an engine and a tier that answers at once."""
+    """Between the prefix cache of an engine and a tier. Every call takes about a millisecond."""
 
     def __init__(self, kv: KVCacheManager, memory: KVMemory) -> None:
         self._kv, self._memory = kv, memory
@@ -75,60 +106,61 @@ class KVCopier:
 
     def parts(self, run: NamedRun) -> Iterator[NamedRun]:
         """Cut a run into what may be copied between two steps."""
-        num_blocks = max(1, _PART_BYTES // self._block_bytes)
+        num_blocks = min(_PART_BLOCKS, max(1, _PART_BYTES // self._block_bytes))
         first = self._first(run)
         for start in range(0, len(run.headers), num_blocks):
             headers = run.headers[start : start + num_blocks]
             yield NamedRun(run.path[: (first + start + len(headers)) * self._block_size], headers)
 
-    def save(self, tier: KVTierProtocol, part: NamedRun) -> int:
-        """Store blocks, and return how many were still cached. Raises EngineError if the tier takes fewer."""
+    def begin_save(self, tier: KVTierProtocol, part: NamedRun) -> Copy:
+        """Copy those blocks of a part that are still cached, and have a tier store them."""
         match = self._kv.cache.match_prefix(part.path, part.headers[0].namespace)
         block_ids = match.block_ids[self._first(part) :]
         buffers = self._buffers(len(block_ids))
         self._memory.backend.read_blocks(block_ids, buffers)
-        outcomes = self._ask(tier, "put", part.headers[: len(block_ids)], buffers)
-        if any(outcome != "done" for outcome in outcomes):
-            raise EngineError("blocks could not be written: the device is full, or fails")
-        return len(block_ids)
+        headers = part.headers[: len(block_ids)]
+        requests = [TierRequest("put", header, data) for header, data in zip(headers, buffers, strict=True)]
+        return Copy(part, headers, buffers, tier.submit(requests))
 
-    def load(self, tier: KVTierProtocol, part: NamedRun) -> tuple[int, list[TierOutcome]]:
-        """Cache blocks that are not cached yet; return how many are cached then, and what the tier said.
+    def begin_load(self, tier: KVTierProtocol, part: NamedRun) -> Copy:
+        """Ask a tier for those blocks of a part that are not cached."""
+        headers = part.headers[self._num_known(part) :]
+        buffers = self._buffers(len(headers))
+        requests = [TierRequest("get", header, data) for header, data in zip(headers, buffers, strict=True)]
+        return Copy(part, headers, buffers, tier.submit(requests))
+
+    def end_load(self, copy: Copy, outcomes: Seq[TierOutcome]) -> int:
+        """Cache what has come of a part, and return how many of its blocks are cached then.
 
         Fewer than asked for where the blocks before them are not cached, where no block is free, and behind
         one that the tier has not got whole.
         """
-        cache, namespace, first = self._kv.cache, part.headers[0].namespace, self._first(part)
+        part, cache, namespace = copy.part, self._kv.cache, copy.part.headers[0].namespace
+        num_good = next((n for n, each in enumerate(outcomes) if each != "done"), len(outcomes))
         num_cached = len(cache.match_prefix(part.path, namespace).block_ids)
-        wanted = part.headers[num_cached - first :] if num_cached >= first else []
-        outcomes: list[TierOutcome] = []
-        with ExitStack() as giving_back:
-            block_ids = self._kv.take_free(len(wanted), _LOADING)
-            giving_back.callback(self._kv.give_back, block_ids)
-            if block_ids:
-                known = part.path[: num_cached * self._block_size]
-                match = cache.lock(cache.match_prefix(known, namespace))
+        skipped = num_cached - self._first(part) - (len(part.headers) - len(copy.headers))
+        if 0 <= skipped < num_good:  # else there is a gap, or others have cached it meanwhile
+            with ExitStack() as giving_back:
+                block_ids = self._kv.take_free(num_good - skipped, _LOADING)
+                giving_back.callback(self._kv.give_back, block_ids)
+                if not block_ids:
+                    return self._num_known(part)
+                match = cache.lock(cache.match_prefix(part.path[: num_cached * self._block_size], namespace))
                 giving_back.callback(cache.unlock, match)
-                buffers = self._buffers(len(block_ids))
-                outcomes = self._ask(tier, "get", wanted[: len(block_ids)], buffers)
-                num_good = next((n for n, each in enumerate(outcomes) if each != "done"), len(outcomes))
-                self._memory.backend.write_blocks(block_ids[:num_good], buffers[:num_good])
-                self._kv.adopt(part.path, match, block_ids[:num_good], evicts=False)
-        num_cached = len(cache.match_prefix(part.path, namespace).block_ids)
-        return max(0, num_cached - first), outcomes
+                self._memory.backend.write_blocks(block_ids, copy.buffers[skipped : skipped + len(block_ids)])
+                self._kv.adopt(part.path, match, block_ids, evicts=False)
+        return self._num_known(part)
+
+    def _num_known(self, part: NamedRun) -> int:
+        """Return how many blocks of a part are cached, from its first one."""
+        match = self._kv.cache.match_prefix(part.path, part.headers[0].namespace)
+        return max(0, len(match.block_ids) - self._first(part))
 
     def _first(self, run: NamedRun) -> int:
         return len(run.path) // self._block_size - len(run.headers)
 
     def _buffers(self, num_blocks: int) -> list[memoryview]:
         return [memoryview(bytearray(self._block_bytes)) for _ in range(num_blocks)]
-
-    @staticmethod
-    def _ask(
-        tier: KVTierProtocol, action: TierAction, headers: Seq[BlockHeader], buffers: Seq[memoryview]
-    ) -> list[TierOutcome]:
-        pairs = zip(headers, buffers, strict=True)
-        return list(run_to_end(tier, [TierRequest(action, header, data) for header, data in pairs]))
 
 
 def _path_of(runs: Seq[CachedRun], number: int) -> TokenIds:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
-from sagellm.core import BlockHeader, Clock, EngineError, InvalidInputError, KVIdentity, KVTierProtocol
+from sagellm.core import (
+    BlockHeader,
+    Clock,
+    EngineError,
+    InvalidInputError,
+    KVIdentity,
+    KVTierProtocol,
+    Ticket,
+    TierOutcome,
+)
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
-from sagellm.engines.core.kv_copier import KVCopier, joined_runs, named_runs
+from sagellm.engines.core.kv_copier import HEADERS_AT_ONCE, Copy, KVCopier, joined_runs, named_runs
 from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.save_folder import SaveFolder
 
 _RECORD_BYTES = 1 << 14
 """More than a block's head and the rest of its last page take in a file."""
+
+_UNDER_WAY_BYTES = 16 << 20
+"""Of KV in buffers, on its way to or from a file."""
 
 _GIVEN_UP_AFTER_NS = 10_000_000_000
 
@@ -39,9 +53,10 @@ class SaveProgress:
 
 
 class KVSaves:
-    """One save or load at a time, a part of it between two steps, so that requests go on.
+    """One save or load at a time, about a millisecond of it between two steps, so that requests go on.
 
-    A save is the file of a tier: every block with its header and checksum. It gets its name when it is
+    Files are opened, searched, read and written on other threads. A save is the file of a tier: every block
+    with its header, both sealed by the key of `kv.store_key`. It gets its name when it is
     whole. What is loaded goes to free blocks, evicts nothing, and is cached as if it had been computed.
     """
 
@@ -149,44 +164,56 @@ class KVSaves:
         progress.phase = "copying"
         num_bytes = progress.num_blocks * (progress.block_bytes + _RECORD_BYTES)
         with self._folder.new(progress.name, num_bytes) as unfinished:
-            tier = self._open_tier(num_bytes, unfinished)
-            try:
+            tier = yield from _in_background(lambda: self._open_tier(num_bytes, unfinished))
+            with closing(tier):
+                copies = _Copies(tier, self._ended_save)
                 for run in named_runs(runs, chosen, identity):
-                    for part in self._copier.parts(run):
-                        num_saved = self._copier.save(tier, part)
-                        progress.num_done += len(part.headers)
-                        progress.num_left_out += len(part.headers) - num_saved
+                    if run is None:
                         yield
-            except EngineError as error:
-                raise EngineError(f"{error}; nothing of the save {progress.name!r} is kept") from error
-            finally:
-                tier.close()
+                        continue
+                    for part in self._copier.parts(run):
+                        yield from copies.add(progress, self._copier.begin_save(tier, part))
+                yield from copies.finish(progress)
             progress.phase = "writing"
             yield from _in_background(lambda: self._folder.finish(unfinished, progress.name))
+
+    def _ended_save(self, progress: SaveProgress, copy: Copy, outcomes: Seq[TierOutcome]) -> None:
+        if any(outcome != "done" for outcome in outcomes):
+            raise EngineError(
+                "blocks could not be written: the device is full, or fails; "
+                f"nothing of the save {progress.name!r} is kept"
+            )
+        progress.num_done += len(copy.part.headers)
+        progress.num_left_out += len(copy.part.headers) - len(copy.headers)
 
     def _loading(self, progress: SaveProgress, tenant: str | None) -> _Job:
         identity = yield from self._identify()
         # The file ends with the last record, which had whole pages to itself.
-        tier = self._open_tier((self._folder.size(progress.name) or 0) + _RECORD_BYTES, progress.name)
-        try:
+        num_bytes = (self._folder.size(progress.name) or 0) + _RECORD_BYTES
+        tier = yield from _in_background(lambda: self._open_tier(num_bytes, progress.name))
+        with closing(tier):
             headers = [header for header, _ in tier.stored()]
-            _require_same(progress.name, headers, identity, tenant)
-            progress.tenants = sorted({header.namespace.account for header in headers})
+            if not headers:
+                raise InvalidInputError(_no_block(progress.name, tier))
+            progress.tenants = sorted((yield from _require_same(progress.name, headers, identity, tenant)))
             progress.num_blocks = len(headers)
             progress.phase = "copying"
-            num_loaded = 0
+            copies = _Copies(tier, self._ended_load)
             for run in joined_runs(headers):
-                for part in self._copier.parts(run):
-                    num_cached, outcomes = self._copier.load(tier, part)
-                    num_loaded += num_cached
-                    progress.num_done += len(part.headers)
-                    progress.num_corrupt += outcomes.count("corrupt")
-                    progress.num_left_out = progress.num_done - num_loaded
+                if run is None:
                     yield
+                    continue
+                for part in self._copier.parts(run):
+                    yield from copies.add(progress, self._copier.begin_load(tier, part))
+            yield from copies.finish(progress)
+            progress.num_left_out += progress.num_blocks - progress.num_done
             progress.num_done = progress.num_blocks
-            progress.num_left_out = progress.num_blocks - num_loaded
-        finally:
-            tier.close()
+
+    def _ended_load(self, progress: SaveProgress, copy: Copy, outcomes: Seq[TierOutcome]) -> None:
+        num_loaded = self._copier.end_load(copy, outcomes)
+        progress.num_done += len(copy.part.headers)
+        progress.num_left_out += len(copy.part.headers) - num_loaded
+        progress.num_corrupt += list(outcomes).count("corrupt")
 
     def _identify(self) -> Generator[None, None, KVIdentity]:
         """Read the model, once, for what tells its KV from another's."""
@@ -205,14 +232,60 @@ def _in_background(work: Callable[[], _T]) -> Generator[None, None, _T]:
         return future.result()
 
 
-def _require_same(name: str, headers: Seq[BlockHeader], identity: KVIdentity, tenant: str | None) -> None:
-    """Raise InvalidInputError if any block of a save is not this engine's, or not the tenant's."""
-    if not headers:
-        raise InvalidInputError(f"the save {name!r} has no block that can be read")
+class _Copies:
+    """Parts on their way to or from a tier, so many bytes at a time; they end in their order, one a step."""
+
+    def __init__(
+        self,
+        tier: KVTierProtocol,
+        ended: Callable[[SaveProgress, Copy, Seq[TierOutcome]], None],
+    ) -> None:
+        self._tier, self._ended = tier, ended
+        self._under_way: deque[Copy] = deque()
+        self._outcomes: dict[Ticket, Seq[TierOutcome]] = {}
+
+    def add(self, progress: SaveProgress, copy: Copy) -> _Job:
+        """Have one more; go on when there is room for the next one."""
+        self._under_way.append(copy)
+        yield
+        while sum(each.num_bytes for each in self._under_way) > _UNDER_WAY_BYTES:
+            yield from self._end_first(progress)
+
+    def finish(self, progress: SaveProgress) -> _Job:
+        """Go on until all have ended."""
+        while self._under_way:
+            yield from self._end_first(progress)
+
+    def _end_first(self, progress: SaveProgress) -> _Job:
+        self._outcomes.update((result.ticket, result.outcomes) for result in self._tier.poll())
+        outcomes = self._outcomes.pop(self._under_way[0].ticket, None)
+        if outcomes is not None:
+            self._ended(progress, self._under_way.popleft(), outcomes)
+        yield
+
+
+def _no_block(name: str, tier: KVTierProtocol) -> str:
+    """Say why nothing of a save can be read."""
+    if num_foreign := tier.metrics().num_foreign:
+        return (
+            f"the save {name!r} is sealed with another key, or of an older version ({num_foreign} records); "
+            "name the key that it was saved with in kv.store_key, or save it again"
+        )
+    return f"the save {name!r} has no block that can be read"
+
+
+def _require_same(
+    name: str, headers: Seq[BlockHeader], identity: KVIdentity, tenant: str | None
+) -> Generator[None, None, set[str]]:
+    """Return the tenants of a save, some headers a step.
+
+    Raises InvalidInputError if any block of it is not this engine's, or not the tenant's.
+    """
     wanted = {"dtype": identity.dtype, "layout": identity.layout, "model": identity.model_fingerprint}
     if tenant is not None:
         wanted["tenant"] = tenant
-    for header in headers:
+    tenants: set[str] = set()
+    for number, header in enumerate(headers):
         found = {
             "dtype": header.dtype,
             "layout": header.layout,
@@ -225,3 +298,7 @@ def _require_same(name: str, headers: Seq[BlockHeader], identity: KVIdentity, te
                     f"the save {name!r} is of another {what}: {found[what]!r}, and {value!r} is wanted; "
                     "nothing of it is loaded"
                 )
+        tenants.add(found["tenant"])
+        if number % HEADERS_AT_ONCE == 0:
+            yield
+    return tenants

@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sagellm.core import ConfigError, KVTierProtocol, Runtime, nearest
+from sagellm.core import ConfigError, KVTierProtocol, Runtime, StoreKey, nearest
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_offload import KVOffload
@@ -19,6 +19,9 @@ from sagellm.engines.sizes import parse_bytes
 
 _JOINING = "tiered"
 """The provider that makes one tier of several."""
+
+_FROM_ENGINE = ("runtime", "store_key")
+"""What factories take that is not an option."""
 
 
 class TierPlan(NamedTuple):
@@ -33,8 +36,9 @@ class TierPlan(NamedTuple):
 def read_tiers(modules: Modules) -> dict[str, TierPlan]:
     """Read `kv.tiers` by name, but for those of no bytes, which are off.
 
-    Raises ConfigError for sizes that are none and options that a tier does not take.
+    Raises ConfigError for invalid sizes, options that a tier does not take, and an unreadable `kv.store_key`.
     """
+    _store_key(modules)
     plans = {name: _plan(modules, name, given) for name, given in modules.config.kv.tiers.items()}
     return {name: plan for name, plan in plans.items() if plan.max_bytes}
 
@@ -50,7 +54,7 @@ def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOff
     with ExitStack() as closing:
         tiers = {}
         for name, plan in plans.items():
-            tiers[name] = _make_tier(plan, runtime)
+            tiers[name] = _make_tier(plan, runtime, _store_key(modules))
             closing.callback(tiers[name].close)
         joined = modules.make("kv_tier", _JOINING, 0, runtime=runtime, tiers=tiers)
         closing.pop_all()
@@ -72,9 +76,9 @@ def build_saves(
     folder = Path(settings.save_folder) if settings.save_folder else default_save_folder()
 
     def open_tier(max_bytes: int, name: str) -> KVTierProtocol:
-        factory = modules.factory("kv_tier", "file")
-        tier: KVTierProtocol = factory(max_bytes, runtime=runtime, folder=str(folder), name=name)
-        return tier
+        options = {"folder": str(folder), "name": name}
+        plan = TierPlan("kv.save_folder", modules.factory("kv_tier", "file"), max_bytes, options)
+        return _make_tier(plan, runtime, _store_key(modules))
 
     saves = SaveFolder(folder, runtime.files, parse_bytes(settings.max_saved, "kv.max_saved"))
     return KVSaves(kv, memory, saves, open_tier, fingerprint, clock=runtime.clock)
@@ -99,10 +103,11 @@ def _plan(modules: Modules, name: str, given: object) -> TierPlan:
 def _check_options(factory: Callable[..., Any], key: str, options: Mapping[str, Any]) -> None:
     """Compare names alone: a value may be a secret."""
     _, *parameters = signature(factory).parameters.values()
-    takes = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "runtime"]
+    named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    takes = [name for name in named if name not in _FROM_ENGINE]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     for name in options:
-        if not isinstance(name, str) or name == "runtime" or not (takes_any or name in takes):
+        if not isinstance(name, str) or name in _FROM_ENGINE or not (takes_any or name in takes):
             known = ", ".join(["max_bytes", *takes])
             raise ConfigError(f"{key} has no option {name!r}; it takes {known}.{nearest(str(name), takes)}")
     try:
@@ -111,9 +116,18 @@ def _check_options(factory: Callable[..., Any], key: str, options: Mapping[str, 
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _make_tier(plan: TierPlan, runtime: Runtime) -> KVTierProtocol:
+def _store_key(modules: Modules) -> StoreKey | None:
+    """Read the key that is configured; None where each tier takes its own default."""
+    source = modules.config.kv.store_key
+    return None if source is None else StoreKey.named(source)
+
+
+def _make_tier(plan: TierPlan, runtime: Runtime, store_key: StoreKey | None) -> KVTierProtocol:
+    options = dict(plan.options)
+    if "store_key" in signature(plan.factory).parameters:
+        options["store_key"] = store_key
     try:
-        return plan.factory(plan.max_bytes, runtime=runtime, **plan.options)
+        return plan.factory(plan.max_bytes, runtime=runtime, **options)
     except ConfigError as error:
         raise ConfigError(f"{plan.key}: {error}") from error
     except (TypeError, ValueError, OverflowError, OSError, MemoryError) as error:

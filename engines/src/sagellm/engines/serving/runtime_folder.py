@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,35 +11,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 from sagellm.core import ConfigError, UnknownNameError, nearest
+from sagellm.core.runtime_folder import VARIABLE as VARIABLE, runtime_folder as runtime_folder
 
-VARIABLE = "SAGELLM_RUNTIME_DIR"
 _CLOCK_SLACK_S = 5.0  # the start of a process is known to ticks, and wall clocks are set
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 
 
 EngineState = Literal["starting", "ready", "draining"]
-
-
-def runtime_folder() -> Path:
-    """Return the folder, made if it is not there; only its owner can look into it.
-
-    Raises ConfigError if somebody else owns it or may write to it.
-    """
-    given, system = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
-    if given:
-        folder = Path(given)
-    elif system and Path(system).is_dir():
-        folder = Path(system) / "sagellm"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"sagellm-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise ConfigError(
-            f"the runtime folder {folder} must be yours alone (mode 0700); mend it, "
-            f"or name another in {VARIABLE}"
-        )
-    return folder
 
 
 @dataclass(frozen=True, kw_only=True)

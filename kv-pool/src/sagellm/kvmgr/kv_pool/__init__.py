@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         NVMeBackend as NVMeBackend,
         TierBackend as TierBackend,
     )
+    from sagellm.kvmgr.kv_pool.tiers.background import BackgroundTier as BackgroundTier
     from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier as HotColdClassifier
     from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator as OffsetAllocator
     from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier as RedisTier
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllocatorMetrics",
     "BackendTier",
+    "BackgroundTier",
     "BlockAllocationRequest",
     "BlockInfo",
     "BlockLocation",
@@ -103,6 +105,7 @@ __getattr__ = lazy(
     {
         "AllocatorMetrics": "sagellm.core.protocols.kv_allocator",
         "BackendTier": ".tiers.backend_tier",
+        "BackgroundTier": ".tiers.background",
         "BlockAllocationRequest": "sagellm.core.protocols.kv_pool",
         "BlockInfo": "sagellm.core.protocols.kv_pool",
         "BlockLocation": ".migration",

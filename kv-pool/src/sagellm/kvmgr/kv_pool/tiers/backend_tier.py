@@ -20,16 +20,11 @@ from sagellm.core.protocols.kv_tier import (
     check_requests,
 )
 from sagellm.core.runtime import Clock, SystemClock
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.backends import TierBackend
 from sagellm.kvmgr.kv_pool.tiers.faults import is_logged
 from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
-from sagellm.kvmgr.kv_pool.tiers.record import (
-    PREFIX_BYTES,
-    checksum_of,
-    decode_head,
-    encode_head,
-    read_prefix,
-)
+from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, Checksums, RecordFormat, num_head_bytes
 
 _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9
 """What is believed of memory, and of what lies behind it, before anything was measured."""
@@ -37,29 +32,44 @@ _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9
 _MAX_GAP_BYTES = 1 << 28
 """Without a record in a file, after which no more is looked for: one that is written has hardly any."""
 
+_PACE, _PAUSE_NS = 256, 1_000_000
+"""Places that are looked at in a row, about a millisecond of work, and the pause for others behind them."""
+
 _log = get_logger(__name__)
 
 
 class Record(NamedTuple):
-    """Where a block lies, and everything that must be found there."""
+    """Where a block lies, and what must be found there."""
 
     offset: int
-    head: bytes
+    header: BlockHeader
+    num_head_bytes: int
     num_data_bytes: int
-    checksum: bytes
+    digest: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of head and data."""
+        return self.num_head_bytes + self.num_data_bytes
 
 
 class BackendTier(KVTierProtocol):
-    """Blocks on one backend, each with its header and an xxh3 checksum.
+    """Blocks on one backend: with xxh3 checksums in memory, sealed by a key in a file.
 
-    Everything is done in `submit`: a copy of a block takes less than handing it to somebody else. A record
-    that is not what was put is dropped, so that the next get is a plain miss. What a persistent file holds
-    is found again by its heads; the data is checked when it is asked for. One lock guards it all;
-    `contains` and `get_cost_ns` take none.
+    Everything is done in `submit`; around one whose device may keep it waiting there is a BackgroundTier. A
+    record that is not what was put is dropped, so that the next get is a plain miss. What a persistent file
+    holds is found again by its heads; the data is checked when it is asked for. One lock guards each request;
+    `contains`, `stored` and `get_cost_ns` take none.
+
+    Without a `store_key` the backend says which: none for memory, the user's for a file that stays.
     """
 
-    def __init__(self, backend: TierBackend, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, backend: TierBackend, *, store_key: StoreKey | None = None, clock: Clock | None = None
+    ) -> None:
         self.backend = backend
+        store_key = store_key if backend.leaves_process else None
+        self._format = RecordFormat(store_key or backend.default_key() or Checksums())
         self._clock = SystemClock() if clock is None else clock
         self._lock = Lock()
         self._records: dict[BlockKey, Record] = {}
@@ -79,7 +89,9 @@ class BackendTier(KVTierProtocol):
         with self._lock:
             ticket = Ticket(self._num_submits)
             self._num_submits += 1
-            self._results.append(TierResult(ticket, tuple(map(self._do, requests))))
+        outcomes = tuple(map(self._do, requests))
+        with self._lock:
+            self._results.append(TierResult(ticket, outcomes))
         return ticket
 
     def poll(self) -> list[TierResult]:
@@ -93,11 +105,9 @@ class BackendTier(KVTierProtocol):
         return key in self._records
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
-        """Read the heads of what `recover` found, or was put since."""
-        with self._lock:
-            records = list(self._records.values())
-        heads = ((decode_head(record.head, record.offset), record) for record in records)
-        return [(head.header, record.num_data_bytes) for head, record in heads if head is not None]
+        """Return what `recover` found, or was put since."""
+        records = list(self._records.values())  # at once, as far as other threads can see
+        return [(record.header, record.num_data_bytes) for record in records]
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
         """Apply the measured rate of memory or of the device, as the backend says where each lies."""
@@ -105,7 +115,7 @@ class BackendTier(KVTierProtocol):
         for key in keys:
             record = self._records.get(key)
             if record is not None:
-                is_fast = self.backend.is_fast(record.offset, len(record.head) + record.num_data_bytes)
+                is_fast = self.backend.is_fast(record.offset, record.num_bytes)
                 cost_ns += (self._fast if is_fast else self._slow).cost_ns(record.num_data_bytes)
         return cost_ns
 
@@ -127,8 +137,9 @@ class BackendTier(KVTierProtocol):
                 "a range has no record, or a record no range"
             )
             for record in self._records.values():
-                needed = len(record.head) + record.num_data_bytes
-                assert ranges.size_of(record.offset) >= needed, f"the record at {record.offset} does not fit"
+                assert ranges.size_of(record.offset) >= record.num_bytes, (
+                    f"the record at {record.offset} does not fit"
+                )
             num_bytes = sum(record.num_data_bytes for record in self._records.values())
             assert num_bytes == self._metrics.num_bytes, (
                 f"{num_bytes} bytes, {self._metrics.num_bytes} counted"
@@ -142,41 +153,64 @@ class BackendTier(KVTierProtocol):
             self.backend.close()
 
     def recover(self) -> int:
-        """Find the records of a file that another process left; return how many. For an empty tier."""
+        """Find the records of a file that another process left; return how many. For an empty tier.
+
+        O(bytes of the file) whatever it has, and others run in between: of a place that is no record 96 bytes
+        are read, and no length is believed that is not sealed.
+        """
         assert not self._records, "records are found once, at the beginning"
         ranges, num_written = self.backend.ranges, self.backend.written_bytes
         found: list[tuple[int, int]] = []
-        offset = end = 0  # of the last record
+        offset = end = num_looked_at = 0  # the end is that of the last record
         while offset + PREFIX_BYTES <= num_written and offset - end < _MAX_GAP_BYTES:
-            key, record = self._recover_at(offset) or (None, None)
-            if key is None or record is None or key in self._records:
+            num_looked_at += 1
+            if num_looked_at % _PACE == 0:
+                self._clock.sleep_ns(_PAUSE_NS)
+            record = self._recover_at(offset)
+            if record is None or record.header.key in self._records:
                 offset += ranges.alignment
                 continue
-            size = len(record.head) + record.num_data_bytes
-            self._records[key] = record
+            self._records[record.header.key] = record
             self._metrics.num_bytes += record.num_data_bytes
-            found.append((offset, size))
-            offset += -(-size // ranges.alignment) * ranges.alignment
+            found.append((offset, record.num_bytes))
+            offset += -(-record.num_bytes // ranges.alignment) * ranges.alignment
             end = offset
         ranges.restore(found)
+        if self._metrics.num_foreign or self._metrics.num_corrupt:
+            _log.warning(
+                "a KV file has %d records of another key or an older format, and %d damaged ones; "
+                "they are not used",
+                self._metrics.num_foreign,
+                self._metrics.num_corrupt,
+            )
         return len(found)
 
-    def _recover_at(self, offset: int) -> tuple[BlockKey, Record] | None:
-        prefix = bytearray(PREFIX_BYTES)
-        if not self.backend.read(offset, [memoryview(prefix)]):
+    def _recover_at(self, offset: int) -> Record | None:
+        bare = bytearray(PREFIX_BYTES)
+        if not self.backend.read(offset, [memoryview(bare)]):
             return None
-        num_head_bytes = read_prefix(bytes(prefix))
-        if num_head_bytes is None or offset + num_head_bytes > self.backend.total_bytes:
+        prefix = self._format.read_prefix(bytes(bare), offset)
+        if prefix is None:
+            refusal = self._format.refusal_of(bytes(bare))
+            self._metrics.num_foreign += refusal == "foreign"
+            self._metrics.num_corrupt += refusal == "corrupt"
             return None
-        head = bytearray(num_head_bytes)
+        if offset + prefix.num_head_bytes + prefix.num_data_bytes > self.backend.total_bytes:
+            return None  # ours, of a time when the file was larger
+        head = bytearray(prefix.num_head_bytes)
         if not self.backend.read(offset, [memoryview(head)]):
             return None
-        read = decode_head(bytes(head), offset)
-        if read is None or offset + len(head) + read.num_data_bytes > self.backend.total_bytes:
+        read = self._format.decode_head(bytes(head), offset)
+        if read is None:
+            self._metrics.num_corrupt += 1
             return None
-        return read.header.key, Record(offset, bytes(head), read.num_data_bytes, read.checksum)
+        return Record(offset, read.header, len(head), read.num_data_bytes, read.digest)
 
     def _do(self, request: TierRequest) -> TierOutcome:
+        with self._lock:
+            return self._do_locked(request)
+
+    def _do_locked(self, request: TierRequest) -> TierOutcome:
         try:
             if request.action == "delete":
                 return self._delete(request.header.key)
@@ -195,17 +229,16 @@ class BackendTier(KVTierProtocol):
         if key in self._records:
             return "done"
         started_ns = self._clock.now_ns()
-        checksum = checksum_of(data)
-        num_bytes = len(encode_head(header, len(data), checksum, 0)) + len(data)
+        num_in_head = num_head_bytes(header)
         try:
-            offset = self.backend.allocate(num_bytes)
+            offset = self.backend.allocate(num_in_head + len(data))
         except OutOfMemoryError:
             self._metrics.num_full += 1
             return "full"
-        head = encode_head(header, len(data), checksum, offset)
-        self._records[key] = Record(offset, head, len(data), checksum)
+        record = Record(offset, header, num_in_head, len(data), self._format.digest_of(header, data))
+        self._records[key] = record
         self._metrics.num_bytes += len(data)
-        self.backend.write(offset, [head, data])
+        self.backend.write(offset, [self._head_of(header, record), data])
         self._metrics.num_puts += 1
         self._metrics.put_bytes += len(data)
         self._metrics.put_ns += self._clock.now_ns() - started_ns
@@ -217,23 +250,30 @@ class BackendTier(KVTierProtocol):
         record = self._records.get(key)
         if record is None or record.num_data_bytes != len(data):
             return "missing"
-        is_fast = self.backend.is_fast(record.offset, len(record.head) + len(data))
+        is_fast = self.backend.is_fast(record.offset, record.num_bytes)
         started_ns = self._clock.now_ns()
-        head = bytearray(len(record.head))
+        head = bytearray(record.num_head_bytes)
         is_whole = self.backend.read(record.offset, [memoryview(head), data])
-        read_ns = self._clock.now_ns() - started_ns
-        wanted = encode_head(header, len(data), record.checksum, record.offset)
-        if not is_whole or head != record.head or wanted != head or checksum_of(data) != record.checksum:
+        # The head of the block that is asked for, with the digest that was noted: all of it must be there.
+        if (
+            not is_whole
+            or head != self._head_of(header, record)
+            or self._format.digest_of(header, data) != record.digest
+        ):
             self._metrics.num_corrupt += 1
             if is_logged(count := self._metrics.num_corrupt):
                 _log.warning("a KV tier has dropped %d blocks that were not what was stored", count)
             self._drop(key)
             return "corrupt"
-        (self._fast if is_fast else self._slow).measure(len(data), read_ns)
+        took_ns = self._clock.now_ns() - started_ns
+        (self._fast if is_fast else self._slow).measure(len(data), took_ns)
         self._metrics.num_hits += 1
         self._metrics.get_bytes += len(data)
-        self._metrics.get_ns += self._clock.now_ns() - started_ns
+        self._metrics.get_ns += took_ns
         return "done"
+
+    def _head_of(self, header: BlockHeader, record: Record) -> bytes:
+        return self._format.encode_head(header, record.num_data_bytes, record.digest, record.offset)
 
     def _delete(self, key: BlockKey) -> TierOutcome:
         return "done" if self._drop(key) else "missing"

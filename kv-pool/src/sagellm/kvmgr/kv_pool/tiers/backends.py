@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from sagellm.core.runtime import Files, SystemFiles
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class TierBackend(ABC):
 
     `write` and `read` go to ranges that `allocate` returned; nobody else checks.
     """
+
+    leaves_process = False
+    """Whether others may read or write the bytes, so that a key has to vouch for them."""
 
     def __init__(self, total_bytes: int, alignment: int = 64) -> None:
         self._ranges = OffsetAllocator(total_bytes, alignment)
@@ -64,6 +68,10 @@ class TierBackend(ABC):
     @abstractmethod
     def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
         """Fill parts one after the other; False if there were fewer bytes. Raises OSError."""
+
+    def default_key(self) -> StoreKey | None:
+        """Return the key for a tier that was given none; None where the bytes do not leave the process."""
+        return None
 
     def is_fast(self, offset: int, size: int) -> bool:
         """Say whether a range can be read at memory's speed."""
@@ -149,6 +157,8 @@ class NVMeBackend(TierBackend):
     FileExistsError if a file that is not to stay is there already.
     """
 
+    leaves_process = True
+
     def __init__(
         self,
         path: str,
@@ -159,6 +169,7 @@ class NVMeBackend(TierBackend):
         alignment: int = 4096,
     ) -> None:
         super().__init__(total_bytes, alignment)
+        self._is_persistent = is_persistent
         files = SystemFiles() if files is None else files
         try:
             self.file = files.open(path, is_new=True)
@@ -182,6 +193,13 @@ class NVMeBackend(TierBackend):
     def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
         """Read from the file."""
         return self.file.read_into(offset, parts) == sum(map(len, parts))
+
+    def default_key(self) -> StoreKey:
+        """Return the user's for a file that stays; one that ends with its process has a key that does, too.
+
+        Raises ConfigError if the user's cannot be read or made.
+        """
+        return StoreKey.of_user() if self._is_persistent else StoreKey.fresh()
 
     def is_fast(self, offset: int, size: int) -> bool:
         """Ask whether the system has it in memory."""

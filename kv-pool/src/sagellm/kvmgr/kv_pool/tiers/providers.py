@@ -8,11 +8,19 @@ from pathlib import Path
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.kv_tier import KVTierProtocol
-from sagellm.core.runtime import Runtime
+from sagellm.core.runtime import Runtime, VirtualClock
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
+from sagellm.kvmgr.kv_pool.tiers.background import BackgroundTier
 from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
+
+_MAX_START_S = 1.0
+"""What an engine's start waits for a server; what is found later is found later."""
+
+_SLACK_S = 0.25
+"""After its own deadline a tier is given this to end an exchange by itself, before it is given up."""
 
 
 def host_tier(max_bytes: int, *, runtime: Runtime | None = None) -> KVTierProtocol:
@@ -26,14 +34,22 @@ def host_tier(max_bytes: int, *, runtime: Runtime | None = None) -> KVTierProtoc
 
 
 def file_tier(
-    max_bytes: int, *, runtime: Runtime | None = None, folder: str | None = None, name: str | None = None
+    max_bytes: int,
+    *,
+    runtime: Runtime | None = None,
+    store_key: StoreKey | None = None,
+    folder: str | None = None,
+    name: str | None = None,
+    timeout_s: float = 30.0,
 ) -> KVTierProtocol:
     """Make a tier in a file of a folder, by default of the user's cache folder.
 
-    Without a name the file is deleted at the end; with one it stays, and its blocks are found again. The
-    folder is made, mode 0700; a '~' in front is the user's own. Raises ConfigError if the file cannot be had:
-    one that exists must be the user's own, no link, and is cut to `max_bytes`.
+    Without a name the file is deleted at the end; with one it stays, and those who have the key find its
+    blocks again. The folder is made, mode 0700; a '~' in front is the user's own. Reading and writing is done
+    on a thread; a device that does not answer for `timeout_s` fails. Raises ConfigError if the file cannot be
+    had: one that exists must be the user's own, no link, and is cut to `max_bytes`.
     """
+    _check_timeout(timeout_s)
     runtime = runtime or Runtime.system()
     if name is not None and not _is_plain(name):
         raise ConfigError(f"the KV file is called {name!r}; give letters, digits, '-', '_' and '.', no path")
@@ -45,40 +61,45 @@ def file_tier(
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         backend = NVMeBackend(str(path), max_bytes, files=runtime.files, is_persistent=name is not None)
-        tier = BackendTier(backend, clock=runtime.clock)
+        tier = BackendTier(backend, store_key=store_key, clock=runtime.clock)
         tier.recover()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"the KV file {path.name} in {where} cannot be opened: {reason}") from error
-    return tier
+    return _in_background(tier, runtime, timeout_s)
 
 
 def redis_tier(
     max_bytes: int,
     *,
     runtime: Runtime | None = None,
+    store_key: StoreKey | None = None,
     url: str = "redis://127.0.0.1:6379/0",
     prefix: str = "sagellm",
     timeout_s: float = 1.0,
 ) -> KVTierProtocol:
-    """Make a tier in a server, which need not be there yet.
+    """Make a tier in a server, which need not be there yet: it is waited for `timeout_s` at most.
 
-    Raises ConfigError if the package redis is not installed, and for options that cannot be. The URL, which
-    may hold a password, is in no message.
+    Everything is asked on a thread, and each exchange has to end within `timeout_s`. Raises ConfigError for
+    options that cannot be. The URL, which may hold a password, is in no message.
     """
     from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
 
     if not isinstance(prefix, str) or not prefix:
         raise ConfigError(f"prefix is {prefix!r}; give a text, the beginning of all keys")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 3600:
-        raise ConfigError(f"timeout_s is {timeout_s!r}; give seconds above 0, at most 3600")
+    _check_timeout(timeout_s)
     runtime = runtime or Runtime.system()
     try:
-        return RedisTier(max_bytes, url=url, prefix=prefix, timeout_s=timeout_s, clock=runtime.clock)
+        tier = RedisTier(
+            max_bytes, url=url, prefix=prefix, timeout_s=timeout_s, store_key=store_key, clock=runtime.clock
+        )
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
-            "url is none of Redis; give redis://HOST:PORT/DB, rediss:// or unix://PATH"
+            "url is not a Redis URL; give redis://HOST:PORT/DB, rediss:// or unix://PATH"
         ) from None
+    beside = BackgroundTier(tier, timeout_s=timeout_s + _SLACK_S, search=tier.search, clock=runtime.clock)
+    beside.wait_for_search(min(timeout_s, _MAX_START_S))
+    return beside
 
 
 def tiered(
@@ -99,6 +120,18 @@ def default_folder() -> Path:
     """Return the folder for KV files in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sagellm" / "kv"
+
+
+def _in_background(tier: KVTierProtocol, runtime: Runtime, timeout_s: float) -> KVTierProtocol:
+    """Put a tier on a thread, but not on virtual time, on which nothing runs beside anything."""
+    if isinstance(runtime.clock, VirtualClock):
+        return tier
+    return BackgroundTier(tier, timeout_s=timeout_s, clock=runtime.clock)
+
+
+def _check_timeout(timeout_s: object) -> None:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 3600:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; give seconds above 0, at most 3600")
 
 
 def _is_plain(name: str) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sagellm.core.errors import ConfigError
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.kv_tier import (
@@ -21,47 +18,38 @@ from sagellm.core.protocols.kv_tier import (
     check_requests,
 )
 from sagellm.core.runtime import Clock, SystemClock
+from sagellm.core.store_key import StoreKey
+from sagellm.kvmgr.kv_pool.tiers.background import SEARCH_PAUSE_S
 from sagellm.kvmgr.kv_pool.tiers.faults import is_logged
 from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
-from sagellm.kvmgr.kv_pool.tiers.record import checksum_of, encode_head, num_head_bytes
-from sagellm.kvmgr.kv_pool.tiers.redis_scan import find_stored, name_of
-
-if TYPE_CHECKING:
-    from redis import Connection
+from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, RecordFormat, num_head_bytes
+from sagellm.kvmgr.kv_pool.tiers.redis_scan import Found, StoreScan, name_of
+from sagellm.kvmgr.kv_pool.tiers.resp import (
+    Command,
+    Deadline,
+    Refusal,
+    Reply,
+    RespConnection,
+    parse_url,
+)
 
 _BYTES_PER_S = 0.5e9
 _RECONNECT_AFTER_NS, _MAX_PAUSE_NS = 1_000_000_000, 64_000_000_000
 
-_NOBODYS = Ticket(-1)
-
 _log = get_logger(__name__)
 
 
-class _Asked(NamedTuple):
-    """A request, and its outcome where the server was not asked."""
-
-    request: TierRequest
-    outcome: TierOutcome | None
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """A submit whose commands are on their way, or nobody's."""
-
-    ticket: Ticket
-    asked: list[_Asked]
-    sent_ns: int
-
-
 class RedisTier(KVTierProtocol):
-    """One key a block, `prefix:` and the block's hash; the value is the record that files hold, too.
+    """One key a block, `prefix:` and the block's name; the value is the record that files hold, too.
 
-    Commands are sent by `submit` and replies are read by `poll`, in their order, once they have begun to
-    arrive; `timeout_s` bounds the wait for them. While the server cannot be reached everything fails, and
-    it is tried again after a second, and after ever longer pauses. `max_bytes` bounds what is stored under
-    the prefix, as far as this tier knows: what others stored is found if it was there when the connection
-    began. What the server evicts by itself is a miss. No reply is longer than the record that was asked
-    for, and a byte. One lock guards it all; `contains` takes none.
+    `submit` sends the commands of its requests together and waits for the replies, `timeout_s` at most from
+    its beginning to its end: around this tier there is a BackgroundTier. Whatever goes wrong with the server
+    ends the connection, and it is tried again after a second, and after ever longer pauses until an exchange
+    succeeds; meanwhile nothing is there and everything fails.
+
+    What others stored is found by `search`, which has to be called again and again until it returns None,
+    and after operations. `max_bytes` bounds what is stored under the prefix, as far as this tier knows. What
+    the server evicts by itself is a miss. One lock guards it all; `contains` and `stored` take none.
     """
 
     def __init__(
@@ -71,69 +59,79 @@ class RedisTier(KVTierProtocol):
         url: str = "redis://127.0.0.1:6379/0",
         prefix: str = "sagellm",
         timeout_s: float = 1.0,
+        store_key: StoreKey | None = None,
         clock: Clock | None = None,
     ) -> None:
-        try:
-            from redis import ConnectionPool, ResponseError
-        except ImportError as error:
-            raise ConfigError(
-                "the tier 'redis' needs the package redis; pip install 'sagellm-kv-pool[redis]'"
-            ) from error
-
-        self._pool = ConnectionPool.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-        self._refusals = ResponseError
+        """Connect to nothing yet. Raises ValueError if the URL is not one of Redis."""
+        self._server = parse_url(url)
         self._prefix = prefix.encode() + b":"
-        self._lock = Lock()
-        self._timeout_ns = round(timeout_s * 1e9)
+        self._records = RecordFormat(store_key or StoreKey.of_user())
+        self._timeout_s = timeout_s
         self._clock = SystemClock() if clock is None else clock
-        self._connection: Connection | None = None
+        self._lock = Lock()
+        self._connection: RespConnection | None = None
+        self._scan: Iterator[Found] | None = None
         self._retry_ns = -(1 << 62)  # not before
-        self._num_refused = 0  # times in a row
-        self._replied_ns = self._retry_ns
+        self._num_failures = 0  # in a row
+        self._num_lost = 0  # in all
         self._sizes: dict[BlockKey, int] = {}
         self._num_bytes = 0  # the sum of the sizes
-        self._corrupt: list[BlockHeader] = []  # what the server is to delete
-        self._found: list[tuple[BlockHeader, int]] = []
-        self._sent: deque[_Sent] = deque()
+        self._found: dict[BlockKey, tuple[BlockHeader, int]] = {}
         self._results: list[TierResult] = []
         self._num_submits = 0
         self._metrics = KVTierMetrics(max_bytes=max_bytes)
         self._rate = TransferRate(_BYTES_PER_S)
-        self._connect()
 
     def __repr__(self) -> str:
         kept = f"{len(self._sizes):,} blocks in {self._num_bytes:,} of {self._metrics.max_bytes:,} bytes"
         return f"<{type(self).__name__} {kept}>"
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Send a command for each request that the server has to be asked about."""
+        """Ask the server for what has to be asked of it, and wait for the replies."""
         check_requests(requests)
         with self._lock:
             ticket = Ticket(self._num_submits)
             self._num_submits += 1
-            self._begin(ticket, requests)
+            self._results.append(TierResult(ticket, tuple(self._do(requests))))
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Read the replies that have begun to arrive."""
+        """Return what was done."""
         with self._lock:
-            while self._sent and self._read_first(self._sent[0]):
-                pass
-            if self._corrupt:
-                deletes = [TierRequest("delete", header) for header in self._corrupt]
-                self._corrupt.clear()
-                self._begin(_NOBODYS, deletes)
             results, self._results = self._results, []
         return results
+
+    def search(self) -> float | None:
+        """Look at some of what the server has, if that was not done since the connection began.
+
+        Return in how many seconds to go on; None if there is no more to be found.
+        """
+        with self._lock:
+            try:
+                self._connect()
+                found = None if self._scan is None else next(self._scan, None)
+            except Exception as error:
+                self._fail(error)
+                found = None
+            if found is None:
+                self._scan = None
+                left_ns = self._retry_ns - self._clock.now_ns()
+                return max(0.0, left_ns / 1e9) + SEARCH_PAUSE_S if self._connection is None else None
+            self._metrics.num_foreign += found.num_foreign
+            self._metrics.num_corrupt += found.num_corrupt
+            for header, num_bytes in found.blocks:
+                self._note(header.key, num_bytes)
+                self._found[header.key] = (header, num_bytes)
+            self._num_failures = 0
+            return SEARCH_PAUSE_S
 
     def contains(self, key: BlockKey) -> bool:
         """Say what is known of the server."""
         return key in self._sizes
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
-        """Return what the server had when the last connection began."""
-        with self._lock:
-            return list(self._found)
+        """Return what was found on this connection so far."""
+        return list(self._found.values())
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
         """Apply the measured rate, round trip included."""
@@ -153,89 +151,77 @@ class RedisTier(KVTierProtocol):
     def close(self) -> None:
         """Close the connection; what is stored stays."""
         with self._lock:
-            self._fail(ConnectionError("closed"))
+            self._disconnect()
             self._retry_ns = 1 << 62
             self._results.clear()
-            self._pool.disconnect()
 
-    def _begin(self, ticket: Ticket, requests: Sequence[TierRequest]) -> None:
-        connection = self._connect()
-        asked: list[_Asked] = []
-        commands: list[tuple[Any, ...]] = []
-        for request in requests:
-            outcome, command = (None, self._delete(request)) if ticket == _NOBODYS else self._plan(request)
-            asked.append(_Asked(request, outcome))
-            if command is not None:
-                commands.append(command)
-        self._sent.append(_Sent(ticket, asked, self._clock.now_ns()))
-        if commands:
-            self._send(connection, commands)
-
-    def _read_first(self, sent: _Sent) -> bool:
-        """Read what belongs to the oldest submit; say whether it has ended and the next one may have, too."""
-        try:
-            if any(each.outcome is None for each in sent.asked):
-                if self._connection is None or not self._connection.can_read(timeout=0):
-                    if self._clock.now_ns() - sent.sent_ns > self._timeout_ns:
-                        raise TimeoutError("no answer")
-                    return False
-                outcomes = tuple(map(self._read, sent.asked))
-                self._measure(sent, outcomes)
+    def _do(self, requests: Sequence[TierRequest]) -> Sequence[TierOutcome]:
+        outcomes: list[TierOutcome] = ["failed"] * len(requests)
+        asked: list[int] = []
+        commands: list[Command] = []
+        started_ns, deadline = self._clock.now_ns(), self._deadline()
+        for place, request in enumerate(requests):
+            outcome, command = self._plan(request)
+            if command is None:
+                outcomes[place] = outcome
             else:
-                outcomes = tuple(each.outcome or "failed" for each in sent.asked)
+                asked.append(place)
+                commands.append(command)
+        if not commands:
+            return outcomes
+        try:
+            self._connect(deadline)
+            if self._connection is None:
+                raise ConnectionError("not connected")
+            self._connection.send(commands, deadline)
+            for place in asked:
+                reply = self._connection.read(deadline, max_bytes=_max_reply_bytes(requests[place]))
+                outcomes[place] = self._read(requests[place], reply)
+            self._delete_corrupt(requests, outcomes, deadline)
         except Exception as error:
             self._fail(error)
-            return False
-        self._sent.popleft()
-        if sent.ticket != _NOBODYS:
-            self._results.append(TierResult(sent.ticket, outcomes))
-        return True
+            self._metrics.num_failed += len(asked)
+            for place in asked:
+                outcomes[place] = "failed"
+            return outcomes
+        self._num_failures = 0
+        self._measure(requests, outcomes, self._clock.now_ns() - started_ns)
+        return outcomes
 
-    def _delete(self, request: TierRequest) -> tuple[Any, ...]:
-        return "DEL", name_of(self._prefix, request.header.key)
-
-    def _note(self, key: BlockKey, num_bytes: int) -> None:
-        self._num_bytes += num_bytes - self._sizes.get(key, 0)
-        self._sizes[key] = num_bytes
-
-    def _forget(self, key: BlockKey) -> bool:
-        num_bytes = self._sizes.pop(key, None)
-        self._num_bytes -= num_bytes or 0
-        return num_bytes is not None
-
-    def _plan(self, request: TierRequest) -> tuple[TierOutcome | None, tuple[Any, ...] | None]:
-        """Return the outcome if it is known already, else the command that finds it."""
+    def _plan(self, request: TierRequest) -> tuple[TierOutcome, Command | None]:
+        """Return the command that finds the outcome, or without one the outcome itself."""
         key = request.header.key
+        name, known = name_of(self._prefix, self._records, request.header), self._sizes.get(key)
         if request.action == "delete":
-            return (None, self._delete(request)) if self._forget(key) else ("missing", None)
+            return "missing", (b"DEL", name) if self._forget(key) else None
         assert request.data is not None, "submit has looked"
-        name, num_bytes, known = name_of(self._prefix, key), request.data.nbytes, self._sizes.get(key)
+        num_bytes = request.data.nbytes
         if request.action == "get":
             self._metrics.num_gets += 1
             if known != num_bytes:
                 return "missing", None
-            return None, ("GETRANGE", name, 0, num_head_bytes(request.header) + num_bytes)
+            return "missing", (b"GETRANGE", name, b"0", b"%d" % (num_head_bytes(request.header) + num_bytes))
+        if self._is_down:
+            self._metrics.num_failed += 1
+            return "failed", None
         if known is not None:
             return "done", None
         if self._num_bytes + num_bytes > self._metrics.max_bytes:
             self._metrics.num_full += 1
             return "full", None
         self._note(key, num_bytes)
-        head = encode_head(request.header, num_bytes, checksum_of(request.data), 0)
-        return None, ("SET", name, head + request.data.cast("B"))
+        data = request.data.cast("B")
+        head = self._records.encode_head(
+            request.header, num_bytes, self._records.digest_of(request.header, data), 0
+        )
+        return "done", (b"SET", name, head + data)
 
-    def _read(self, asked: _Asked) -> TierOutcome:
-        """Take the next reply, if the server was asked, and say what it means."""
-        if asked.outcome is not None:
-            return asked.outcome
-        assert self._connection is not None, "poll has looked"
-        request = asked.request
-        try:
-            reply = self._connection.read_response(disable_decoding=True)
-        except self._refusals as error:  # the server's own words, as that it is out of memory
+    def _read(self, request: TierRequest, reply: Reply) -> TierOutcome:
+        """Say what a reply means."""
+        if isinstance(reply, Refusal):  # as that it is out of memory
             self._metrics.num_failed += 1
             if is_logged(self._metrics.num_failed):
-                _log.warning("a KV tier was refused by its server: %s", error)
+                _log.warning("a KV tier was refused by its server: %r", reply.text)
             self._forget(request.header.key)
             return "failed"
         match request.action:
@@ -247,32 +233,48 @@ class RedisTier(KVTierProtocol):
             case "get":
                 return self._take(request, reply)
 
-    def _take(self, request: TierRequest, reply: bytes) -> TierOutcome:
+    def _take(self, request: TierRequest, reply: Reply) -> TierOutcome:
         """Compare a stored record with what was asked for, and copy its data."""
         assert request.data is not None, "submit has looked"
         header, num_bytes = request.header, request.data.nbytes
         if not reply:
             self._forget(header.key)
             return "missing"
-        record, num_in_head = memoryview(reply), num_head_bytes(header)
+        record, num_in_head = (
+            memoryview(reply if isinstance(reply, bytearray) else b""),
+            num_head_bytes(header),
+        )
         head, data = record[:num_in_head], record[num_in_head:]
-        if len(data) != num_bytes or head != encode_head(header, num_bytes, checksum_of(data), 0):
+        is_whole = len(data) == num_bytes
+        if not is_whole or head != self._records.encode_head(
+            header, num_bytes, self._records.digest_of(header, data), 0
+        ):
             self._metrics.num_corrupt += 1
             if is_logged(count := self._metrics.num_corrupt):
                 _log.warning("a KV tier's server had %d blocks that were not what was stored", count)
             self._forget(header.key)
-            self._corrupt.append(header)
             return "corrupt"
         request.data.cast("B")[:] = data
         self._metrics.num_hits += 1
         return "done"
 
-    def _measure(self, sent: _Sent, outcomes: Sequence[TierOutcome]) -> None:
-        now_ns = self._clock.now_ns()
-        duration_ns = now_ns - max(sent.sent_ns, self._replied_ns)  # those before it took the time until then
-        self._replied_ns = now_ns
+    def _delete_corrupt(
+        self, requests: Sequence[TierRequest], outcomes: Sequence[TierOutcome], deadline: Deadline
+    ) -> None:
+        names = [
+            name_of(self._prefix, self._records, request.header)
+            for request, outcome in zip(requests, outcomes, strict=True)
+            if outcome == "corrupt"
+        ]
+        if names and self._connection is not None:
+            self._connection.send([(b"DEL", *names)], deadline)
+            self._connection.read(deadline)
+
+    def _measure(
+        self, requests: Sequence[TierRequest], outcomes: Sequence[TierOutcome], duration_ns: int
+    ) -> None:
         num_bytes = {"put": 0, "get": 0, "delete": 0}
-        for (request, _), outcome in zip(sent.asked, outcomes, strict=True):
+        for request, outcome in zip(requests, outcomes, strict=True):
             if outcome == "done" and request.data is not None:
                 num_bytes[request.action] += request.data.nbytes
         self._metrics.put_bytes += num_bytes["put"]
@@ -283,53 +285,56 @@ class RedisTier(KVTierProtocol):
         elif num_bytes["put"]:
             self._metrics.put_ns += duration_ns
 
-    def _send(self, connection: Connection | None, commands: Sequence[tuple[Any, ...]]) -> None:
-        try:
-            if connection is None:
-                raise ConnectionError("not connected")
-            connection.send_packed_command(connection.pack_commands(commands))
-        except Exception as error:
-            self._fail(error)
+    def _note(self, key: BlockKey, num_bytes: int) -> None:
+        self._num_bytes += num_bytes - self._sizes.get(key, 0)
+        self._sizes[key] = num_bytes
 
-    def _connect(self) -> Connection | None:
-        """Return the connection; if there is none try to make one, after ever longer pauses."""
-        if self._connection is None and self._clock.now_ns() >= self._retry_ns:
-            try:
-                connection = self._pool.make_connection()
-                connection.connect()
-                self._find_stored(connection)
-                self._connection, self._num_refused = connection, 0
-            except Exception as error:
-                self._num_refused += 1
-                if is_logged(self._num_refused):
-                    _log.warning("a KV tier's server cannot be reached: %s", type(error).__name__)
-                pause_ns = min(_RECONNECT_AFTER_NS << min(self._num_refused - 1, 6), _MAX_PAUSE_NS)
-                self._retry_ns = self._clock.now_ns() + pause_ns
-        return self._connection
+    def _forget(self, key: BlockKey) -> bool:
+        num_bytes = self._sizes.pop(key, None)
+        self._found.pop(key, None)
+        self._num_bytes -= num_bytes or 0
+        return num_bytes is not None
 
-    def _find_stored(self, connection: Connection) -> None:
-        """Learn which blocks are there, by the heads of all keys with the prefix."""
-        self._sizes.clear()
-        self._num_bytes = 0
-        self._found.clear()
-        for header, num_bytes in find_stored(connection, self._prefix):
-            self._note(header.key, num_bytes)
-            self._found.append((header, num_bytes))
+    def _deadline(self) -> Deadline:
+        return Deadline(self._clock, self._timeout_s)
+
+    @property
+    def _is_down(self) -> bool:
+        """Whether there is no connection, and it is too early to try again."""
+        return self._connection is None and self._clock.now_ns() < self._retry_ns
+
+    def _connect(self, deadline: Deadline | None = None) -> None:
+        """Connect if there is no connection and it is time to try. Raises what connecting raises."""
+        if self._connection is None and not self._is_down:
+            self._connection = RespConnection(self._server, deadline or self._deadline())
+            self._scan = StoreScan(self._connection, self._prefix, self._records).run(self._deadline)
 
     def _fail(self, error: Exception) -> None:
-        """End everything that is under way, and the connection."""
+        """End the connection, and leave the server alone for a while."""
+        if not self._is_down:
+            self._num_failures += 1
+            self._num_lost += 1
+            if is_logged(self._num_lost):
+                _log.warning(
+                    "a KV tier's server was given up: %s; %d times so far",
+                    type(error).__name__,
+                    self._num_lost,
+                )
+            pause_ns = min(_RECONNECT_AFTER_NS << min(self._num_failures - 1, 6), _MAX_PAUSE_NS)
+            self._retry_ns = self._clock.now_ns() + pause_ns
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._connection is not None:
-            _log.warning("a KV tier lost its server: %s", type(error).__name__)
-            self._connection.disconnect()
-            self._connection = None
-            self._retry_ns = self._clock.now_ns() + _RECONNECT_AFTER_NS
-        for sent in self._sent:
-            outcomes: list[TierOutcome] = []
-            for request, outcome in sent.asked:
-                outcomes.append(outcome or "failed")
-                self._metrics.num_failed += outcome is None
-                if outcome is None:
-                    self._forget(request.header.key)
-            if sent.ticket != _NOBODYS:
-                self._results.append(TierResult(sent.ticket, tuple(outcomes)))
-        self._sent.clear()
+            self._connection.close()
+        self._connection = self._scan = None
+        self._sizes.clear()
+        self._found.clear()
+        self._num_bytes = 0
+
+
+def _max_reply_bytes(request: TierRequest) -> int:
+    """Return the bytes of the record that is asked for, and one that shows that it is longer."""
+    if request.action != "get" or request.data is None:
+        return PREFIX_BYTES
+    return num_head_bytes(request.header) + request.data.nbytes + 1

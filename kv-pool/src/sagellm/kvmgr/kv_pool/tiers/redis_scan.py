@@ -3,63 +3,92 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from sagellm.core.kv_block import BlockHeader, BlockKey
-from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, decode_head, read_prefix
+from sagellm.core.kv_block import BlockHeader
+from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, RecordFormat
+from sagellm.kvmgr.kv_pool.tiers.resp import Command, Deadline, Reply, RespConnection, RespError
 
-if TYPE_CHECKING:
-    from redis import Connection
+_BATCH = 64
+"""Names asked for at once: about a millisecond of work."""
 
-_BATCH = 1000
+_MAX_BATCH, _MAX_NAME_BYTES = 64 * _BATCH, 1 << 16
+"""What an answer may have: a server returns a few more names than asked for, and of anybody's length."""
+
 _PATTERN_BYTES = re.compile(rb"[*?\[\]^\\-]")
 """What the server takes for a part of a pattern unless it follows a backslash."""
 
 
-def name_of(prefix: bytes, key: BlockKey) -> bytes:
-    """Return the name under which a block is stored."""
-    return prefix + key.hash.hex().encode() + b".%d" % key.group
+class Found(NamedTuple):
+    """What some names of a server turned out to be."""
+
+    blocks: list[tuple[BlockHeader, int]]  # with the bytes of their data
+    num_foreign: int
+    num_corrupt: int
 
 
-def find_stored(connection: Connection, prefix: bytes) -> Iterator[tuple[BlockHeader, int]]:
-    """Yield the blocks with their bytes by the heads of what is stored; all else is passed over.
+class StoreScan:
+    """Goes through all names with a prefix on one connection, some at a time.
 
-    Raises what the connection raises.
+    Only sealed records under their own name are blocks. Whatever the connection raises ends the scan.
     """
-    pattern = _PATTERN_BYTES.sub(rb"\\\g<0>", prefix) + b"*"
-    cursor = b"0"
-    while True:
-        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH)
-        cursor, names = connection.read_response(disable_decoding=True)
-        if names:
-            starts = _ask(connection, [("GETRANGE", name, 0, PREFIX_BYTES - 1) for name in names])
-            sizes = {name: read_prefix(start or b"") for name, start in zip(names, starts, strict=True)}
-            names = [name for name, size in sizes.items() if size is not None]
-            heads = _ask(connection, [("GETRANGE", name, 0, (sizes[name] or 1) - 1) for name in names])
-            lengths = _ask(connection, [("STRLEN", name) for name in names])
-            for name, found, length in zip(names, heads, lengths, strict=True):
-                head = decode_head(found or b"", 0)
-                if (
-                    head is not None
-                    and head.num_head_bytes + head.num_data_bytes == length
-                    and name == name_of(prefix, head.header.key)
-                ):
-                    yield head.header, head.num_data_bytes
-        if cursor == b"0":
-            return
+
+    def __init__(self, connection: RespConnection, prefix: bytes, records: RecordFormat) -> None:
+        self._connection, self._prefix, self._records = connection, prefix, records
+
+    def run(self, make_deadline: Callable[[], Deadline]) -> Iterator[Found]:
+        """Yield what each batch of names has; each has a deadline of its own. Raises OSError."""
+        pattern = _PATTERN_BYTES.sub(rb"\\\g<0>", self._prefix) + b"*"
+        cursor: Reply = b"0"
+        while isinstance(cursor, bytes | bytearray):
+            deadline, connection = make_deadline(), self._connection
+            connection.send([[b"SCAN", bytes(cursor), b"MATCH", pattern, b"COUNT", b"%d" % _BATCH]], deadline)
+            connection.read_count(deadline, max_items=2)
+            cursor = connection.read(deadline)
+            count = connection.read_count(deadline, max_items=_MAX_BATCH)
+            names = [connection.read(deadline, max_bytes=_MAX_NAME_BYTES) for _ in range(count)]
+            yield self._look_at([bytes(name) for name in names if isinstance(name, bytearray)], deadline)
+            if cursor == b"0":
+                return
+        raise RespError("a scan without a cursor")
+
+    def _look_at(self, names: Sequence[bytes], deadline: Deadline) -> Found:
+        starts = self._ask(
+            [(b"GETRANGE", name, b"0", b"%d" % (PREFIX_BYTES - 1)) for name in names], deadline
+        )
+        prefixes = {
+            name: prefix
+            for name, start in zip(names, starts, strict=True)
+            if (prefix := self._records.read_prefix(start, 0)) is not None
+        }
+        refusals = [self._records.refusal_of(start) for start in starts]
+        num_foreign, num_corrupt = refusals.count("foreign"), refusals.count("corrupt") - len(prefixes)
+        asked = [
+            (b"GETRANGE", name, b"0", b"%d" % (prefix.num_head_bytes - 1))
+            for name, prefix in prefixes.items()
+        ]
+        heads = self._ask(
+            asked, deadline, max_bytes=max([p.num_head_bytes for p in prefixes.values()], default=0)
+        )
+        blocks = []
+        for name, found in zip(prefixes, heads, strict=True):
+            head = self._records.decode_head(found, 0)
+            if head is not None and name == name_of(self._prefix, self._records, head.header):
+                blocks.append((head.header, head.num_data_bytes))
+            else:
+                num_corrupt += 1
+        return Found(blocks, num_foreign, num_corrupt)
+
+    def _ask(
+        self, commands: Sequence[Command], deadline: Deadline, *, max_bytes: int = PREFIX_BYTES
+    ) -> list[bytes]:
+        """Return the replies; none where the server refused, as where a name has no string but a list."""
+        self._connection.send(commands, deadline)
+        replies = [self._connection.read(deadline, max_bytes=max_bytes) for _ in commands]
+        return [bytes(reply) if isinstance(reply, bytearray) else b"" for reply in replies]
 
 
-def _ask(connection: Connection, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return the replies; None where the server refused, as where a name has no string but a list."""
-    from redis import ResponseError
-
-    if commands:
-        connection.send_packed_command(connection.pack_commands(commands))
-    replies: list[Any] = []
-    for _ in commands:
-        try:
-            replies.append(connection.read_response(disable_decoding=True))
-        except ResponseError:
-            replies.append(None)
-    return replies
+def name_of(prefix: bytes, records: RecordFormat, header: BlockHeader) -> bytes:
+    """Return the name under which a block is stored."""
+    return prefix + records.name_of(header).hex().encode()

@@ -138,7 +138,7 @@ class TieredKVStorage(KVTierProtocol):
     def contains(self, key: BlockKey) -> bool:
         """Look where it would be; a block on its way from tier to tier can be asked for, too."""
         with self._lock:
-            return key in self._busy or self._level_of(key) is not None
+            return key in self._busy or any(tier.contains(key) for tier in self._tiers)
 
     def level_of(self, key: BlockKey) -> int | None:
         """Return the number of the tier that has a block."""
@@ -219,7 +219,7 @@ class TieredKVStorage(KVTierProtocol):
 
     def _put(self, request: TierRequest) -> _Steps:
         key = request.header.key
-        level, usage = self._noted_at(key), None
+        level, usage = self._find(request), None
         if level is not None and not self._tiers[level].contains(key):
             self._usages[level].pop(key)
             level = None
@@ -284,7 +284,7 @@ class TieredKVStorage(KVTierProtocol):
     def _get(self, request: TierRequest) -> _Steps:
         key = request.header.key
         self._metrics.num_gets += 1
-        level = self._noted_at(key)
+        level = self._find(request)
         if level is None:
             return "missing"
         started_ns = self._clock.now_ns()
@@ -318,7 +318,7 @@ class TieredKVStorage(KVTierProtocol):
         return outcome
 
     def _delete(self, request: TierRequest) -> _Steps:
-        level = self._noted_at(request.header.key)
+        level = self._find(request)
         if level is None:
             return "missing"
         self._usages[level].pop(request.header.key)
@@ -334,6 +334,19 @@ class TieredKVStorage(KVTierProtocol):
 
     def _noted_at(self, key: BlockKey) -> int | None:
         return next((level for level, usage in enumerate(self._usages) if key in usage), None)
+
+    def _find(self, request: TierRequest) -> int | None:
+        """Return the tier that has a block; take note of what one found after it was made."""
+        header = request.header
+        level = self._noted_at(header.key)
+        if level is None:
+            has_it = (level for level, tier in enumerate(self._tiers) if tier.contains(header.key))
+            level = next(has_it, None)
+            if level is not None:
+                now_ns = self._clock.now_ns()
+                num_bytes = 0 if request.data is None else request.data.nbytes
+                self._usages[level].add(Usage(header, num_bytes, now_ns, now_ns))
+        return level
 
     def _pump(self) -> None:
         """Hand outcomes to operations until no tier has any more."""

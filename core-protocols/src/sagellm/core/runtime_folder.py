@@ -1,0 +1,34 @@
+"""The user's runtime folder: sockets and entries of running engines, and the key of stored KV."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from sagellm.core.errors import ConfigError
+
+VARIABLE = "SAGELLM_RUNTIME_DIR"
+
+
+def runtime_folder() -> Path:
+    """Return the folder, made if it is not there; only its owner can look into it.
+
+    Raises ConfigError if somebody else owns it or may write to it.
+    """
+    given, system = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
+    if given:
+        folder = Path(given)
+    elif system and Path(system).is_dir():
+        folder = Path(system) / "sagellm"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"sagellm-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise ConfigError(
+            f"the runtime folder {folder} must be yours alone (mode 0700); mend it, "
+            f"or name another in {VARIABLE}"
+        )
+    return folder

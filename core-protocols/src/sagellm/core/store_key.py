@@ -1,0 +1,143 @@
+"""The secret that KV is sealed with where it leaves the process."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.runtime_folder import runtime_folder
+
+KEY_BYTES = 32
+KEY_FILE = "kv.key"
+_STREAM_BYTES = 64  # of one BLAKE2b digest
+_DIGITS = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
+_FROM_ENVIRONMENT = "env:"
+_HOW_TO_MAKE = "one is made by: (umask 077; openssl rand -hex 32 > FILE)"
+
+
+class StoreKey:
+    """32 secret bytes, and what is computed with them. Neither `repr` nor any message shows them.
+
+    All digests are keyed BLAKE2b with a `person` for each purpose, so that none can stand for another.
+    """
+
+    __slots__ = ("_secret", "id")
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != KEY_BYTES:
+            raise ConfigError(f"a key for stored KV has {KEY_BYTES} bytes, not {len(secret)}")
+        self._secret = secret
+        self.id = self.digest(b"id", size=8)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id.hex()}>"
+
+    def digest(self, purpose: bytes, *parts: bytes | memoryview, size: int) -> bytes:
+        """Return `size` bytes, at most 64, over parts one after the other; `purpose` has at most 16 bytes."""
+        state = blake2b(key=self._secret, person=purpose, digest_size=size)
+        for part in parts:
+            state.update(part)
+        return state.digest()
+
+    def cipher(self, nonce: bytes, data: bytes) -> bytes:
+        """Encipher or decipher: XOR with BLAKE2b of the nonce and a counter.
+
+        A nonce must stand for one text only: a digest of the text itself (Rogaway, Shrimpton: SIV, 2006).
+        """
+        num_digests = -(-len(data) // _STREAM_BYTES)
+        stream = b"".join(
+            self.digest(b"cipher", nonce, number.to_bytes(4, "little"), size=_STREAM_BYTES)
+            for number in range(num_digests)
+        )
+        mixed = int.from_bytes(data, "little") ^ int.from_bytes(stream[: len(data)], "little")
+        return mixed.to_bytes(len(data), "little")
+
+    @classmethod
+    def fresh(cls) -> StoreKey:
+        """Return a key that nobody else has, for what ends with this process."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def of_user(cls) -> StoreKey:
+        """Return the key in the user's runtime folder, made if there is none.
+
+        Raises ConfigError if it cannot be made, or is not the user's alone.
+        """
+        path = runtime_folder() / KEY_FILE
+        try:
+            try:
+                return cls._read(path, is_named=False)
+            except FileNotFoundError:
+                _make(path)
+            return cls._read(path, is_named=False)
+        except OSError as error:
+            raise ConfigError(
+                f"the key for stored KV, {path}, cannot be read or made: {error.strerror}; "
+                "delete it, or name another one in kv.store_key"
+            ) from error
+
+    @classmethod
+    def named(cls, source: str) -> StoreKey:
+        """Return the key in a file, or for `env:NAME` in an environment variable: 64 hexadecimal digits.
+
+        Raises ConfigError if there is none, or if others may read the file; the message never has the value.
+        """
+        if source.startswith(_FROM_ENVIRONMENT):
+            name = source.removeprefix(_FROM_ENVIRONMENT)
+            text = os.environ.get(name, "")
+            if not text:
+                raise ConfigError(f"kv.store_key is {source!r}, and the environment has no {name}")
+            return cls._parsed(text, f"the environment variable {name}")
+        try:
+            return cls._read(Path(source).expanduser(), is_named=True)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"kv.store_key is {source!r}, which cannot be read: {reason}; {_HOW_TO_MAKE}"
+            ) from None
+
+    @classmethod
+    def _read(cls, path: Path, *, is_named: bool) -> StoreKey:
+        """Read a file. One that was named may be a link, its group may read it, and root may own it."""
+        careful = os.O_NONBLOCK | (0 if is_named else os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | careful)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            owners = {os.geteuid(), 0} if is_named else {os.geteuid()}
+            forbidden = 0o037 if is_named else 0o077
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_mode & forbidden:
+                raise ConfigError(
+                    f"the key for stored KV, {path}, must be a file of yours that others can neither read "
+                    f"nor write, and has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}; "
+                    "chmod 600 it, or make another one"
+                )
+            text = file.read(4 * KEY_BYTES).decode("ascii", "replace")
+        return cls._parsed(text, str(path))
+
+    @classmethod
+    def _parsed(cls, text: str, where: str) -> StoreKey:
+        if not _DIGITS.fullmatch(text.strip()):
+            raise ConfigError(
+                f"{where} has no key for stored KV: {2 * KEY_BYTES} hexadecimal digits are wanted; "
+                f"{_HOW_TO_MAKE}"
+            )
+        return cls(bytes.fromhex(text.strip()))
+
+
+def _make(path: Path) -> None:
+    """Write a new key, whole or not at all; of several processes one makes it. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_hex(KEY_BYTES).encode() + b"\n")
+        with suppress(FileExistsError):  # another process was faster
+            os.link(partial, path)
+    finally:
+        partial.unlink()

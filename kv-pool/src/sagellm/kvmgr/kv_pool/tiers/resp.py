@@ -1,0 +1,252 @@
+"""A connection to a Redis or Valkey server on which everything has an absolute deadline.
+
+The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-spec. A deadline is that of a
+whole exchange: a server that sends a byte now and then gains no time by it. Lengths that a server announces
+are compared with what was asked for before anything is read.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from sagellm.core.runtime import Clock
+
+_LINE_BYTES = 1 << 10
+_READ_BYTES = 1 << 16
+_OPTIONS = {
+    "db", "username", "password",
+    "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname",
+}  # fmt: skip
+
+Command: TypeAlias = Sequence[bytes | memoryview]
+
+
+class RespError(ConnectionError):
+    """What arrived is not what a server may answer."""
+
+
+class Refusal(NamedTuple):
+    """The server's own words why it did not do what it was told."""
+
+    text: str
+
+
+Reply: TypeAlias = bytes | bytearray | int | Refusal | None
+
+
+class Server(NamedTuple):
+    """Where a server is, and who we are there."""
+
+    host: str
+    port: int
+    path: str  # of a unix socket; empty for TCP
+    database: int
+    username: str
+    password: str
+    tls: Mapping[str, str] | None  # options; None without TLS
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path or f'{self.host}:{self.port}'}>"
+
+
+class Deadline:
+    """A point in time for whatever is done until then."""
+
+    def __init__(self, clock: Clock, duration_s: float) -> None:
+        self._clock, self._end_ns = clock, clock.now_ns() + round(duration_s * 1e9)
+
+    def left_s(self) -> float:
+        """Return the seconds left. Raises TimeoutError if there are none."""
+        left_ns = self._end_ns - self._clock.now_ns()
+        if left_ns <= 0:
+            raise TimeoutError("no answer in time")
+        return left_ns / 1e9
+
+
+def parse_url(url: str) -> Server:
+    """Read redis://[USER[:PASSWORD]@]HOST[:PORT][/DB], rediss://… for TLS or unix://[…@]PATH[?db=DB].
+
+    Raises ValueError, without what the URL has in it, which may be a password.
+    """
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+    if parts.scheme not in ("redis", "rediss", "unix") or parts.fragment or not options.keys() <= _OPTIONS:
+        raise ValueError("not a Redis URL")
+    is_unix, is_tls = parts.scheme == "unix", parts.scheme == "rediss"
+    if is_unix and (parts.hostname or not parts.path):
+        raise ValueError("no path of a socket")
+    if not is_tls and any(name.startswith("ssl_") for name in options):
+        raise ValueError("options of TLS without TLS")
+    database = options.get("db") or ("" if is_unix else parts.path.strip("/")) or "0"
+    return Server(
+        host=parts.hostname or "localhost",
+        port=parts.port or 6379,
+        path=unquote(parts.path) if is_unix else "",
+        database=int(database),
+        username=options.get("username") or unquote(parts.username or ""),
+        password=options.get("password") or unquote(parts.password or ""),
+        tls=options if is_tls else None,
+    )
+
+
+class RespConnection:
+    """One connection. Whatever raises OSError leaves it unusable; `close` it then."""
+
+    def __init__(self, server: Server, deadline: Deadline) -> None:
+        """Connect and log in. Raises OSError."""
+        self._received = bytearray()
+        self._socket = _connect(server, deadline)
+        try:
+            commands = list(_greeting(server))
+            self.send(commands, deadline)
+            for _ in commands:
+                if isinstance(self.read(deadline), Refusal):
+                    raise RespError("the server refuses the user, password or database")
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, commands: Sequence[Command], deadline: Deadline) -> None:
+        """Send all of them. Raises OSError."""
+        small = bytearray()
+        for command in commands:
+            small += b"*%d\r\n" % len(command)
+            for part in command:
+                small += b"$%d\r\n" % len(part)
+                if len(part) > _READ_BYTES:
+                    self._send(small, deadline)
+                    self._send(part, deadline)
+                    small = bytearray()
+                else:
+                    small += part
+                small += b"\r\n"
+        self._send(small, deadline)
+
+    def read(self, deadline: Deadline, *, max_bytes: int = _LINE_BYTES) -> Reply:
+        """Read a reply, not a list, of at most `max_bytes`. Raises RespError for any other, OSError."""
+        line = self._read_line(deadline)
+        kind, rest = line[:1], line[1:]
+        match kind:
+            case b"+":
+                return rest
+            case b"-":
+                return Refusal(rest[:200].decode("ascii", "replace"))
+            case b":":
+                return _number(rest)
+            case b"$":
+                size = _number(rest)
+                if size > max_bytes:
+                    raise RespError(f"a reply of {size} bytes where at most {max_bytes} were asked for")
+                return None if size < 0 else self._read_exactly(size, deadline)
+        raise RespError("a reply of a kind that was not asked for")
+
+    def read_count(self, deadline: Deadline, *, max_items: int) -> int:
+        """Read how many replies the list has that they begin. Raises RespError if there is none, OSError."""
+        line = self._read_line(deadline)
+        if line[:1] != b"*":
+            raise RespError("something else where a list was asked for")
+        count = _number(line[1:])
+        if not 0 <= count <= max_items:
+            raise RespError(f"a list of {count} where at most {max_items} were asked for")
+        return count
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._socket.close()
+
+    def _send(self, data: bytes | bytearray | memoryview, deadline: Deadline) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            self._socket.settimeout(deadline.left_s())
+            left = left[self._socket.send(left) :]
+
+    def _read_line(self, deadline: Deadline) -> bytes:
+        while (end := self._received.find(b"\r\n")) < 0:
+            if len(self._received) > _LINE_BYTES:
+                raise RespError("a line that is too long")
+            self._received += self._receive(deadline)
+        line = bytes(self._received[:end])
+        del self._received[: end + 2]
+        return line
+
+    def _read_exactly(self, size: int, deadline: Deadline) -> bytearray:
+        while len(self._received) < min(size + 2, _READ_BYTES):
+            self._received += self._receive(deadline)
+        found = bytearray(size)
+        num_read = min(size, len(self._received))
+        view = memoryview(found)
+        view[:num_read] = self._received[:num_read]
+        del self._received[:num_read]
+        while num_read < size:
+            self._socket.settimeout(deadline.left_s())
+            count = self._socket.recv_into(view[num_read:])
+            if not count:
+                raise RespError("the server has closed the connection")
+            num_read += count
+        while len(self._received) < 2:
+            self._received += self._receive(deadline)
+        if self._received[:2] != b"\r\n":
+            raise RespError("a string that is longer than announced")
+        del self._received[:2]
+        return found
+
+    def _receive(self, deadline: Deadline) -> bytes:
+        self._socket.settimeout(deadline.left_s())
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise RespError("the server has closed the connection")
+        return data
+
+
+def _number(text: bytes) -> int:
+    if len(text) > 20 or not text.removeprefix(b"-").isdigit():
+        raise RespError("a length that is not a number")
+    return int(text)
+
+
+def _connect(server: Server, deadline: Deadline) -> socket.socket:
+    if server.path:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.settimeout(deadline.left_s())
+            connected.connect(server.path)
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+    connected = socket.create_connection((server.host, server.port), deadline.left_s())
+    try:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if server.tls is None:
+            return connected
+        connected.settimeout(deadline.left_s())
+        return _tls_context(server.tls).wrap_socket(connected, server_hostname=server.host)
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
+    if options.get("ssl_check_hostname", "true").lower() in ("false", "0", "no"):
+        context.check_hostname = False
+    if options.get("ssl_cert_reqs", "required").lower() == "none":
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if "ssl_certfile" in options:
+        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
+    return context
+
+
+def _greeting(server: Server) -> Sequence[Command]:
+    commands: list[list[bytes]] = []
+    if server.password:
+        login = [server.username, server.password] if server.username else [server.password]
+        commands.append([b"AUTH", *(each.encode() for each in login)])
+    if server.database:
+        commands.append([b"SELECT", b"%d" % server.database])
+    return commands
