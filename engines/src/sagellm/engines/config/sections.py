@@ -280,6 +280,9 @@ class ServerConfig(Checked):
     body_timeout: float = Field(
         default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
     )
+    body_stall_timeout: float = Field(
+        default=5.0, gt=0, le=600, description="seconds that a request's body may stall"
+    )
     encoding_timeout: float = Field(
         default=5.0,
         gt=0,

@@ -59,6 +59,7 @@ SERVER_NAMES: dict[str, str] = {
     "served_model_name": "server.served_model_name",
     "max_queued_requests": "server.max_queued_requests",
     "body_timeout": "server.body_timeout",
+    "body_stall_timeout": "server.body_stall_timeout",
     "encoding_timeout": "server.encoding_timeout",
     "shutdown_timeout": "server.shutdown_timeout",
     "access_log": "server.access_log",

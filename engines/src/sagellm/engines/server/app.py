@@ -72,7 +72,7 @@ def create_app(
     _add_probes(app, service)
     _add_routes(app, service, start_page)
     app.add_exception_handler(HTTPException, _answer)
-    app.add_middleware(BodyGate, timeout_s=settings.body_timeout)
+    app.add_middleware(BodyGate, timeout_s=settings.body_timeout, stall_timeout_s=settings.body_stall_timeout)
     app.add_middleware(
         AccessControl,
         keys=Keys(settings.api_keys),

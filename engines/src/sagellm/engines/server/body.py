@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from sagellm.engines.server.errors import APIError
@@ -20,45 +21,43 @@ MAX_HELD_BYTES = 256 << 20
 LONG_BODY_BYTES = 64 << 10
 """What is longer is read on another thread, so that the others' tokens go on."""
 
-# Strings are skipped whole, and possessively: each byte is looked at once, whatever it is.
-_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+MAX_PARAMETERS = 256
+
+# Strings are skipped whole, and possessively: each byte is looked at once, whatever it is. A match ends
+# after some strings even without a bracket, so that other threads have their turn.
+TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?+){0,4096}+([\[\]{}]?)', re.DOTALL)
+BRACKET_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 
 
 class HeldBody:
-    """A body that has been read, or as much of it as has come. It counts until somebody takes it."""
+    """A body that has been read, or as much of it as has come, in one buffer. It counts until released."""
 
     def __init__(self, gate: BodyGate) -> None:
         self._gate = gate
-        self._parts: list[bytes] = []
-        self._size = 0
+        self.data = bytearray()
 
     def append(self, part: bytes) -> None:
         """Hold more. Raises APIError, 413 for too long a body and 429 for too many."""
-        self._parts.append(part)
-        self._size += len(part)
+        self.data += part
         self._gate.num_held_bytes += len(part)
-        if self._size > MAX_BODY_BYTES:
+        if len(self.data) > MAX_BODY_BYTES:
             raise _too_large()
         if self._gate.num_held_bytes > MAX_HELD_BYTES:
             raise APIError(429, "too many bodies at once; try again later", code="queue_full")
 
-    def take(self) -> bytes:
-        """Return the body and hold it no longer; the next time there is none."""
-        body = b"".join(self._parts)
-        self._gate.num_held_bytes -= self._size
-        self._parts, self._size = [], 0
-        return body
+    def release(self) -> None:
+        """Hold the body no longer. Idempotent."""
+        self._gate.num_held_bytes -= len(self.data)
+        self.data = bytearray()
 
     async def check_nesting(self) -> None:
         """Raise APIError if there are too many lists and objects, within or beside each other."""
-        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts = [body]
-        if len(body) > LONG_BODY_BYTES:
-            fault = await asyncio.to_thread(nesting_fault, body)
+        if len(self.data) > LONG_BODY_BYTES:
+            fault = await asyncio.to_thread(nesting_fault, self.data)
         else:
-            fault = nesting_fault(body)
+            fault = nesting_fault(self.data)
         if fault is not None:
             raise APIError(400, fault, code="too_deep")
 
@@ -66,9 +65,10 @@ class HeldBody:
 class BodyGate:
     """ASGI middleware that leaves the body of a POST in `scope["state"]["body"]`, or answers itself."""
 
-    def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, timeout_s: float, stall_timeout_s: float) -> None:
         self._app = app
         self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self.num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,12 +86,15 @@ class BodyGate:
         except APIError as error:
             await send_error(send, error)
         finally:
-            body.take()
+            body.release()
 
     async def _read(self, receive: Receive, body: HeldBody) -> bool:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(end) as limit:
                 while True:
+                    limit.reschedule(min(end, loop.time() + self._stall_timeout_s))
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return False
@@ -99,8 +102,10 @@ class BodyGate:
                     if not message.get("more_body", False):
                         return True
         except TimeoutError:
-            message_text = f"the body did not arrive within {self._timeout_s:g} s"
-            raise APIError(408, message_text, code="body_timeout") from None
+            told = f"the body did not arrive within {self._timeout_s:g} s"
+            if loop.time() < end:
+                told = f"nothing more of the body arrived within {self._stall_timeout_s:g} s"
+            raise APIError(408, told, code="body_timeout") from None
 
 
 def _check_headers(scope: Scope) -> None:
@@ -119,17 +124,28 @@ def _too_large() -> APIError:
     return APIError(413, f"the body may have at most {MAX_BODY_BYTES} bytes", code="body_too_large")
 
 
-def nesting_fault(body: bytes) -> str | None:
+def nesting_fault(body: bytes | bytearray) -> str | None:
     """Say what is wrong with the lists and objects of JSON, if anything is. Linear in its length."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH and body.count(b",") < MAX_PARAMETERS:
         return None
-    depth = num_opened = 0
-    for found in _BRACKETS.finditer(body):
-        step = _STEPS.get(found[0], 0)
+    return object_fault(body, "the body")
+
+
+def object_fault(body: bytes | bytearray | memoryview, name: str) -> str | None:
+    """Say what is wrong with the names, lists and objects in a JSON object, if anything is."""
+    depth = num_opened = num_strings = 0
+    for found in TO_BRACKET.finditer(body):
+        if depth == 1:  # names, and values that are texts
+            num_strings += sum(
+                1 for _ in islice(_STRING.finditer(body, *found.span()), 2 * MAX_PARAMETERS + 1)
+            )
+        step = BRACKET_STEPS.get(found[1], 0)
         depth += step
         num_opened += step > 0
         if depth > MAX_DEPTH:
-            return f"the body is nested deeper than {MAX_DEPTH} levels"
+            return f"{name} is nested deeper than {MAX_DEPTH} levels"
         if num_opened > MAX_CONTAINERS:
-            return f"the body has more than {MAX_CONTAINERS} lists and objects"
+            return f"{name} has more than {MAX_CONTAINERS} lists and objects"
+        if num_strings > 2 * MAX_PARAMETERS:
+            return f"{name} has more than {MAX_PARAMETERS} parameters"
     return None

@@ -79,8 +79,13 @@ def invalid(name: str, message: str, *, code: str = "invalid_value") -> APIError
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Say what a caller is told of any fault. What is not the caller's is logged and told in general."""
+    """Say what a caller is told of any fault. What is not the caller's is logged and told in general.
+
+    An answer keeps no traceback: the frames in it hold the request's body, and whoever keeps the answer in
+    one of them would keep the body until the next garbage collection.
+    """
     if isinstance(error, APIError):
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         return error
     if isinstance(error, InvalidRequestError):
         named = _NAMED.match(str(error))

@@ -1,4 +1,8 @@
-"""From bytes to a body that has passed the schema, or an error that names the parameter."""
+"""From bytes to a body that has passed the schema, or an error that names the parameter.
+
+Nothing is decoded before its name, its size and the number of its items are known to be right, so that a
+refused body costs about as much memory as itself.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,43 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from sagellm.core import nearest
+from sagellm.core import TokenIds
 from sagellm.engines.server.body import LONG_BODY_BYTES
-from sagellm.engines.server.errors import APIError, invalid, unsupported
-from sagellm.engines.server.schema import Message, StreamOptions
-from sagellm.engines.server.unsupported import (
-    IGNORED,
-    IGNORED_IN_MESSAGES,
-    UNSUPPORTED,
-    UNSUPPORTED_IN_MESSAGES,
-    Refusal,
-    asks_for_nothing,
+from sagellm.engines.server.errors import APIError, invalid
+from sagellm.engines.server.long_values import Limits, items, read_text, read_token_ids, too_many_characters
+from sagellm.engines.server.messages import read_messages
+from sagellm.engines.server.names import Known, explain, first_byte, is_null, missing, read_names
+from sagellm.engines.server.schema import (
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeBody,
 )
+from sagellm.engines.server.unsupported import IGNORED, UNSUPPORTED
 
 B = TypeVar("B", bound=Struct)
 
-_decode = msgspec.json.Decoder().decode
-_WHERE = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
-_PATTERN = re.compile(r"matching regex '.*'")
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
+Reader = Callable[[memoryview, Limits, dict[str, None]], Any]
+"""Takes the JSON of a field, and to what ignored names are added."""
+
+MAX_FIELD_BYTES = 256 << 10
+"""Of all fields but prompts, messages and tokens: as long as 64 stop strings of 1,024 characters."""
+
+_decode = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_names = msgspec.json.Decoder(dict[str, Raw] | None).decode
+_decode_options = msgspec.json.Decoder(StreamOptions | None).decode
+_decode_texts = msgspec.json.Decoder(str | list[str]).decode
+_FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,111 +57,125 @@ class Parsed(Generic[B]):
     ignored: Collection[str]
 
 
-async def parse(data: bytes, kind: type[B]) -> Parsed[B]:
+async def parse(data: bytes | bytearray, kind: type[B], limits: Limits) -> Parsed[B]:
     """Check a body and return it. Long ones are read on another thread. Raises APIError."""
     if len(data) > LONG_BODY_BYTES:
-        return await asyncio.to_thread(parse_now, data, kind)
-    return parse_now(data, kind)
+        return await asyncio.to_thread(parse_now, data, kind, limits)
+    return parse_now(data, kind, limits)
 
 
-def parse_now(data: bytes, kind: type[B]) -> Parsed[B]:
+def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = None) -> Parsed[B]:
     """Check a body and return it. Raises APIError."""
     try:
         values = _decode(data)
+    except msgspec.ValidationError:
+        raise APIError(400, "the body must be a JSON object", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _explain_json(data) from error
-    if not isinstance(values, dict):
-        raise APIError(400, "the body must be a JSON object", code="invalid_json")
     ignored: dict[str, None] = {}  # a set in the order of the body
-    fields = kind.__struct_fields__
-    values = _read(values, _Known(fields, IGNORED, UNSUPPORTED), "", ignored)
-    if isinstance(values.get("stream_options"), dict):
-        values["stream_options"] = _read_options(values["stream_options"], ignored)
-    if "messages" in fields and isinstance(values.get("messages"), list):
-        values["messages"] = [_read_message(*entry, ignored) for entry in enumerate(values["messages"])]
-    try:
-        return Parsed(msgspec.convert(values, kind), ignored)
-    except msgspec.ValidationError as error:
-        raise _explain(error) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The known names in an object of a body: its fields, and those that are ignored or refused."""
-
-    fields: tuple[str, ...]
-    ignored: Mapping[str, type]
-    refused: Mapping[str, Refusal]
-
-
-_MESSAGE = _Known(Message.__struct_fields__, IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES)
-
-
-def _read(values: dict[str, Any], known: _Known, prefix: str, ignored: dict[str, None]) -> dict[str, Any]:
-    """Return the fields; add what is ignored to `ignored`, and refuse the rest if it asks for something."""
+    readers = _READERS[kind]
+    given = read_names(values, Known(kind.__struct_fields__, IGNORED, UNSUPPORTED), "", ignored)
     fields = {}
-    for name, value in values.items():
-        if name in known.fields:
-            fields[name] = value
-        elif name in known.ignored:
-            if value is not None:
-                _require_type(f"{prefix}{name}", value, known.ignored[name])
-                ignored[f"{prefix.partition('[')[0]}.{name}" if prefix else name] = None
-        else:
-            _require_nothing(f"{prefix}{name[:64]}", name, value, known)
-    return fields
+    for name, value in given.items():
+        try:
+            fields[name] = readers[name](memoryview(value), limits or Limits(), ignored)
+        except msgspec.ValidationError as error:
+            raise explain(error, name) from None
+        except UnicodeDecodeError as error:
+            raise _explain_json(b"") from error
+    for name in _REQUIRED[kind]:
+        if name not in fields:
+            raise missing(name)
+    return Parsed(kind(**fields), ignored)
 
 
-def _require_type(shown: str, value: Any, kind: type) -> None:
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        raise invalid(shown, f"{shown}: {text[:1].lower()}{text[1:]}") from None
+def _read_field(name: str, decode: Callable[[memoryview], Any]) -> Reader:
+    def read(value: memoryview, limits: Limits, ignored: dict[str, None]) -> Any:
+        _check_size(name, value)
+        return decode(value)
+
+    return read
 
 
-def _require_nothing(shown: str, name: str, value: Any, known: _Known) -> None:
-    refusal = known.refused.get(name)
-    if refusal is None:
-        near = nearest(name[:64], [*known.fields, *known.ignored, *known.refused])
-        raise invalid(shown, f"unknown parameter {shown!r}.{near}", code="unknown_parameter")
-    if not asks_for_nothing(refusal, value):
-        raise unsupported(shown, refusal.why)
+def _check_size(name: str, value: memoryview) -> None:
+    if len(value) > MAX_FIELD_BYTES:
+        raise invalid(name, f"{name}: {len(value)} bytes; there may be at most {MAX_FIELD_BYTES}; send less")
 
 
-def _read_options(options: dict[str, Any], ignored: dict[str, None]) -> dict[str, Any]:
+def _read_prompt(
+    value: memoryview, limits: Limits, ignored: dict[str, None]
+) -> str | list[str] | list[TokenIds]:
+    if first_byte(value) == b'"':
+        return read_text(value, "prompt", limits)
+    found = _FIRST.match(value)
+    if found is not None and found[1] in b"-0123456789":
+        return [read_token_ids(value, "prompt", limits)]
+    is_short = len(value) <= LONG_BODY_BYTES and found is not None and found[1] == b'"'
+    if found is None or found[1] not in b'["' or is_short:
+        decoded: str | list[str] = _decode_texts(value)  # or an error that says what it is
+        if len(decoded) > MAX_PROMPTS:
+            raise _too_many_prompts()
+        return decoded
+    texts: list[str] = []
+    lists: list[TokenIds] = []
+    num_characters = 0
+    for number, item in enumerate(items(value)):
+        if number == MAX_PROMPTS:
+            raise _too_many_prompts()
+        if found[1] == b"[":
+            lists.append(read_token_ids(item, "prompt", limits))
+            continue
+        texts.append(read_text(item, "prompt", limits))
+        num_characters += len(texts[-1])
+        if num_characters > limits.num_characters:
+            raise too_many_characters("prompt", limits)
+    return texts or lists
+
+
+def _too_many_prompts() -> APIError:
+    return invalid("prompt", f"prompt: there may be at most {MAX_PROMPTS} prompts; send fewer")
+
+
+def _read_text_prompt(value: memoryview, limits: Limits, ignored: dict[str, None]) -> str | None:
+    return None if is_null(value) else read_text(value, "prompt", limits)
+
+
+def _read_tokens(value: memoryview, limits: Limits, ignored: dict[str, None]) -> TokenIds:
+    return read_token_ids(value, "tokens", Limits(num_tokens=limits.num_characters))
+
+
+def _read_options(value: memoryview, limits: Limits, ignored: dict[str, None]) -> StreamOptions | None:
     """Return the supported options of a stream; all others are ignored, as none changes the text."""
-    fields = StreamOptions.__struct_fields__
-    ignored |= {f"stream_options.{name[:64]}": None for name in options if name not in fields}
-    return {name: value for name, value in options.items() if name in fields}
+    _check_size("stream_options", value)
+    known = StreamOptions.__struct_fields__
+    names = _decode_names(value) or ()
+    ignored |= {f"stream_options.{name[:64]}": None for name in names if name not in known}
+    options: StreamOptions | None = _decode_options(value)
+    return options
 
 
-def _read_message(index: int, message: Any, ignored: dict[str, None]) -> Any:
-    if not isinstance(message, dict):
-        return message
-    where = f"messages[{index}]"
-    if message.get("role") in ("tool", "function"):
-        raise unsupported(f"{where}.role", "this server has no tool parser")
-    content = message.get("content")
-    for number, part in enumerate(content if isinstance(content, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise unsupported(f"{where}.content[{number}].type", "the models here read and write text")
-    return _read(message, _MESSAGE, f"{where}.", ignored)
+def _readers(kind: type[Struct]) -> dict[str, Reader]:
+    hints = get_type_hints(kind, include_extras=True)
+    special = {
+        "messages": partial(read_messages, is_optional=kind is TokenizeBody),
+        "prompt": _read_prompt if kind is CompletionBody else _read_text_prompt,
+        "stream_options": _read_options,
+        "tokens": _read_tokens,
+    }
+    return {
+        name: special[name] if name in special else _read_field(name, msgspec.json.Decoder(hint).decode)
+        for name, hint in hints.items()
+    }
 
 
-def _explain(error: msgspec.ValidationError) -> APIError:
-    found = _WHERE.fullmatch(str(error))
-    what, where = (found[1], found[2] or "") if found else (str(error), "")
-    if missing := _MISSING.match(what):
-        where = f"{where}.{missing[1]}".lstrip(".")
-        return invalid(where, f"the parameter {where!r} is missing", code="missing_parameter")
-    where = where.removesuffix("[...]")
-    what = _PATTERN.sub("keys of at most 64 letters, digits and _", what)
-    return invalid(where, f"{where}: {what[:1].lower()}{what[1:]}")
+_KINDS: tuple[type[Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_READERS: Mapping[type[Struct], Mapping[str, Reader]] = {kind: _readers(kind) for kind in _KINDS}
+_REQUIRED = {
+    kind: [field.name for field in msgspec.structs.fields(kind) if field.required] for kind in _KINDS
+}
 
 
-def _explain_json(data: bytes) -> APIError:
+def _explain_json(data: bytes | bytearray) -> APIError:
     """Name the number that is not finite or too long, if that is what is wrong."""
     try:
         values = json.loads(data, parse_int=_bounded) if len(data) <= LONG_BODY_BYTES else None

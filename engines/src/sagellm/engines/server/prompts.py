@@ -110,10 +110,10 @@ class PromptEncoder:
         text, is_special = body.prompt or "", body.add_special_tokens is not False
         return (await self._encode([text], add_special_tokens=is_special))[0]
 
-    async def detokenize(self, token_ids: list[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, control tokens included. Raises APIError."""
         self._check_tokens(token_ids)
-        return await self._decode(token_ids, "tokens")
+        return await self._decode(list(token_ids), "tokens")
 
     async def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary spells it: a look into a table, for each of them."""
@@ -161,7 +161,7 @@ class PromptEncoder:
             )
         return token_ids
 
-    def _check_tokens(self, token_ids: list[int]) -> None:
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if self._tokenizer is None:
             raise invalid("tokens", "tokens: the model has no tokenizer, so its tokens have no text")
         if len(token_ids) > self._max_characters:
@@ -194,7 +194,7 @@ class PromptEncoder:
         return token_ids[0]
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[Any]) -> list[str | Sequence[int]]:
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(entry) for entry in prompt}

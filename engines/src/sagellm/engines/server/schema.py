@@ -1,4 +1,7 @@
-"""What a body may contain: every field bounded. The ranges of sampling are those of SamplingParams."""
+"""What a body may contain: every field bounded. The ranges of sampling are those of SamplingParams.
+
+`parsing` decodes a field at a time; prompts, messages and tokens, the long ones, item by item.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sagellm.core import TokenIds
 from sagellm.engines.sampling.params import MAX_LOGPROBS, MAX_N
 
 MAX_PROMPTS = 1024
@@ -21,7 +25,7 @@ _INT64 = 2**63 - 1
 
 ModelName = Annotated[str, Meta(max_length=1024)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
+TokenIdList = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_LIST)]
 ShortTexts = Annotated[list[ShortText], Meta(max_length=64)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -41,14 +45,14 @@ TemplateOption = bool | TemplateNumber | float | Annotated[str, Meta(max_length=
 TemplateOptions = Annotated[dict[Identifier, TemplateOption], Meta(max_length=16)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream has beside its chunks."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(msgspec.Struct, kw_only=True):
     """What both endpoints take. None is what an absent field means."""
 
     model: ModelName | None = None
@@ -63,12 +67,12 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: ShortText | ShortTexts | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: TokenIdList | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
     logit_bias: Biases | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIdList | None = None
     bad_words: ShortTexts | None = None
     prompt_logprobs: NumLogprobs | None = None
     ignore_eos: bool | None = None
@@ -81,10 +85,10 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     vllm_xargs: ExtraArgs | None = None
 
 
-class CompletionBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions."""
+class CompletionBody(SamplingBody, kw_only=True):
+    """The body of POST /v1/completions. A prompt of token ids is a list of one."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | list[str] | list[TokenIds]
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
@@ -97,7 +101,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -112,13 +116,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "\n".join(part.text for part in self.content)
 
 
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(SamplingBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Messages
+    messages: list[Message]
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -126,23 +127,23 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: TemplateOptions | None = None
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeBody(msgspec.Struct, kw_only=True):
     """The body of POST /tokenize: a prompt or messages."""
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeBody(msgspec.Struct, kw_only=True):
     """The body of POST /detokenize."""
 
     model: ModelName | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 Body = CompletionBody | ChatBody

@@ -11,11 +11,13 @@ from sagellm.core import get_logger
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.front import EngineFront
+from sagellm.engines.server.long_values import Limits
 from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.parsing import parse
 from sagellm.engines.server.prompts import PromptEncoder
 from sagellm.engines.server.response_headers import ignored_header
 from sagellm.engines.server.schema import ChatBody, TokenizeBody
+from sagellm.engines.text.limits import max_characters_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -41,7 +43,11 @@ class Service:
 
         Raises APIError.
         """
-        parsed = await parse(scope["state"]["body"].take(), kind)
+        body = scope["state"]["body"]
+        most = self.front.max_model_len
+        limits = Limits(num_characters=max_characters_of(most), num_tokens=most)
+        parsed = await parse(body.data, kind, limits)
+        body.release()
         ignored = [*parsed.ignored]
         if isinstance(parsed.body, ChatBody | TokenizeBody) and parsed.body.chat_template_kwargs:
             unread = self.encoder.unread(parsed.body.chat_template_kwargs)

@@ -1,0 +1,118 @@
+"""Reads the long values of a body piece by piece, so that one item too many costs no more than those before.
+
+All take JSON whose syntax has been checked. A decoded list of short texts takes thirty times its bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from sagellm.core import TokenIds, pack
+from sagellm.engines.server.body import BRACKET_STEPS, LONG_BODY_BYTES, MAX_BODY_BYTES, TO_BRACKET
+from sagellm.engines.server.errors import APIError, invalid
+from sagellm.engines.server.schema import TokenId
+
+_SLICE_BYTES = 32 << 10
+_TO_COMMA = re.compile(rb'(?:[^"\[\]{},]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{},])', re.DOTALL)
+_COMMA = re.compile(rb",")
+_OPEN = re.compile(rb"\s*\[")
+_CLOSE = re.compile(rb"\]")
+_EMPTY = re.compile(rb"\[\s*\]")
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that begin no character
+_decode_ids = msgspec.json.Decoder(list[TokenId]).decode
+_decode_text = msgspec.json.Decoder(str).decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What is refused before it is decoded, because no model of this context takes it."""
+
+    num_characters: int = MAX_BODY_BYTES
+    num_tokens: int = MAX_BODY_BYTES
+
+
+def items(values: memoryview) -> Iterator[memoryview]:
+    """Yield the JSON of each item of a list. Linear, and reads no further than the items that are taken."""
+    if _EMPTY.fullmatch(values):
+        return
+    depth = start = position = 1
+    while depth:
+        found = (_TO_COMMA if depth == 1 else TO_BRACKET).match(values, position)
+        assert found is not None, "the syntax of the list has been checked"
+        position = found.end()
+        depth += BRACKET_STEPS.get(found[1], 0)
+        if found[1] == b"," or not depth:
+            yield values[start : found.start(1)]
+            start = position
+
+
+def read_token_ids(values: memoryview, name: str, limits: Limits) -> TokenIds:
+    """Return a list of token ids, packed. Raises APIError, or msgspec's error for what is not a token id."""
+    opened, closed = _OPEN.match(values), _CLOSE.search(values)
+    if opened is None or closed is None:
+        raise invalid(name, f"{name}: expected a list of token ids")
+    parts: list[bytes] = []
+    num_tokens, position, end = 0, opened.end(), closed.start()
+    while True:
+        comma = _COMMA.search(values, position + _SLICE_BYTES, end)
+        part = _packed(values[position : comma.start() if comma else end], name, is_first=not parts)
+        parts.append(part.data)
+        if comma is None:
+            return TokenIds(b"".join(parts))
+        num_tokens += len(part)
+        if num_tokens > limits.num_tokens:
+            raise invalid(
+                name,
+                f"{name}: there may be at most {limits.num_tokens} tokens in a list; send fewer",
+                code="context_length_exceeded",
+            )
+        position = comma.end()
+
+
+def _packed(ids: memoryview, name: str, *, is_first: bool) -> TokenIds:
+    try:
+        return pack(_decode_ids(b"".join((b"[", ids, b"]"))))
+    except msgspec.DecodeError as error:
+        if is_first and isinstance(error, msgspec.ValidationError):
+            raise  # it names the item
+        # What is not a list of numbers may have been cut in the middle of something.
+        raise invalid(name, f"{name}: expected a list of token ids") from None
+
+
+def read_text(value: memoryview, name: str, limits: Limits) -> str:
+    """Return a text. Raises APIError for one that is too long, or msgspec's error for what is not a text."""
+    check_text(value, name, limits)
+    return _decode_text(value)
+
+
+def check_text(value: memoryview, name: str, limits: Limits) -> None:
+    """Raise APIError for a text that is certainly too long.
+
+    Decoded, a character takes up to four bytes, and one wide character makes all of them wide.
+    """
+    if len(value) > LONG_BODY_BYTES and _min_characters(value) > limits.num_characters:
+        raise too_many_characters(name, limits)
+
+
+def too_many_characters(name: str, limits: Limits) -> APIError:
+    """Refuse a text, or texts that are too long together."""
+    return invalid(
+        name,
+        f"{name}: there may be at most {limits.num_characters} characters; shorten it",
+        code="context_length_exceeded",
+    )
+
+
+def _min_characters(text: memoryview) -> int:
+    """Return a number of characters that JSON text certainly has: exact if nothing in it is escaped."""
+    num_characters = -2  # quotes
+    for start in range(0, len(text), LONG_BODY_BYTES):
+        part = bytes(text[start : start + LONG_BODY_BYTES])
+        num_escapes, num_codes = part.count(b"\\"), part.count(b"\\u")
+        num_characters += len(part.translate(None, _CONTINUATION)) - num_escapes - 5 * num_codes
+        num_characters -= 5 if part.endswith(b"\\") else 0  # the code may stand in the next part
+    return num_characters
