@@ -10,10 +10,19 @@ import pytest
 from sagellm.core import EngineMetrics
 from sagellm.engines.config import EngineConfig
 from sagellm.engines.server.access_control import LOOPBACK_PATHS, OPEN_PATHS
-from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_DEPTH
+from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, MAX_PARAMETERS
+from sagellm.engines.server.framing import MAX_HEADER_BYTES, MAX_HEADERS
 from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
-from sagellm.engines.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from sagellm.engines.server.parsing import MAX_FIELD_BYTES
+from sagellm.engines.server.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from sagellm.engines.server.unsupported import (
     IGNORED,
     IGNORED_IN_MESSAGES,
@@ -66,4 +75,8 @@ def test_every_open_path_has_a_row(path):
 
 def test_the_limits_are_these():
     assert f"{MAX_BODY_BYTES >> 20} MiB (413), JSON depth {MAX_DEPTH}" in TEXT
+    assert f"{MAX_CONTAINERS:,} lists and objects, {MAX_PARAMETERS} parameters" in TEXT
+    assert f"{MAX_FIELD_BYTES >> 10} KiB, except prompts" in TEXT
+    assert f"{MAX_MESSAGES:,} messages, {MAX_PARTS} parts" in TEXT
+    assert f"{MAX_HEADERS} headers, {MAX_HEADER_BYTES >> 10} KiB" in TEXT
     assert f"{MAX_SEQUENCES:,} continuations, {MAX_OUTPUT_TOKENS:,} tokens" in TEXT

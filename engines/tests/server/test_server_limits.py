@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from sagellm.core import EngineError
-from sagellm.engines.server.runner import MAX_HEADER_BYTES
+from sagellm.engines.server.framing import MAX_HEADER_BYTES
 
 BODY = {"prompt": [1, 2], "max_tokens": 5}
 SLOW = {"prompt": "The river", "max_tokens": 300, "ignore_eos": True}
@@ -185,7 +185,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(scripted):
 def test_headers_have_an_end(scripted, data):
     began = time.monotonic()
     answer = exchange(scripted(), data)
-    assert answer.startswith(b"HTTP/1.1 400 ") or not answer
+    assert answer.startswith(b"HTTP/1.1 431 ") or not answer
     assert time.monotonic() - began < 5
 
 

@@ -277,6 +277,19 @@ class ServerConfig(Checked):
         le=1_000_000,
         description="sequences that may wait beyond scheduler.max_num_seqs before the server answers 429",
     )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        le=1_000_000,
+        description="open connections; when there are as many, the one that has been silent for longest is "
+        "closed for a new one, and if none is silent, the new one is answered 503",
+    )
+    max_connections_per_peer: int = Field(
+        default=2048,
+        ge=1,
+        le=1_000_000,
+        description="the same for the connections from one address (IPv6: one /64 network), with 429",
+    )
     body_timeout: float = Field(
         default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
     )

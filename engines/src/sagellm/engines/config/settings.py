@@ -58,6 +58,8 @@ SERVER_NAMES: dict[str, str] = {
     "public_namespaces": "server.public_namespaces",
     "served_model_name": "server.served_model_name",
     "max_queued_requests": "server.max_queued_requests",
+    "max_connections": "server.max_connections",
+    "max_connections_per_peer": "server.max_connections_per_peer",
     "body_timeout": "server.body_timeout",
     "body_stall_timeout": "server.body_stall_timeout",
     "encoding_timeout": "server.encoding_timeout",

@@ -83,6 +83,7 @@ class AccessControl:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
+            _check_guest(scope)
             is_foreign = self._check_origin(scope)
             if is_foreign and _is_preflight(scope):
                 wanted = _values(scope, b"access-control-request-headers")
@@ -140,6 +141,13 @@ class AccessControl:
         if path in LOOPBACK_PATHS:
             raise APIError(403, "this page is shown on the server's own machine only", code="loopback_only")
         return namespace
+
+
+def _check_guest(scope: Scope) -> None:
+    """Refuse all but a probe on a connection beyond the limits."""
+    refusal: APIError | None = scope["state"].get("refusal")
+    if refusal is not None and scope["path"] not in OPEN_PATHS:
+        raise refusal
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
