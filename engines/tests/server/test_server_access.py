@@ -355,3 +355,11 @@ def test_a_namespace_that_nobody_opened_is_refused(serve, fields, param):
     server = serve(public_namespaces=("docs",))
     answer = server.http.post("/v1/completions", json={"prompt": [5, 6], **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_keys_of_a_file_are_keys(scripted, tmp_path):
+    (tmp_path / "keys").write_text("of-a-file\n")
+    server = scripted("a", "length", api_key_file=tmp_path / "keys")
+    assert server.http.get("/v1/models").status_code == 401
+    answer = server.http.get("/v1/models", headers={"authorization": "Bearer of-a-file"})
+    assert answer.status_code == 200

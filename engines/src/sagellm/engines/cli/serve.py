@@ -13,7 +13,7 @@ from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFil
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
-from sagellm.engines.config.sources import load_config
+from sagellm.engines.config.sources import LoadedConfig, load_config
 
 if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig
@@ -51,9 +51,25 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests end first; a second one stops at once.
     """
-    settings = load_config(with_model(options, model_argument), config_file=config).config
+    settings = with_keys(load_config(with_model(options, model_argument), config_file=config))
     say_if_embedded(settings.model.name)
     run_service(settings, name=name, log_level=log_level, on_state=say_state)
+
+
+def with_keys(loaded: LoadedConfig) -> EngineConfig:
+    """Return the settings with the keys of the key file, and warn of keys that others can see."""
+    from sagellm.engines.server.key_file import with_key_file
+
+    def warn(text: str) -> None:
+        typer.echo(f"warning: {text}", err=True)
+
+    if loaded.origins["server.api_keys"].kind == "flag":
+        warn(
+            "all users of this machine can see the key of --api-key, in the list of processes; "
+            "use --api-key-file or the environment variable SAGELLM_API_KEY"
+        )
+    server = with_key_file(loaded.config.server, warn)
+    return loaded.config.model_copy(update={"server": server})
 
 
 def run_service(

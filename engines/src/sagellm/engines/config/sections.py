@@ -255,7 +255,11 @@ class ServerConfig(Checked):
     api_keys: Names = Field(
         default=(),
         repr=False,
-        description="API keys, each of them a tenant; none: authentication is off",
+        description="API keys, each of them a tenant; none: authentication is off. A flag is visible to all "
+        "users of the machine; SAGELLM_API_KEY and server.api_key_file are not",
+    )
+    api_key_file: PathOrName | None = Field(
+        default=None, description="file of more API keys, one per line, that only its owner may read"
     )
     allowed_hosts: Names = Field(
         default=(), description="values of the Host header that are accepted besides the address itself"

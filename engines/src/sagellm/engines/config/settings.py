@@ -53,6 +53,7 @@ SERVER_NAMES: dict[str, str] = {
     "host": "server.host",
     "port": "server.port",
     "api_key": "server.api_keys",
+    "api_key_file": "server.api_key_file",
     "allowed_hosts": "server.allowed_hosts",
     "allowed_origins": "server.allowed_origins",
     "public_namespaces": "server.public_namespaces",

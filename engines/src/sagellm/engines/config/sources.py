@@ -24,6 +24,8 @@ from sagellm.engines.config.yaml_text import MAX_BYTES, YAMLSyntaxError, parse_y
 PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
 """Variables that the plugin registry reads; they are not settings, though one begins like a section."""
+API_KEY_VARIABLE = "SAGELLM_API_KEY"
+"""Another name of `SAGELLM_SERVER__API_KEYS`, which is stronger; the text is keys, not YAML."""
 DIRECTORY_FILE = "sagellm.yaml"
 
 
@@ -135,6 +137,9 @@ def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
     """Yield one layer a variable `SAGELLM_SECTION__NAME`; an empty variable counts as not set."""
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX) or not text or variable in _OF_PLUGINS:
+            continue
+        if variable == API_KEY_VARIABLE:
+            yield _Layer(Origin("environment", variable), {"server.api_keys": text})
             continue
         section, separator, name = variable.removeprefix(PREFIX).lower().partition("__")
         key = f"{section}.{name}"

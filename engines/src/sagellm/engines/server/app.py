@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, get_logger
 from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.server.access import AccessLog
@@ -19,6 +19,7 @@ from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.front import EngineFront
 from sagellm.engines.server.generation import Chats, Completions
 from sagellm.engines.server.health import EngineProbe
+from sagellm.engines.server.key_file import with_key_file
 from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.origins import Origins
 from sagellm.engines.server.prompts import PromptEncoder
@@ -29,15 +30,17 @@ from sagellm.engines.server.start_page import StartPage
 from sagellm.engines.server.tokenizing import Detokenize, Tokenize, tokenizer_info
 from sagellm.engines.text.calls import TextRunner
 
+logger = get_logger(__name__)
+
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
 def check_access(settings: ServerConfig) -> None:
     """Raise ConfigError for an open address without a key."""
-    if not settings.api_keys and not is_loopback(settings.host):
+    if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
         raise ConfigError(
             f"server.host is {settings.host!r}, which others reach, and server.api_keys is empty; "
-            f"set a key, or listen on 127.0.0.1"
+            f"set a key with SAGELLM_API_KEY or server.api_key_file, or listen on 127.0.0.1"
         )
 
 
@@ -54,6 +57,7 @@ def create_app(
     time. `max_num_seqs` is the engine's; with `settings.max_queued_requests` it bounds what is taken on.
     `app.state.admission` drains. Raises ConfigError for an open address without a key.
     """
+    settings = with_key_file(settings, logger.warning)
     check_access(settings)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = settings.served_model_name or (front.model_name,)

@@ -22,6 +22,7 @@ from sagellm.engines.cli.serve import (
     LogLevel,
     run_service,
     say_state,
+    with_keys,
 )
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.cli.status_line import status_line
@@ -59,7 +60,7 @@ def start(
     Returns when it takes requests. Its log stands in the runtime folder; `engine status` shows it,
     `engine stop` ends it.
     """
-    settings = load_config(with_model(_in_our_words(options), model_argument), config_file=config).config
+    settings = with_keys(load_config(with_model(_in_our_words(options), model_argument), config_file=config))
     PluginRegistry.load().find("engine", settings.engine.name)
     if foreground:
         run_service(settings, name=name, log_level=log_level, on_state=say_state)
