@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from sagellm.core import (
@@ -18,11 +18,17 @@ from sagellm.core import (
     Runtime,
     SequenceId,
     TokenIds,
-    nearest,
     pack,
 )
 from sagellm.engines.core.sequence import Sequence
-from sagellm.engines.sampling.checks import shown
+from sagellm.engines.request_limits import (
+    check_names,
+    check_params,
+    check_room,
+    check_token_ids,
+    kv_capacity,
+    stop_token_ids,
+)
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.bad_words import bad_words_token_ids
 from sagellm.engines.text.tokenizer import decode, encode
@@ -76,8 +82,10 @@ class InputProcessor:
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
         params = self._checked(params)
+        request_id = request_id or uuid4().hex
+        check_names(request_id, namespace)
         request = Request(
-            request_id=RequestId(request_id or uuid4().hex),
+            request_id=RequestId(request_id),
             token_ids=token_ids,
             max_tokens=max_tokens,
             priority=priority,
@@ -109,7 +117,6 @@ class InputProcessor:
         return decode(self._tokenizer, token_ids, skip_special_tokens=True)
 
     def _tokenize(self, prompt: Prompt) -> TokenIds:
-        limits = self.limits
         if isinstance(prompt, str):
             token_ids = pack(self._encode(prompt))
         else:
@@ -117,17 +124,7 @@ class InputProcessor:
                 token_ids = pack(prompt)
             except InvalidInputError as error:
                 raise InvalidRequestError(f"prompt: {error}") from error
-        if not len(token_ids):
-            raise InvalidRequestError("the prompt is empty; give at least one token")
-        if (largest := max(token_ids.tolist())) >= limits.vocab_size:
-            raise InvalidRequestError(
-                f"prompt: token id {largest} is not in the vocabulary of {limits.vocab_size}"
-            )
-        if len(token_ids) >= limits.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens, the model takes at most {limits.max_model_len - 1} "
-                f"and one to generate ({limits.max_model_len} by {limits.max_model_len_reason}); shorten it"
-            )
+        check_token_ids(token_ids, self.limits)
         return token_ids
 
     def _encode(self, text: str) -> Seq[int]:
@@ -145,44 +142,9 @@ class InputProcessor:
         if last is not None and last[0] is params:
             return last[1]
         checked = self._with_bad_words(params)
-        checked.validate_for(self.limits.vocab_size)
-        self._check_extra_args(checked.extra_args or {})
-        self._check_something_is_allowed(checked)
+        check_params(checked, self.limits)
         self._last_checked = params, checked
         return checked
-
-    def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
-        """Refuse arguments that no logits processor declares, and values that it does not allow."""
-        for name, value in extra_args.items():
-            declared = [arg for arg in self.limits.extra_args if arg.name == name]
-            if not declared:
-                known = sorted({arg.name for arg in self.limits.extra_args})
-                there = ", ".join(known) or "none; --logits-processors switches on those that read some"
-                raise InvalidRequestError(
-                    f"extra_args has {shown(name)}, which no logits processor of this engine reads; "
-                    f"there is {there}.{nearest(name[:64], known)}"
-                )
-            for arg in declared:
-                if not arg.accepts(value):
-                    raise InvalidRequestError(
-                        f"extra_args has {shown(value)} for {name}; it must be {arg.possible}"
-                    )
-
-    def _check_something_is_allowed(self, params: SamplingParams) -> None:
-        if params.allowed_token_ids is None:
-            return
-        banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
-        if params.min_tokens:
-            banned |= self._stop_token_ids(params)
-        if banned.issuperset(params.allowed_token_ids):
-            raise InvalidRequestError(
-                "allowed_token_ids: each of them is banned, as a bad word or, before min_tokens, as a token "
-                "that ends the output"
-            )
-
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        eos: frozenset[int] = frozenset() if params.ignore_eos else self.limits.eos_token_ids
-        return eos | frozenset(params.stop_token_ids or ())
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words:
@@ -198,17 +160,9 @@ class InputProcessor:
         limits = self.limits
         room = limits.max_model_len - num_prompt
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        # The last generated token is never written to KV.
-        capacity = limits.num_blocks * limits.block_size + 1 - num_prompt
         if params.max_tokens is None:
-            max_tokens = min(max_tokens, max(1, capacity))
-        if max_tokens > capacity:
-            needed = -(-(num_prompt + max_tokens - 1) // limits.block_size)
-            raise InvalidRequestError(
-                f"a prompt of {num_prompt} tokens and {max_tokens} to generate need {needed} KV blocks of "
-                f"{limits.block_size} tokens, there are {limits.num_blocks}; lower max_tokens or raise "
-                f"kv.num_blocks"
-            )
+            max_tokens = min(max_tokens, max(1, kv_capacity(num_prompt, limits)))
+        check_room(num_prompt, max_tokens, limits)
         return max_tokens
 
     def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
@@ -218,7 +172,7 @@ class InputProcessor:
             SequenceId(sequence_id),
             params=params,
             seed=(seed + index) % (1 << 63),
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=stop_token_ids(params, self.limits),
         )
 
 

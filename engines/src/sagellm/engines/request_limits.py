@@ -1,0 +1,110 @@
+"""What a request must keep to, checked where it is made and again where the engine's process receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sagellm.core import InvalidRequestError, Namespace, RequestLimits, TokenIds, nearest
+from sagellm.engines.sampling.checks import shown
+from sagellm.engines.sampling.params import SamplingParams
+
+MAX_NAME_CHARACTERS = 1024
+"""Of a request id, and of each part of a namespace."""
+
+
+def check_names(request_id: str, namespace: Namespace) -> None:
+    """Raise InvalidRequestError for names that are empty, too long or not Unicode text."""
+    for name, text, least in (
+        ("request_id", request_id, 1),
+        *((f"namespace.{name}", text, 0) for name, text in zip(namespace._fields, namespace, strict=True)),
+    ):
+        if not least <= len(text) <= MAX_NAME_CHARACTERS or not _is_unicode(text):
+            raise InvalidRequestError(
+                f"{name} is {shown(text)}; it must be Unicode text of {least} to {MAX_NAME_CHARACTERS} "
+                f"characters"
+            )
+
+
+def check_token_ids(token_ids: TokenIds, limits: RequestLimits) -> None:
+    """Raise InvalidRequestError for a prompt that is empty or too long, or has tokens of another model."""
+    if not len(token_ids):
+        raise InvalidRequestError("the prompt is empty; give at least one token")
+    values = np.frombuffer(token_ids.data, np.int32)
+    for token_id in (int(values.min()), int(values.max())):
+        if not 0 <= token_id < limits.vocab_size:
+            raise InvalidRequestError(
+                f"prompt: token id {token_id} is not in the vocabulary of {limits.vocab_size}"
+            )
+    if len(token_ids) >= limits.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(token_ids)} tokens, the model takes at most {limits.max_model_len - 1} "
+            f"and one to generate ({limits.max_model_len} by {limits.max_model_len_reason}); shorten it"
+        )
+
+
+def kv_capacity(num_prompt: int, limits: RequestLimits) -> int:
+    """Return the tokens that can be generated before the KV blocks are full; the last one needs no KV."""
+    return limits.num_blocks * limits.block_size + 1 - num_prompt
+
+
+def check_room(num_prompt: int, max_tokens: int, limits: RequestLimits) -> None:
+    """Raise InvalidRequestError if prompt and output together are more than all KV blocks hold."""
+    if max_tokens > kv_capacity(num_prompt, limits):
+        needed = -(-(num_prompt + max_tokens - 1) // limits.block_size)
+        raise InvalidRequestError(
+            f"a prompt of {num_prompt} tokens and {max_tokens} to generate need {needed} KV blocks of "
+            f"{limits.block_size} tokens, there are {limits.num_blocks}; lower max_tokens or raise "
+            f"kv.num_blocks"
+        )
+
+
+def check_params(params: SamplingParams, limits: RequestLimits) -> None:
+    """Raise InvalidRequestError for parameters that this model or its logits processors do not take."""
+    params.validate_for(limits.vocab_size)
+    _check_extra_args(params.extra_args or {}, limits)
+    if params.allowed_token_ids is None:
+        return
+    banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.min_tokens:
+        banned |= stop_token_ids(params, limits)
+    if banned.issuperset(params.allowed_token_ids):
+        raise InvalidRequestError(
+            "allowed_token_ids: each of them is banned, as a bad word or, before min_tokens, as a token "
+            "that ends the output"
+        )
+
+
+def stop_token_ids(params: SamplingParams, limits: RequestLimits) -> frozenset[int]:
+    """Return the tokens that end an output: the request's own and, unless it ignores them, the model's."""
+    eos: frozenset[int] = frozenset() if params.ignore_eos else limits.eos_token_ids
+    return eos | frozenset(params.stop_token_ids or ())
+
+
+def _check_extra_args(extra_args: Mapping[str, Any], limits: RequestLimits) -> None:
+    """Refuse arguments that no logits processor declares, and values that it does not allow."""
+    for name, value in extra_args.items():
+        declared = [arg for arg in limits.extra_args if arg.name == name]
+        if not declared:
+            known = sorted({arg.name for arg in limits.extra_args})
+            there = ", ".join(known) or "none; --logits-processors switches on those that read some"
+            raise InvalidRequestError(
+                f"extra_args has {shown(name)}, which no logits processor of this engine reads; "
+                f"there is {there}.{nearest(name[:64], known)}"
+            )
+        for arg in declared:
+            if not arg.accepts(value):
+                raise InvalidRequestError(
+                    f"extra_args has {shown(value)} for {name}; it must be {arg.possible}"
+                )
+
+
+def _is_unicode(text: str) -> bool:
+    """Say whether a text has no half of a surrogate pair, which UTF-8 cannot express."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
