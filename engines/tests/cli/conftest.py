@@ -119,7 +119,7 @@ class _Unstepped:
 
 @contextmanager
 def _listening(engine: Any, name: str, *, steps: bool) -> Iterator[Any]:
-    from sagellm.engines.serving import CoreServer, RunningEngine
+    from sagellm.engines.serving import CoreServer, EngineLock, RunningEngine
     from sagellm.engines.serving.calls import Hello
     from sagellm.engines.serving.core_process import listen
     from sagellm.engines.serving.operations import core_operations
@@ -131,6 +131,7 @@ def _listening(engine: Any, name: str, *, steps: bool) -> Iterator[Any]:
     server = CoreServer(stepped, listen(running.socket), hello, core_operations(core))
     thread = threading.Thread(target=server.serve)
     thread.start()
+    lock = EngineLock(name)
     running.announce()
     try:
         yield running
@@ -138,4 +139,4 @@ def _listening(engine: Any, name: str, *, steps: bool) -> Iterator[Any]:
         server.stop()
         thread.join()
         server.close()
-        running.withdraw()
+        lock.release()

@@ -11,14 +11,15 @@ import time
 
 import pytest
 
-from sagellm.engines.serving import RunningEngine
+from sagellm.engines.serving import EngineLock, RunningEngine
 from sagellm.engines.serving.runtime_folder import runtime_folder
 
 # A front as far as stopping goes; {answer} is what it does when it is asked to end.
 _FRONT = """
 import signal, sys, time
-from sagellm.engines.serving import RunningEngine
+from sagellm.engines.serving import EngineLock, RunningEngine
 import os
+lock = EngineLock("front")
 engine = RunningEngine(name="front", pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")
 def end(*_):
     {answer}
@@ -28,7 +29,7 @@ print("ready", flush=True)
 while True:
     time.sleep(60)
 """
-GOES = "engine.withdraw(); sys.exit(0)"
+GOES = "lock.release(); sys.exit(0)"
 STAYS = "pass"
 
 
@@ -96,7 +97,7 @@ def test_engines_that_do_not_answer_are_shown_so(make_engine, run_engine, sage):
     run_engine(make_engine(), "well")
     for name in ("mute", "gone"):
         RunningEngine(name=name, pid=os.getpid(), url="-", model="m").announce()
-    with socket.socket(socket.AF_UNIX) as listener:
+    with EngineLock("mute"), EngineLock("gone"), socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(runtime_folder() / "mute.sock"))
         listener.listen()
         result = sage("llm", "engine", "status", "--timeout", "0.5")
@@ -111,7 +112,8 @@ def test_status_tells_what_an_engine_is_about(make_engine, run_engine, sage):
     run_engine(make_engine(), "leaving")
     for name, state in (("leaving", "draining"), ("coming", "starting")):
         RunningEngine(name=name, pid=os.getpid(), url="-", model="m", state=state).announce()
-    result = sage("llm", "engine", "status", "--json")
+    with EngineLock("coming"):
+        result = sage("llm", "engine", "status", "--json")
     assert {each["name"]: each["state"] for each in result.json["engines"]} == {
         "coming": "starting",
         "leaving": "draining",

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import httpx
+import psutil
 import pytest
+
+from sagellm.engines.testing import make_checkpoint
 
 READY_S = 90
 
@@ -171,12 +174,88 @@ def test_a_second_signal_stops_at_once(serving, port):
     assert "ERROR" not in serving.stderr.read()
 
 
-def test_a_signal_while_the_model_loads_ends_it(serving, environment):
-    entries = environment["SAGELLM_RUNTIME_DIR"]
+def wait_until_announced(environment) -> str:
+    """Return the runtime folder once an engine has its entry there."""
+    folder = environment["SAGELLM_RUNTIME_DIR"]
     deadline = time.monotonic() + READY_S
-    while not (os.path.isdir(entries) and any(name.endswith(".json") for name in os.listdir(entries))):
+    while not (os.path.isdir(folder) and any(name.endswith(".json") for name in os.listdir(folder))):
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.005)
+    return folder
+
+
+def test_stopping_an_engine_that_starts_ends_the_start(environment, checkpoint, sage_process):
+    command = [sys.executable, "-m", "sagellm.engines.cli", "llm"]
+    command += ["engine", "start", str(checkpoint), "--port=0"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as starting:
+        folder = wait_until_announced(environment)
+        stopped = sage_process("engine", "stop")
+        assert starting.wait(READY_S) == 1
+        said = starting.stderr.read()
+    assert (stopped.returncode, "stopped engine-" in stopped.stdout) == (0, True), stopped.stderr
+    assert "the engine was stopped before it was ready" in said
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0, 3.0, 4.0])
+def test_a_second_signal_ends_a_start_at_once_even_if_its_core_is_stopped(serving, environment, seconds):
+    folder = wait_until_announced(environment)
+    time.sleep(seconds)
+    for child in psutil.Process(serving.pid).children():
+        child.suspend()
+    serving.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    serving.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    serving.wait(READY_S)
+    assert time.monotonic() - begun < 3
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.full
+def test_an_engine_is_healthy_in_a_long_step_and_replaced_when_it_is_frozen(environment, port, tmp_path):
+    """One prompt of 8,000 tokens in a single step of many seconds, then a core that is stopped."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
+    model = make_checkpoint(tmp_path / "wide", max_position_embeddings=16_384, **sizes)
+    command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(model), "--port", str(port)]
+    command += ["--max-num-batched-tokens", "8192", "--dtype", "float32", "--frozen-after-s", "6"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(process, port)
+        chunks: list[dict] = []
+        reading = threading.Thread(
+            target=lambda: chunks.extend(stream(port, 2, [5 + n % 90 for n in range(8000)]))
+        )
+        reading.start()
+        while reading.is_alive():
+            assert [httpx.get(f"{url}/{page}").status_code for page in ("health", "ready")] == [200, 200]
+            time.sleep(0.1)
+        assert len(chunks) >= 2
+
+        rest = stream(port, 8000)
+        next(rest)
+        reading = threading.Thread(target=lambda: chunks.extend(rest))
+        reading.start()
+        (core,) = psutil.Process(process.pid).children()
+        core.suspend()
+        begun = time.monotonic()
+        while httpx.get(f"{url}/health").status_code == 200:
+            time.sleep(0.05)
+        assert time.monotonic() - begun < 5
+        assert httpx.get(f"{url}/ready").status_code == 503
+        reading.join(READY_S)
+        assert chunks[-1]["error"]["code"] == "engine_dead"
+        wait_until_ready(process, port)
+        assert sum(1 for _ in stream(port, 4)) >= 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_while_the_model_loads_ends_it(serving, environment):
+    entries = wait_until_announced(environment)
     serving.send_signal(signal.SIGINT)
     serving.wait(READY_S)
     assert os.listdir(entries) == []

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from sagellm.core import EngineError
+from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.server.framing import MAX_HEADER_BYTES
 
 BODY = {"prompt": [1, 2], "max_tokens": 5}
@@ -280,26 +281,61 @@ def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch
         until(lambda: server.app.state.admission.num_live == 0, timeout_s=10)
 
 
-def test_health_says_whether_the_engine_answers(scripted):
+def test_health_says_whether_the_engine_comes_further(scripted):
     server = scripted()
     assert server.http.get("/health").status_code == 200
-    server.front.metrics_error = EngineError("secret")
-    time.sleep(0.3)  # an answer is good for a moment
+    server.front.is_responsive = False
     answer = server.http.get("/health")
     assert (answer.status_code, answer.text) == (503, "")
 
 
-def test_health_does_not_wait_for_a_frozen_engine(scripted, monkeypatch):
+def test_health_asks_nothing_of_an_engine_that_computes_a_long_step(scripted):
     server = scripted()
+    server.front.metrics_error = EngineError("busy")
+    assert [server.http.get("/health").status_code for _ in range(3)] == [200] * 3
 
-    async def never():
-        await asyncio.Event().wait()
 
-    monkeypatch.setattr("sagellm.engines.server.health.TIMEOUT_S", 0.2)
-    server.front.metrics = never
-    began = time.monotonic()
-    assert [server.http.get("/health").status_code for _ in range(3)] == [503] * 3
-    assert time.monotonic() - began < 5
+def test_an_engine_in_a_long_step_is_healthy_and_one_that_hangs_is_not(make_engine, monkeypatch):
+    """In this process: the thread that steps may take any time between two layers' beats, but not longer."""
+    monkeypatch.setattr("sagellm.engines.async_engine.RESPONSIVE_S", 0.5)
+    engine = make_engine()
+    attention = engine.client.core.runner.backend._attention
+    real, release, hang = attention._attention.forward, threading.Event(), False
+
+    def slow(*arguments):
+        time.sleep(0.3)  # the step has several layers and takes longer than an engine may be silent
+        if hang:
+            release.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(attention._attention, "forward", slow)
+
+    async def use():
+        nonlocal hang
+        front = AsyncLLMEngine(engine)
+        assert front.is_responsive
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        reading = asyncio.create_task(read(front, params))
+        began = time.monotonic()
+        while time.monotonic() - began < 1.0:
+            assert front.is_responsive
+            await asyncio.sleep(0.01)
+        hang = True
+        while front.is_responsive:
+            assert time.monotonic() - began < 20
+            await asyncio.sleep(0.01)
+        hang = False
+        release.set()
+        await reading
+        await asyncio.sleep(0.3)
+        assert front.is_responsive, "one that has nothing to do is responsive"
+        await front.close()
+
+    async def read(front, params):
+        async for _ in front.generate([5, 6, 7], params):
+            pass
+
+    asyncio.run(use())
 
 
 def test_what_outlasts_the_drain_ends_with_an_error(scripted, until):

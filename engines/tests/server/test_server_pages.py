@@ -240,5 +240,5 @@ class TestStartPage:
 def test_ping_is_health(server, scripted):
     assert server.http.get("/ping").status_code == 200
     other = scripted()
-    other.front.metrics_error = ValueError("frozen")
+    other.front.is_responsive = False
     assert other.http.get("/ping").status_code == 503

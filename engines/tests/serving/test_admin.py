@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from sagellm.core import EngineDeadError, EngineError, UnknownNameError
-from sagellm.engines.serving import AdminClient, RunningEngine
+from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
+from sagellm.engines.serving import AdminClient, EngineLock, RunningEngine
 from sagellm.engines.serving.calls import Failed
 from sagellm.engines.serving.frames import encode
 from sagellm.engines.serving.runtime_folder import VARIABLE
@@ -22,12 +23,6 @@ from sagellm.engines.serving.runtime_folder import VARIABLE
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "run"))
     return tmp_path / "run"
-
-
-def announced(pid: int, name: str = "one") -> RunningEngine:
-    engine = RunningEngine(name=name, pid=pid, url="http://127.0.0.1:1", model="m")
-    engine.announce()
-    return engine
 
 
 def test_the_admin_client_loads_nothing_heavy():
@@ -69,27 +64,71 @@ def test_a_core_that_cannot_start_says_why(tmp_path):
         thread.join()
 
 
-def test_an_engine_lives_as_long_as_its_process(folder):
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    engine = announced(process.pid)
-    assert engine.is_alive
-    assert [found.name for found in RunningEngine.all()] == ["one"]
+# An engine as far as its entry goes; it ends when it is killed.
+_ENGINE = """
+import os, sys
+from sagellm.engines.serving import EngineLock, RunningEngine
+lock = EngineLock("one")
+RunningEngine(name="one", pid=os.getpid(), url="http://127.0.0.1:1", model="m").announce()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def process(folder) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that has an engine's entry and lock."""
+    process = subprocess.Popen([sys.executable, "-c", _ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_an_engine_lives_as_long_as_its_process_whatever_clocks_say(process, folder):
+    (engine,) = RunningEngine.all()
+    for seconds in (0, 3600, -3600, -(10**9)):  # a clock that is set makes files older or newer
+        at = time.time() + seconds
+        os.utime(folder / "one.json", (at, at))
+        os.utime(folder / "one.lock", (at, at))
+        assert engine.is_alive
+        assert RunningEngine.withdraw_dead() == []
+    with pytest.raises(ConfigError, match="'one' runs already"):
+        EngineLock("one")
     process.kill()
     deadline = time.monotonic() + 10
     while engine.is_alive and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not engine.is_alive, "a process that nobody has waited for is gone, too"
-    process.wait()
     assert RunningEngine.all() == []
+    with pytest.raises(UnknownNameError, match="no engine runs"):
+        RunningEngine.find()
     assert RunningEngine.withdraw_dead() == [engine]
     assert list(folder.iterdir()) == []
 
 
-def test_another_process_with_the_same_number_is_not_the_engine():
-    engine = announced(os.getpid())
-    assert engine.is_alive
-    long_ago = 1_000_000_000
-    os.utime(os.environ[VARIABLE] + "/one.json", (long_ago, long_ago))
-    assert not engine.is_alive
-    with pytest.raises(UnknownNameError, match="no engine runs"):
-        RunningEngine.find()
+def test_a_name_is_free_again_when_its_engine_is_gone(folder):
+    RunningEngine(name="one", pid=os.getpid(), url="-", model="m").announce()
+    assert RunningEngine.all() == [], "this process lives, and the entry has its number, but not the lock"
+    with EngineLock("one"):
+        assert [engine.name for engine in RunningEngine.all()] == ["one"]
+        assert RunningEngine.withdraw_dead() == []
+    assert list(folder.iterdir()) == []
+
+
+def test_asking_whether_an_engine_lives_keeps_none_from_starting(folder):
+    is_done = threading.Event()
+
+    def ask():
+        while not is_done.is_set():
+            RunningEngine.all()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(100):
+            with EngineLock("one"):
+                RunningEngine(name="one", pid=os.getpid(), url="-", model="m").announce()
+    finally:
+        is_done.set()
+        asking.join()

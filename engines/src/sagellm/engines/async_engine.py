@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -28,6 +29,7 @@ from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.serving.pulse import RESPONSIVE_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +77,9 @@ class AsyncLLMEngine:
         self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
+        self._is_working = False  # set by the thread alone, like the next
+        self._beat_s = 0.0
+        self.engine.report_progress(self._beat)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.engine!r}{', closed' if self._closed else ''}>"
@@ -115,6 +120,12 @@ class AsyncLLMEngine:
         """Whether a request would run now."""
         return not self._closed
 
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine's thread has nothing to do, or came further within the last seconds."""
+        is_late = self._is_working and time.monotonic() - self._beat_s > RESPONSIVE_S
+        return not self._closed and not is_late
+
     async def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine between two steps."""
         self._require_open()
@@ -131,7 +142,7 @@ class AsyncLLMEngine:
     ) -> OutputStream:
         """Queue a request and return its stream. Raises InvalidRequestError, DuplicateRequestError."""
         self._require_open()
-        adding = self._thread.submit(
+        adding = self._submit(
             lambda: self.engine.add_request(
                 prompt, params, request_id=request_id, namespace=namespace, priority=priority
             )
@@ -198,7 +209,7 @@ class AsyncLLMEngine:
         """Abort the request of a consumer that is gone; may be called from a destructor."""
         self._streams.pop(request_id, None)
         with suppress(RuntimeError):  # the thread has ended, and the engine with it
-            self._thread.submit(self._abort_quietly, request_id)
+            self._submit(lambda: self._abort_quietly(request_id))
 
     def _abort_quietly(self, request_id: RequestId) -> None:
         with suppress(UnknownRequestError):  # it ended in the step before
@@ -214,14 +225,26 @@ class AsyncLLMEngine:
             stream.put(output)
 
     async def _call(self, function: Callable[[], T]) -> T:
-        future: Future[T] = self._thread.submit(function)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._submit(function))
+
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        return self._thread.submit(self._work, function)
+
+    def _work(self, function: Callable[[], T]) -> T:
+        self._beat()
+        self._is_working = True
+        try:
+            return function()
+        finally:
+            self._is_working = False
+
+    def _beat(self) -> None:
+        self._beat_s = time.monotonic()
 
     async def _step_until_idle(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._streams:
             try:
-                outputs = await loop.run_in_executor(self._thread, self._step)
+                outputs = await self._call(self._step)
             except Exception as error:
                 logger.exception("the engine stopped")
                 is_ours = isinstance(error, SageLLMError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -89,6 +89,10 @@ class LLMEngine:
         if not self._is_closed:
             self._is_closed = True
             self.client.close()
+
+    def report_progress(self, beat: Callable[[], None]) -> None:
+        """Have long steps call `beat` as they come further, once for each layer."""
+        self.client.core.report_progress(beat)
 
     def generate(
         self,

@@ -102,7 +102,9 @@ class OutputProcessor:
             try:
                 if self._take(live, token_output, now_ns):
                     stopped.append(token_output.sequence_id)
-            except Exception as error:  # of the tokenizer
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # of the tokenizer, whose panics are not Exceptions
                 logger.error("request %s ends with an error", request_id, exc_info=error)
                 self._fail(live, token_output.sequence_id, error)
                 failed.append(token_output.sequence_id)
@@ -110,14 +112,16 @@ class OutputProcessor:
         return Processed(list(changed.values()), stopped, failed)
 
     def abort(self, request_id: RequestId) -> RequestOutput:
-        """End a request as it is and return its last state."""
+        """End a request as it is and return its last state, without the end of its text if decoding fails."""
         live = self._live[request_id]
         for sequence_id, continuation in live.continuations.items():
             if continuation.output.finish_reason is not None:
                 continue
             try:
                 self._close(live, sequence_id, continuation, "abort", None)
-            except Exception as error:  # of the tokenizer
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # as in process
                 logger.error("request %s ends with an error", request_id, exc_info=error)
                 self._fail(live, sequence_id, error)
         return live.output
@@ -152,7 +156,7 @@ class OutputProcessor:
             self._close(live, token_output.sequence_id, continuation, reason, stop_reason)
         return stopped_by_string
 
-    def _fail(self, live: _Live, sequence_id: SequenceId, error: Exception) -> None:
+    def _fail(self, live: _Live, sequence_id: SequenceId, error: BaseException) -> None:
         continuation = live.continuations[sequence_id]
         continuation.detokenizer = None
         continuation.output.error = f"{type(error).__name__}: {error}"

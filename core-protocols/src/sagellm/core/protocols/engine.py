@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -164,6 +164,13 @@ class EngineProtocol(ABC):
     @abstractmethod
     def metrics(self) -> EngineMetrics:
         """Return a snapshot."""
+
+    def report_progress(self, beat: Callable[[], None]) -> None:  # noqa: B027  (short steps need none)
+        """Have long steps call `beat` as they come further, at least once a second; it costs 0.2 µs.
+
+        The server calls it between steps. Without a beat for a few seconds the engine counts as not
+        responding, and after `server.frozen_after_s` a served one is killed and started again.
+        """
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
         """End all sequences and release files and connections; no other call follows."""

@@ -309,6 +309,13 @@ class ServerConfig(Checked):
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86_400, description="seconds that running requests have to end at shutdown"
     )
+    frozen_after_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=86_400,
+        description="seconds without progress, inside a step too, after which the engine's process is "
+        "killed and started again; 0: never",
+    )
     access_log: bool = Field(
         default=True, description="log one line per request: method, path, status, tokens, time"
     )

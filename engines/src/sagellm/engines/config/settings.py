@@ -65,6 +65,7 @@ SERVER_NAMES: dict[str, str] = {
     "body_stall_timeout": "server.body_stall_timeout",
     "encoding_timeout": "server.encoding_timeout",
     "shutdown_timeout": "server.shutdown_timeout",
+    "frozen_after_s": "server.frozen_after_s",
     "access_log": "server.access_log",
 }
 """What `serve` has beside an engine's settings."""

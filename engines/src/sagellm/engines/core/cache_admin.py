@@ -108,7 +108,9 @@ class CacheAdmin:
 
     def _find(self, **given: Any) -> tuple[TokenIdsLike, Namespace]:
         if given.get("namespace") is not None:
-            given["namespace"] = Namespace(*given["namespace"])
+            given["namespace"] = named = Namespace(*given["namespace"])
+            if not all(isinstance(part, str) for part in named):  # a key of the cache from here on
+                raise InvalidInputError(f"namespace is {named!r}; it must be texts")
         prefix = Prefix(**given)
         tokens, namespace = prefix.token_ids, prefix.namespace
         if tokens is None:

@@ -30,6 +30,7 @@ from sagellm.core import (
     TraceWriter,
     get_logger,
 )
+from sagellm.engines.attention.heartbeat import Heartbeat
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_saves import KVSaves
 from sagellm.engines.core.model_runner import ModelRunner
@@ -71,6 +72,7 @@ class CoreParts:
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext  # forward pass and sampling
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
 
 class EngineCore(EngineProtocol):
@@ -200,6 +202,10 @@ class EngineCore(EngineProtocol):
             steps_by_tokens=self._metrics.steps_by_tokens.copy(),
             modules={kind: read() for kind, read in self.parts.metrics_of.items()},
         )
+
+    def report_progress(self, beat: Callable[[], None]) -> None:
+        """Have each layer of a forward pass call `beat`."""
+        self.parts.heartbeat.beat = beat
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""

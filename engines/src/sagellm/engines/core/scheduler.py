@@ -64,8 +64,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._sequences[sequence.sequence_id] = sequence
         insort(self._waiting, sequence.schedule, key=_admission_order)
+        self._sequences[sequence.sequence_id] = sequence
 
     def probe(self, request: ScheduleRequest) -> None:
         """Refresh what the admission of a waiting request would reuse and take."""

@@ -124,7 +124,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     probe = EngineProbe(service.front)
 
     async def health(_: Request) -> Response:
-        return Response(status_code=503 if await probe.ask() is None else 200)
+        return Response(status_code=200 if service.front.is_responsive else 503)
 
     async def ready(_: Request) -> Response:
         is_ready = service.front.is_ready and not service.admission.is_draining
@@ -134,7 +134,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         return _json({"version": __version__})
 
     async def metrics(_: Request) -> Response:
-        await probe.ask(max_age_s=0.0)
+        await probe.ask()
         return Response(
             service.metrics.render(probe.last, service.front.config), headers={"content-type": _METRICS_TYPE}
         )

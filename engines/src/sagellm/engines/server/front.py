@@ -33,7 +33,7 @@ class EngineFront(Protocol):
     """Takes requests from the server's event loop, and from no other thread.
 
     `add_request` raises InvalidRequestError and has then kept nothing. `metrics` answers between two
-    steps, so an answer shows that the engine's loop turns.
+    steps, which may take long; `is_responsive` says at any time whether the engine is alive.
     """
 
     @property
@@ -64,6 +64,11 @@ class EngineFront(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether a request would run now."""
+        ...
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine came further within the last seconds, be it inside a long step. Never waits."""
         ...
 
     async def add_request(

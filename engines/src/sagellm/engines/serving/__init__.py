@@ -8,16 +8,20 @@ if TYPE_CHECKING:
     from sagellm.engines.serving.admin_client import AdminClient as AdminClient
     from sagellm.engines.serving.core_server import CoreServer as CoreServer
     from sagellm.engines.serving.front import Front as Front
-    from sagellm.engines.serving.runtime_folder import RunningEngine as RunningEngine
+    from sagellm.engines.serving.runtime_folder import (
+        EngineLock as EngineLock,
+        RunningEngine as RunningEngine,
+    )
     from sagellm.engines.serving.socket_client import SocketClient as SocketClient
 
-__all__ = ["AdminClient", "CoreServer", "Front", "RunningEngine", "SocketClient"]
+__all__ = ["AdminClient", "CoreServer", "EngineLock", "Front", "RunningEngine", "SocketClient"]
 
 __getattr__ = lazy(
     __name__,
     {
         "AdminClient": ".admin_client",
         "CoreServer": ".core_server",
+        "EngineLock": ".runtime_folder",
         "Front": ".front",
         "RunningEngine": ".runtime_folder",
         "SocketClient": ".socket_client",

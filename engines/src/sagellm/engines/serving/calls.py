@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sagellm.engines.input_processor import RequestLimits
+from sagellm.core import RequestLimits
 from sagellm.engines.sampling.params import SamplingParams
 
 

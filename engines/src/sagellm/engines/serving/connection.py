@@ -81,7 +81,8 @@ class Connection:
         message = self.receive()[0]
         if isinstance(message, Failed):
             raise EngineError(message.message)
-        assert isinstance(message, Hello), "a core says Hello first"
+        if not isinstance(message, Hello):
+            raise EngineError(f"the engine began with {type(message).__name__}, not with Hello")
         return message
 
     def _read(self) -> None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import groupby
 
-from sagellm.core import Request, TokenIds
+from sagellm.core import InvalidRequestError, Request, RequestLimits, TokenIds
 from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.request_limits import (
+    check_names,
+    check_params,
+    check_room,
+    check_token_ids,
+    stop_token_ids,
+)
+from sagellm.engines.sampling.checks import shown
 from sagellm.engines.serving.messages import NewRequest
 
 
@@ -32,8 +40,12 @@ def _make_request(sequences: list[Sequence]) -> NewRequest:
     )
 
 
-def make_sequences(message: NewRequest) -> list[Sequence]:
-    """Make the sequences that a message stands for."""
+def make_sequences(message: NewRequest, limits: RequestLimits) -> list[Sequence]:
+    """Make the sequences that a message stands for.
+
+    Raises InvalidRequestError or InvalidInputError for whatever `InputProcessor` would not have made: what
+    is queued cannot fail in the middle of a step for what it asks.
+    """
     request = Request(
         request_id=message.request_id,
         token_ids=TokenIds(message.token_ids),
@@ -42,6 +54,22 @@ def make_sequences(message: NewRequest) -> list[Sequence]:
         arrival_ns=message.arrival_ns,
         namespace=message.namespace,
     )
+    num_prompt = len(request.token_ids)
+    check_names(request.request_id, request.namespace)
+    check_token_ids(request.token_ids, limits)
+    check_room(num_prompt, request.max_tokens, limits)
+    check_params(message.params, limits)
+    if num_prompt + request.max_tokens > limits.max_model_len:
+        raise InvalidRequestError(
+            f"{num_prompt} prompt tokens and {request.max_tokens} to generate are more than "
+            f"{limits.max_model_len}"
+        )
+    if len(message.sequences) > message.params.n:
+        raise InvalidRequestError(f"{len(message.sequences)} sequences where n is {message.params.n}")
+    if unknown := message.stop_token_ids - stop_token_ids(message.params, limits):
+        raise InvalidRequestError(
+            f"stop token ids {shown(unknown)} are neither the request's nor the model's"
+        )
     return [
         Sequence.of(
             request,

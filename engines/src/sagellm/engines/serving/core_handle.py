@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sagellm.core import EngineDeadError
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.messages import ToCore, encode
+from sagellm.engines.serving.pulse import RESPONSIVE_S, Pulse
 
 _POLL_S = 0.02
 _STOP_S = 10.0
+_PROGRAM = ["-m", "sagellm.engines.serving.core_process"]
 
 
 class CoreHandle:
     """One process of the core and the connection to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], transport: asyncio.Transport) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], pulse: Pulse, transport: asyncio.Transport) -> None:
         self._process = process
         self._transport = transport
+        self.pulse = pulse
 
     @property
     def pid(self) -> int:
@@ -39,20 +44,14 @@ class CoreHandle:
         Raises EngineDeadError if the process ends before it listens.
         """
         socket.unlink(missing_ok=True)  # of a core that was killed
-        command = [sys.executable, "-m", "sagellm.engines.serving.core_process"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
         values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
-        order = {"config": values, "socket": str(socket), "log_level": log_level}
-        assert process.stdin is not None, "a pipe was asked for"
-        with suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()  # and left open: its end tells the core that the front is gone
+        process, pulse = _start_process({"config": values, "socket": str(socket), "log_level": log_level})
         loop = asyncio.get_running_loop()
         try:
             while True:
                 with suppress(OSError):
                     transport, _ = await loop.create_unix_connection(lambda: protocol, str(socket))
-                    return cls(process, transport)
+                    return cls(process, pulse, transport)
                 if process.poll() is not None:
                     raise EngineDeadError(
                         f"the engine's process ended at its start, with {process.returncode}"
@@ -68,15 +67,45 @@ class CoreHandle:
         if not self._transport.is_closing():
             self._transport.write(encode(message))
 
+    def kill(self) -> None:
+        """End the process at once, even one that is stopped."""
+        self._process.kill()
+
     async def stop(self) -> None:
-        """End the process: asked to first, killed if it does not."""
+        """End the process: asked to first, killed if it does not, or if this is cancelled."""
         self._transport.close()
+        if self.pulse.age_s > RESPONSIVE_S:  # it would not hear of it
+            self.kill()
         self._process.terminate()
         deadline = time.monotonic() + _STOP_S
-        while self._process.poll() is None:
-            if time.monotonic() > deadline:
-                self._process.kill()
-            await asyncio.sleep(_POLL_S)
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
+        try:
+            while self._process.poll() is None:
+                if time.monotonic() > deadline:
+                    self.kill()
+                await asyncio.sleep(_POLL_S)
+        except asyncio.CancelledError:
+            self.kill()
+            self._process.wait()
+            raise
+        finally:
+            if self._process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    self._process.stdin.close()
+
+
+def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Pulse]:
+    """Start a core's process with its order on standard input, and the pulse that it beats."""
+    pulse, descriptor = Pulse.create()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *_PROGRAM],
+            stdin=subprocess.PIPE,
+            pass_fds=(descriptor,),
+        )
+    finally:
+        os.close(descriptor)
+    assert process.stdin is not None, "a pipe was asked for"
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps({**order, "pulse": descriptor}).encode() + b"\n")
+        process.stdin.flush()  # and left open: its end tells the core that the front is gone
+    return process, pulse

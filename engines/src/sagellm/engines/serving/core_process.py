@@ -1,7 +1,7 @@
 """The core's process: `python -m sagellm.engines.serving.core_process`, started by the front.
 
-Standard input carries one line of JSON, the configuration and the socket's path, and stays open: when
-the front is gone, however it went, it closes, and the core ends too.
+Standard input carries one line of JSON, the configuration, the socket's path and the pulse's descriptor, and
+stays open: when the front is gone, however it went, it closes, and the core ends too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sagellm.core import SageLLMError, get_logger
 from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.messages import Failed, Hello, encode
+from sagellm.engines.serving.pulse import Pulse
 
 if TYPE_CHECKING:
     from sagellm.core import EngineProtocol
@@ -38,7 +39,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the front's to answer
     listener = listen(Path(order["socket"]))
     try:
-        server = _load(EngineConfig.from_values(order["config"]), listener)
+        server = _load(EngineConfig.from_values(order["config"]), listener, Pulse(order["pulse"]))
     except Exception as error:
         known = isinstance(error, SageLLMError)
         logger.log(10 if known else 40, "the engine cannot start", exc_info=error)
@@ -65,7 +66,7 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def _load(config: EngineConfig, listener: socket.socket) -> Any:
+def _load(config: EngineConfig, listener: socket.socket, pulse: Pulse) -> Any:
     from sagellm.engines.assembly import assemble
     from sagellm.engines.serving.core_server import CoreServer
     from sagellm.engines.serving.operations import core_operations
@@ -80,7 +81,8 @@ def _load(config: EngineConfig, listener: socket.socket) -> Any:
         default_params=assembled.default_params,
         pid=os.getpid(),
     )
-    return CoreServer(core, listener, hello, core_operations(core), lifeline=sys.stdin.fileno())
+    operations = core_operations(core)
+    return CoreServer(core, listener, hello, operations, lifeline=sys.stdin.fileno(), beat=pulse.beat)
 
 
 def _warm_up(core: EngineProtocol, input_processor: InputProcessor) -> None:

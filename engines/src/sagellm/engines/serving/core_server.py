@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -12,12 +15,14 @@ import msgspec
 from sagellm.core import (
     EngineError,
     EngineProtocol,
+    FinishReason,
     SequenceId,
     TokenOutput,
     UnknownNameError,
     get_logger,
     nearest,
 )
+from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.serving.conversion import make_sequences
 from sagellm.engines.serving.messages import (
     Abort,
@@ -25,7 +30,6 @@ from sagellm.engines.serving.messages import (
     Call,
     FrameReader,
     Hello,
-    NewRequest,
     Reply,
     Step,
     ToCore,
@@ -34,7 +38,14 @@ from sagellm.engines.serving.messages import (
 
 logger = get_logger(__name__)
 
+_MAX_CONNECTIONS = 256
 _READ_BYTES = 1 << 20
+_TURN_MESSAGES = 32
+"""Messages of one connection that are handled before it is the next one's turn."""
+_TURN_NS = 5_000_000
+"""Time for messages between two steps; the one at work then is finished, the rest waits for the next turn."""
+_PAUSE_BYTES = 1 << 20
+"""A connection that leaves so much unread is not read from until it has read."""
 _MAX_UNSENT_BYTES = 64 << 20
 """A connection that leaves so much unread is closed: the others must not wait for it."""
 
@@ -54,12 +65,22 @@ class _Connection:
     def is_closed(self) -> bool:
         return self.peer.fileno() < 0
 
+    @property
+    def is_paused(self) -> bool:
+        return len(self.unsent) > _PAUSE_BYTES
+
 
 class CoreServer:
     """Runs a core behind a listening socket, in one thread; any number of peers may connect.
 
     A peer gets Hello, then a Step for each step that did something to its sequences. When it goes
     away, its sequences end. When the file `lifeline` comes to its end, serving ends.
+
+    Whatever a peer sends, and whatever is raised because of it, ends that peer's connection and nothing
+    else. Between two steps peers take turns of `_TURN_MESSAGES` messages, for `_TURN_NS` in all, so that none
+    of them delays the others' requests, nor the next step.
+
+    `beat` is called in each turn, for each message, and by the core inside its steps.
     """
 
     def __init__(
@@ -70,14 +91,20 @@ class CoreServer:
         operations: Mapping[str, Operation],
         *,
         lifeline: int | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._core = core
+        self._limits = hello.limits
         self._hello = encode(hello)
         self._operations = operations
+        self._beat = beat
         self._owner: dict[SequenceId, _Connection] = {}
+        self._backlog: dict[_Connection, None] = {}  # those that sent what was not looked at, in their turn
+        self._connections: set[_Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._is_stopping = False
+        core.report_progress(beat)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         if lifeline is not None:
@@ -90,33 +117,35 @@ class CoreServer:
     def serve(self) -> None:
         """Serve until `stop`."""
         while not self._is_stopping:
-            self._exchange(timeout=0 if self._core.has_unfinished() else 0.5)
-            if self._core.has_unfinished():
-                self._send_outputs(self._core.step())
+            self.turn()
+
+    def turn(self, timeout_s: float = 0.5) -> None:
+        """Exchange messages, and run a step if a sequence waits or runs; else wait for a message."""
+        self._beat()
+        is_busy = bool(self._backlog) or self._core.has_unfinished()
+        self._exchange(0 if is_busy else timeout_s)
+        self._handle_backlog()
+        if self._core.has_unfinished():
+            self._send_outputs(self._core.step())
 
     def close(self) -> None:
         """Close every connection, the listener and the core."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Connection):
-                self._drop(key.data)
+        for connection in list(self._connections):
+            self._drop(connection)
         self._selector.close()
         self._listener.close()
         self._core.close()
 
-    def _exchange(self, timeout: float) -> None:
-        for key, events in self._selector.select(timeout):
+    def _exchange(self, timeout_s: float) -> None:
+        for key, events in self._selector.select(timeout_s):
             if not isinstance(key.data, _Connection):
                 key.data()
                 continue
-            connection = key.data
-            try:
+            with self._closing_on_error(key.data):
                 if events & selectors.EVENT_WRITE:
-                    self._flush(connection)
-                if events & selectors.EVENT_READ:
-                    self._read(connection)
-            except (OSError, EngineError) as error:
-                logger.warning("a connection ends: %s", error)
-                self._drop(connection)
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ and key.data not in self._backlog:
+                    self._read(key.data)
 
     def _accept(self) -> None:
         try:
@@ -125,10 +154,26 @@ class CoreServer:
             if not isinstance(error, BlockingIOError):
                 logger.warning("a connection cannot be taken: %s", error)
             return
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            logger.warning("a connection is refused: there are %d", len(self._connections))
+            peer.close()
+            return
         peer.setblocking(False)
         connection = _Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, connection)
+        self._connections.add(connection)
         self._send(connection, self._hello)
+
+    @contextmanager
+    def _closing_on_error(self, connection: _Connection) -> Iterator[None]:
+        """End the connection if anything at all is raised, such as the panic of an extension module."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            logger.warning("a connection ends: %s", _described(error))
+            self._drop(connection)
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -138,37 +183,88 @@ class CoreServer:
         if not data:
             self._drop(connection)
             return
-        for message in connection.reader.feed(data):
-            if connection.is_closed:  # by an answer that could not be sent
-                return
+        connection.reader.add(data)
+        self._backlog[connection] = None
+
+    def _handle_backlog(self) -> None:
+        """Handle messages for a while, in turns. A connection leaves when all that it sent is handled."""
+        deadline_ns = time.monotonic_ns() + _TURN_NS
+        while self._backlog and time.monotonic_ns() < deadline_ns:
+            connection = next(iter(self._backlog))
+            del self._backlog[connection]
+            with self._closing_on_error(connection):
+                if self._handle_some(connection, deadline_ns) and not connection.is_closed:
+                    self._backlog[connection] = None
+
+    def _handle_some(self, connection: _Connection, deadline_ns: int) -> bool:
+        """Handle a connection's next messages; say whether there may be more, and room for their answers."""
+        for _ in range(_TURN_MESSAGES):
+            if connection.is_closed or connection.is_paused:
+                return False
+            message = connection.reader.next()
+            if message is None:
+                return False
             match message:
                 case Add():
-                    for request in message.requests:
-                        self._add(connection, request)
+                    self._add(connection, message)
                 case Abort():
-                    self._core.abort(message.sequence_ids, finish_reason=message.finish_reason)
-                    self._forget(message.sequence_ids)
+                    own = [each for each in message.sequence_ids if each in connection.sequence_ids]
+                    self._abort(own, message.finish_reason)
                 case Call():
-                    self._send(connection, encode(self._call(message)))
+                    self._send(connection, self._call(message))
+            self._beat()
+            if time.monotonic_ns() >= deadline_ns:
+                break
+        return True
 
-    def _add(self, connection: _Connection, request: NewRequest) -> None:
-        for sequence in make_sequences(request):
-            if sequence.sequence_id in self._owner:
-                raise EngineError(f"sequence id {sequence.sequence_id!r} is in use")
-            self._owner[sequence.sequence_id] = connection
-            connection.sequence_ids.add(sequence.sequence_id)
-            self._core.add(sequence)
+    def _add(self, connection: _Connection, message: Add) -> None:
+        """Queue all sequences of a message. Raises if a single one is not valid; none is queued then."""
+        sequences = [each for one in message.requests for each in make_sequences(one, self._limits)]
+        sequence_ids = [sequence.sequence_id for sequence in sequences]
+        if len(set(sequence_ids)) < len(sequence_ids) or not self._owner.keys().isdisjoint(sequence_ids):
+            raise EngineError("a sequence id is in use")
+        for _, group in groupby(sequences, key=lambda sequence: sequence.request.request_id):
+            self._queue(connection, list(group))
 
-    def _call(self, call: Call) -> Reply:
+    def _queue(self, connection: _Connection, sequences: list[Sequence]) -> None:
+        """Hand a request's sequences to the core: all, or none if it refuses one, which the peer is told."""
+        sequence_ids = [sequence.sequence_id for sequence in sequences]
+        self._owner |= dict.fromkeys(sequence_ids, connection)
+        connection.sequence_ids.update(sequence_ids)
+        try:
+            for sequence in sequences:
+                self._core.add(sequence)
+        except Exception as error:
+            logger.exception("a request cannot be queued")
+            self._abort(sequence_ids, "error")
+            text = _described(error)
+            outputs = [TokenOutput(each, None, finish_reason="error", error=text) for each in sequence_ids]
+            self._send(connection, encode(Step(outputs)))
+
+    def _call(self, call: Call) -> bytes:
         try:
             operation = self._operations.get(call.operation)
             if operation is None:
                 hint = nearest(call.operation, self._operations)
                 raise UnknownNameError(f"the engine has no operation {call.operation!r}.{hint}")
-            return Reply(call.number, msgspec.to_builtins(operation(**call.arguments), str_keys=True))
+            result = msgspec.to_builtins(operation(**call.arguments), str_keys=True)
+            return encode(Reply(call.number, result))
         except Exception as error:
             logger.info("operation %s failed", call.operation, exc_info=error)
-            return Reply(call.number, None, str(error))
+            return encode(Reply(call.number, None, str(error)))
+
+    def _abort(self, sequence_ids: list[SequenceId], finish_reason: FinishReason = "abort") -> None:
+        """End sequences, each on its own where a module fails: a second call ends what the first left."""
+        self._forget(sequence_ids)
+        try:
+            self._core.abort(sequence_ids, finish_reason=finish_reason)
+        except Exception:
+            logger.exception("sequences could not give back all that they have")
+            for sequence_id in sequence_ids:
+                try:
+                    self._core.abort([sequence_id], finish_reason=finish_reason)
+                except Exception:
+                    logger.exception("sequence %s could not be ended", sequence_id)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         batches: dict[_Connection, list[TokenOutput]] = {}
@@ -178,7 +274,8 @@ class CoreServer:
                 batches.setdefault(owner, []).append(output)
         self._forget([output.sequence_id for output in outputs if output.finish_reason is not None])
         for connection, batch in batches.items():
-            self._send(connection, encode(Step(batch)))
+            with self._closing_on_error(connection):
+                self._send(connection, encode(Step(batch)))
 
     def _forget(self, sequence_ids: list[SequenceId]) -> None:
         for sequence_id in sequence_ids:
@@ -188,29 +285,38 @@ class CoreServer:
 
     def _send(self, connection: _Connection, frame: bytes) -> None:
         connection.unsent += frame
-        try:
+        with self._closing_on_error(connection):
             self._flush(connection)
             if len(connection.unsent) > _MAX_UNSENT_BYTES:
                 raise EngineError(f"{len(connection.unsent)} bytes wait to be read by the other side")
-        except (OSError, EngineError) as error:
-            logger.warning("a connection ends: %s", error)
-            self._drop(connection)
 
     def _flush(self, connection: _Connection) -> None:
+        was_paused = connection.is_paused
         try:
             while connection.unsent:
                 del connection.unsent[: connection.peer.send(connection.unsent)]
         except BlockingIOError:
             pass
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        reading = 0 if connection.is_paused else selectors.EVENT_READ
+        events = reading | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.peer).events != events:
             self._selector.modify(connection.peer, events, connection)
+        if was_paused and not connection.is_paused:
+            self._backlog[connection] = None  # what it sent before may wait here yet
 
     def _drop(self, connection: _Connection) -> None:
         if connection.is_closed:
             return
+        self._backlog.pop(connection, None)
         self._selector.unregister(connection.peer)
         connection.peer.close()
-        sequence_ids = list(connection.sequence_ids)
-        self._forget(sequence_ids)
-        self._core.abort(sequence_ids)
+        self._connections.discard(connection)
+        self._abort(list(connection.sequence_ids))
+
+
+def _described(error: BaseException) -> str:
+    """Return what an exception says, whatever its class does when it is asked."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -13,6 +13,7 @@ from sagellm.core import (
     EngineDeadError,
     EngineError,
     EngineMetrics,
+    InvalidRequestError,
     Namespace,
     RequestId,
     Runtime,
@@ -91,7 +92,12 @@ class Front:
     @property
     def is_ready(self) -> bool:
         """Whether a request would run now."""
-        return self.supervisor.is_ready
+        return self.supervisor.is_responsive
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine came further within the last seconds, be it inside a long step."""
+        return self.supervisor.is_responsive
 
     @property
     def num_live(self) -> int:
@@ -135,9 +141,13 @@ class Front:
         made_id = processed.request.request_id
         if made_id in self._output:
             raise DuplicateRequestError(f"request id {made_id!r} is in use; give another one or none")
-        stream = self._streams[made_id] = OutputStream(made_id, self._drop)
         self._output.add(processed)
-        self.supervisor.send(Add(make_requests(processed.sequences)))
+        try:
+            self.supervisor.send(Add(make_requests(processed.sequences)))
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in what plugins alone look at
+            self._output.abort(made_id)
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+        stream = self._streams[made_id] = OutputStream(made_id, self._drop)
         return stream
 
     async def abort_request(self, request_id: str) -> None:
@@ -161,10 +171,10 @@ class Front:
         """Return a snapshot of the core."""
         return read_metrics(await self.call("metrics"))
 
-    async def close(self) -> None:
-        """End every request and the core."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End every request and the core, `at_once` without waiting for the step that runs."""
         self._fail_all(EngineDeadError("the engine is shutting down"))
-        await self.supervisor.close()
+        await self.supervisor.close(at_once=at_once)
 
     @property
     def _ready_input(self) -> InputProcessor:
@@ -181,6 +191,9 @@ class Front:
         return self._output.abort(request_id)
 
     def _greet(self, hello: Hello) -> None:
+        limits = hello.limits
+        if min(limits.vocab_size, limits.max_model_len, limits.num_blocks, limits.block_size) < 1:
+            raise EngineError(f"the engine offers {limits}")
         self.default_params = hello.default_params
         self._input = InputProcessor(self.tokenizer, hello.limits, self._runtime)
 
@@ -192,6 +205,10 @@ class Front:
                 self._take_reply(message)
 
     def _take_outputs(self, message: Step) -> None:
+        vocab_size = self._ready_input.limits.vocab_size
+        for each in message.outputs:
+            if each.token is not None and not 0 <= each.token.token_id < vocab_size:
+                raise EngineError(f"the engine sent token id {each.token.token_id} of {vocab_size}")
         processed = self._output.process(message.outputs)
         if processed.stopped:
             self.supervisor.send(Abort(processed.stopped, "stop"))

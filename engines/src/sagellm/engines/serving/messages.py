@@ -5,10 +5,14 @@ Both sides are of one version: the core is started by the front.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from sagellm.core import FinishReason, Namespace, RequestId, SequenceId, TokenOutput
-from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.request_limits import MAX_NAME_CHARACTERS
+from sagellm.engines.sampling.params import MAX_N, SamplingParams
 from sagellm.engines.serving.calls import (
     Call as Call,
     Failed as Failed,
@@ -17,19 +21,22 @@ from sagellm.engines.serving.calls import (
 )
 from sagellm.engines.serving.frames import FrameReader as FrameReader, encode as encode
 
+_SequenceName = Annotated[SequenceId, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS + 8)]
+_Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that passed all checks. Its sequences share everything but their id and seed."""
 
     request_id: RequestId
     token_ids: bytes  # packed int32
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1)]
     priority: int
-    arrival_ns: int  # of the clock that all processes of a machine share
+    arrival_ns: Annotated[int, Meta(ge=0)]  # of the clock that all processes of a machine share
     namespace: Namespace
     params: SamplingParams
     stop_token_ids: frozenset[int]
-    sequences: list[tuple[SequenceId, int]]  # id and seed
+    sequences: Annotated[list[tuple[_SequenceName, _Seed]], Meta(min_length=1, max_length=MAX_N)]
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):

@@ -10,6 +10,7 @@ import msgspec
 
 from sagellm.core import (
     AttentionMetrics,
+    EngineError,
     EngineMetrics,
     EngineProtocol,
     EvictionMetrics,
@@ -74,10 +75,16 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
 
 
 def read_metrics(result: Any) -> EngineMetrics:
-    """Make the metrics that the operation `metrics` answered with; a module's own fields are dropped."""
-    metrics = msgspec.convert(result, EngineMetrics)
-    metrics.modules = {
-        kind: msgspec.convert(values, _TYPES[kind]) if kind in _TYPES else values
-        for kind, values in metrics.modules.items()
-    }
+    """Make the metrics that the operation `metrics` answered with; a module's own fields are dropped.
+
+    Raises EngineError for what are not metrics.
+    """
+    try:
+        metrics = msgspec.convert(result, EngineMetrics)
+        metrics.modules = {
+            kind: msgspec.convert(values, _TYPES[kind]) if kind in _TYPES else values
+            for kind, values in metrics.modules.items()
+        }
+    except msgspec.ValidationError as error:
+        raise EngineError(f"the engine's metrics cannot be read: {error}") from error
     return metrics

@@ -1,34 +1,72 @@
-"""The user's runtime folder: which engines run, and where their sockets are."""
+"""The user's runtime folder: which engines run, and where their sockets are.
+
+An engine holds a lock on its file NAME.lock as long as its process lives, however that ends. So whether it
+lives needs no clock, and no process that later gets the same number passes for it.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
 from sagellm.core import ConfigError, UnknownNameError, nearest
 from sagellm.core.runtime_folder import VARIABLE as VARIABLE, runtime_folder as runtime_folder
 
-_CLOCK_SLACK_S = 5.0  # the start of a process is known to ticks, and wall clocks are set
+_ASKED_S = 0.5  # somebody who asks whether an engine lives has its lock for a moment
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 
 
 EngineState = Literal["starting", "ready", "draining"]
 
 
+class EngineLock:
+    """The right to an engine's name, for as long as this process lives or until `release`.
+
+    Children that are forked share it; programs that are started do not.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Take the lock. Raises ConfigError if an engine of this name runs."""
+        deadline = time.monotonic() + _ASKED_S
+        while (descriptor := _try_lock(name)) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"an engine {name!r} runs already; choose another --name")
+            time.sleep(_ASKED_S / 50)
+        self._name, self._descriptor = name, descriptor
+
+    def release(self) -> None:
+        """Remove the engine's entry, its socket and the lock. Idempotent."""
+        if self._descriptor >= 0:
+            _remove(self._name)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunningEngine:
-    """What an engine tells about itself in the runtime folder."""
+    """What an engine tells about itself in the runtime folder; its process has the EngineLock of its name."""
 
     name: str
     pid: int  # of the front
     url: str
     model: str
     state: EngineState = "ready"
+    started_s: float = field(default_factory=time.monotonic)  # of the clock that all processes share
 
     @property
     def socket(self) -> Path:
@@ -43,30 +81,24 @@ class RunningEngine:
     @property
     def is_alive(self) -> bool:
         """Whether the process of its front is there."""
-        return self.started_s is not None
+        try:
+            descriptor = os.open(_lock_of(self.name), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: askers do not see each other
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     @property
-    def started_s(self) -> float | None:
-        """When the process of its front began, in seconds since 1970; None if it is gone.
-
-        A process that began after the entry was written is another one that got the same number.
-        """
-        import psutil
-
-        try:
-            process = psutil.Process(self.pid)
-            started_s = float(process.create_time())
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return None
-        except psutil.NoSuchProcess:
-            return None
-        except psutil.AccessDenied:
-            return 0.0
-        try:
-            announced_s = _entry_of(self.name).stat().st_mtime
-        except FileNotFoundError:
-            return started_s
-        return started_s if started_s <= announced_s + _CLOCK_SLACK_S else None
+    def uptime_s(self) -> float:
+        """Seconds since it was started."""
+        return max(0.0, time.monotonic() - self.started_s)
 
     def announce(self) -> None:
         """Write the entry, whole or not at all."""
@@ -74,11 +106,6 @@ class RunningEngine:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.replace(path)
-
-    def withdraw(self) -> None:
-        """Remove the entry and the socket."""
-        _entry_of(self.name).unlink(missing_ok=True)
-        self.socket.unlink(missing_ok=True)
 
     @classmethod
     def all(cls) -> list[Self]:
@@ -88,16 +115,23 @@ class RunningEngine:
     @classmethod
     def withdraw_dead(cls) -> list[Self]:
         """Remove what engines left behind that ended without a word, and return them."""
-        dead = [engine for engine in cls._read_all() if not engine.is_alive]
-        for engine in dead:
-            engine.withdraw()
+        dead = []
+        for engine in cls._read_all():
+            descriptor = _try_lock(engine.name)  # so that none of this name begins meanwhile
+            if descriptor is not None:
+                if _entry_of(engine.name).exists():
+                    dead.append(engine)
+                _remove(engine.name)
+                os.close(descriptor)
         return dead
 
     @classmethod
     def _read_all(cls) -> Iterator[Self]:
         for path in sorted(runtime_folder().glob("*.json")):
             with suppress(OSError, ValueError, TypeError):  # being written, or not ours
-                yield cls(**json.loads(path.read_text(encoding="utf-8")))
+                engine = cls(**json.loads(path.read_text(encoding="utf-8")))
+                if engine.name == path.stem:
+                    yield engine
 
     @classmethod
     def find(cls, name: str | None = None) -> Self:
@@ -132,3 +166,35 @@ def socket_of(name: str) -> Path:
 
 def _entry_of(name: str) -> Path:
     return runtime_folder() / f"{check_name(name)}.json"
+
+
+def _lock_of(name: str) -> Path:
+    return runtime_folder() / f"{check_name(name)}.lock"
+
+
+def _try_lock(name: str) -> int | None:
+    """Lock an engine's name and return the descriptor that holds the lock, or None if it is held."""
+    path = _lock_of(name)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass  # its last holder removed the file after we opened it; take the next one
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _remove(name: str) -> None:
+    """Remove an engine's files; the caller holds its lock."""
+    for path in (_entry_of(name), socket_of(name), _lock_of(name)):
+        path.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""One served engine from its start to its end: port, core, HTTP, and its entry in the runtime folder."""
+"""One served engine from its start to its end: port, core, HTTP, and its entry in the runtime folder.
+
+Imports little: the entry, which `engine status` and `engine stop` look for, comes before what takes long.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,17 @@ from typing import TYPE_CHECKING
 from sagellm.core import ConfigError, get_logger
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
-from sagellm.engines.loading.source import resolve_tokenizer
-from sagellm.engines.loading.tokenizer import load_tokenizer
-from sagellm.engines.server import check_access, create_app, make_server
-from sagellm.engines.serving.front import Front
-from sagellm.engines.serving.runtime_folder import EngineState, RunningEngine, check_name
-from sagellm.engines.text.limits import Limits
-from sagellm.engines.text.process import TextProcess
+from sagellm.engines.serving.runtime_folder import EngineLock, EngineState, RunningEngine, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from sagellm.engines.serving.front import Front
+
 logger = get_logger(__name__)
 
 _BACKLOG = 2048
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
@@ -41,15 +41,24 @@ def serve(
     """Serve until a signal ends it.
 
     `on_state` is called when requests are taken and when it begins to drain: at the first SIGTERM or
-    SIGINT, if requests run. The second stops at once. Raises ConfigError for a port or a name in use,
-    and whatever is wrong with the model.
+    SIGINT, if requests run. The second stops at once; while the model is loaded, the first does. Raises
+    ConfigError for a port or a name in use, and whatever is wrong with the model.
     """
-    check_access(config.server)
-    with bind(config.server) as listener:
-        tokenizer = load_tokenizer(resolve_tokenizer(config.model))  # downloads what is not there yet
-        serving = _serve(config, listener, tokenizer, name=name, log_level=log_level, on_state=on_state)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
-            runner.run(serving)
+    with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
+        host, port = listener.getsockname()[:2]
+        engine = RunningEngine(
+            name=check_name(name or f"engine-{port}"),
+            pid=os.getpid(),
+            url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            model=config.model.name,
+            state="starting",
+        )
+        with EngineLock(engine.name):
+            engine.announce()
+            tokenizer = _prepare(config)
+            serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
+                runner.run(serving)
 
 
 def bind(settings: ServerConfig) -> socket.socket:
@@ -73,6 +82,17 @@ def _own_engine_at(port: int) -> str:
     return f": your {names[0]} does" if names else ""
 
 
+def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    """Check what needs no model, then load the tokenizer, having downloaded what is not there yet."""
+    from sagellm.engines.server import check_access
+
+    check_access(config.server)
+    from sagellm.engines.loading.source import resolve_tokenizer
+    from sagellm.engines.loading.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve_tokenizer(config.model))
+
+
 def _log_start(front: Front) -> None:
     """Log what was loaded, and how much fits."""
     config = front.config
@@ -92,68 +112,76 @@ async def _serve(
     config: EngineConfig,
     listener: socket.socket,
     tokenizer: PreTrainedTokenizerBase | None,
+    engine: RunningEngine,
     *,
-    name: str | None,
     log_level: str,
     on_state: Callable[[RunningEngine], None],
 ) -> None:
-    host, port = listener.getsockname()[:2]
-    engine = RunningEngine(
-        name=check_name(name or f"engine-{port}"),
-        pid=os.getpid(),
-        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
-        model=config.model.name,
-        state="starting",
-    )
-    for other in RunningEngine.all():
-        if other.name == engine.name:
-            raise ConfigError(f"an engine {other.name!r} runs already ({other.url}); choose another --name")
+    from sagellm.engines.loading.source import resolve_tokenizer
+    from sagellm.engines.server import create_app, make_server
+    from sagellm.engines.serving.front import Front
+    from sagellm.engines.text.limits import Limits
+    from sagellm.engines.text.process import TextProcess
 
     def enter(state: EngineState) -> None:
         changed = replace(engine, state=state)
         changed.announce()
         on_state(changed)
 
-    engine.announce()
     texts = None if tokenizer is None else TextProcess(resolve_tokenizer(config.model))
+    front = Front(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
+    is_forced = False
     try:
         with _cancelled_by_signals():
             if texts is not None:
                 texts.load()  # while the core loads the model
-            front = await Front.start(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
-        try:
+            await front.supervisor.start()
             if texts is not None:
                 timeout_s = config.server.encoding_timeout
                 await texts.start(Limits.of(front.max_model_len, timeout_s=timeout_s))
-            app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs, texts=texts)
-            server = make_server(app, config.server, on_drain=lambda: enter("draining"))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            while not server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            if server.started:
-                _log_start(front)
-                enter("ready")
-            await serving
-        finally:
-            await front.close()
+        app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs, texts=texts)
+        server = make_server(app, config.server, on_drain=lambda: enter("draining"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            _log_start(front)
+            enter("ready")
+        await serving
+        is_forced = server.force_exit
     finally:
-        if texts is not None:
-            await texts.close()
-        engine.withdraw()
+        with _cancelled_by_signals():
+            try:
+                await front.close(at_once=is_forced)
+            finally:
+                if texts is not None:
+                    await texts.close()
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does: before there is a loop nothing else is needed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def _cancelled_by_signals() -> Iterator[None]:
-    """Have SIGINT and SIGTERM cancel this task."""
+    """Have each SIGINT and SIGTERM cancel this task: the first ends what it does, the second the ending."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "called by a coroutine"
-    for number in (signal.SIGINT, signal.SIGTERM):
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    for number in _ENDING:
         loop.add_signal_handler(number, task.cancel)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number in _ENDING:
+            loop.remove_signal_handler(number)  # which sets the default
+            signal.signal(number, handlers[number])
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,4 +1,4 @@
-"""Keeps one core running: starts its process, watches it, starts it again when it dies."""
+"""Keeps one core running: starts its process, watches it, starts it again when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from sagellm.core import EngineDeadError, EngineError, get_logger
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.core_handle import CoreHandle
 from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
+from sagellm.engines.serving.pulse import RESPONSIVE_S
 
 logger = get_logger(__name__)
 
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 60.0
 _RETRY_S = 2.0
+_TICK_S = 0.5
+
+_DIED = "the engine's process died"
 
 
 class Supervisor:
-    """Passes on what the core says, and its deaths. One that dies four times in a minute stays dead."""
+    """Passes on what the core says, and its deaths. One that dies four times in a minute stays dead.
+
+    A core whose pulse does not beat for `server.frozen_after_s` is killed, which is a death like any other.
+    """
 
     def __init__(
         self,
@@ -48,6 +55,11 @@ class Supervisor:
         """Whether a core runs with its model loaded."""
         return self._ready.is_set() and self._failure is None and not self._is_closing
 
+    @property
+    def is_responsive(self) -> bool:
+        """Whether that core came further within the last seconds, between two steps or inside one."""
+        return self.is_ready and self.core is not None and self.core.pulse.age_s < RESPONSIVE_S
+
     async def start(self) -> None:
         """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
         self._watching = asyncio.create_task(self._keep_running())
@@ -69,11 +81,13 @@ class Supervisor:
         if self.core is not None:
             self.core.send(message)
 
-    async def close(self) -> None:
-        """End the core."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the core; a cancellation kills it."""
         self._is_closing = True
-        self._ready.set()  # nobody shall wait any longer
+        self._ready.set()  # release all waiters
         if self.core is not None:
+            if at_once:
+                self.core.kill()
             await self.core.stop()
         if self._watching is not None:
             self._watching.cancel()
@@ -94,36 +108,59 @@ class Supervisor:
                     await asyncio.sleep(_RETRY_S)
                     continue
                 self._failure = EngineError(f"its process cannot be started: {error}")
+            except Exception:  # what it said has no meaning
+                logger.exception("the engine's process cannot be followed")
             if self._is_closing:
                 return
             now = time.monotonic()
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
             if self._failure is None and len(deaths) > _MAX_RESTARTS:
-                self._failure = EngineDeadError(f"its process died {len(deaths)} times within a minute")
+                self._failure = EngineDeadError(f"its process failed {len(deaths)} times within a minute")
             if self._failure is not None:
                 if self.num_restarts:  # what fails at the first start is raised there
                     logger.error("the engine stays down: %s", self._failure)
-                self._ready.set()  # nobody shall wait for it
+                self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
-            logger.error("the engine's process died; it is started again")
+            logger.error("the engine's process is started again")
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
         link = _Link(self._on_message)
-        self.core = await CoreHandle.start(self.config, self._socket, link, log_level=self._log_level)
-        first = await link.first
-        if isinstance(first, Hello):
-            self.config = self.config.with_values(first.config)
-            self._on_hello(first)
-            self._ready.set()
-            await link.lost
-        self._ready.clear()
-        if not self._is_closing:
-            self._on_death(EngineDeadError("the engine's process died; send the request again"))
-        await self.core.stop()
-        if isinstance(first, Failed):
-            raise EngineError(first.message)
+        core = self.core = await CoreHandle.start(self.config, self._socket, link, log_level=self._log_level)
+        reason = _DIED
+        try:
+            first = await link.first
+            if isinstance(first, Failed):
+                raise EngineError(first.message)
+            if isinstance(first, Hello):
+                self.config = self.config.with_values(first.config)
+                self._on_hello(first)
+                self._ready.set()
+                reason = await self._watch(core, link.lost)
+        finally:
+            self._ready.clear()
+            if not self._is_closing:
+                logger.error("%s", reason)
+                self._on_death(EngineDeadError(f"{reason}; send the request again"))
+            await core.stop()
+
+    async def _watch(self, core: CoreHandle, lost: asyncio.Future[None]) -> str:
+        """Return why the core is gone when it is; kill one that makes no progress.
+
+        Time counts only in ticks of this process: where both were stopped for an hour, and go on together,
+        one tick has passed.
+        """
+        limit_s = self.config.server.frozen_after_s
+        last_ns, stalled_s = core.pulse.last_ns, 0.0
+        while not (await asyncio.wait({lost}, timeout=_TICK_S))[0]:
+            beaten_ns = core.pulse.last_ns
+            stalled_s = stalled_s + _TICK_S if beaten_ns == last_ns else 0.0
+            last_ns = beaten_ns
+            if 0 < limit_s <= stalled_s:
+                core.kill()
+                return f"the engine's process made no progress for {limit_s:g} s and was killed"
+        return _DIED
 
 
 class _Link(asyncio.Protocol):
@@ -147,8 +184,10 @@ class _Link(asyncio.Protocol):
                     self.first.set_result(message)
                 else:
                     self._receive(message)
-        except Exception:
-            logger.exception("the engine's messages cannot be followed; it is started again")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the panic of an extension module is not an Exception
+            logger.exception("the engine's messages cannot be followed")
             assert self._transport is not None
             self._transport.close()
 

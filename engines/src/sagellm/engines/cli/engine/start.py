@@ -138,6 +138,7 @@ def _be_the_engine(
     code = 0
     try:
         run_service(config, name=name, log_level=log_level, on_state=say_running)
+        say({"error": "the engine was stopped before it was ready"})
     except BaseException as error:
         is_usage = isinstance(error, ConfigError)
         say({"error": str(error) or type(error).__name__, "is_usage": is_usage})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -28,7 +27,7 @@ class EngineStatus:
     model: str
     url: str
     pid: int
-    uptime_s: float | None
+    uptime_s: float
     num_running: int | None = None
     num_waiting: int | None = None
     num_blocks: int | None = None
@@ -76,14 +75,13 @@ def read_all(*, timeout_s: float) -> list[EngineStatus]:
 
 def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
     """Ask one engine how it is."""
-    started_s = engine.started_s
     found = EngineStatus(
         name=engine.name,
         state=engine.state,
         model=engine.model,
         url=engine.url,
         pid=engine.pid,
-        uptime_s=None if started_s is None else max(0.0, time.time() - started_s),
+        uptime_s=engine.uptime_s,
     )
     try:
         with AdminClient.connect(engine.socket, timeout_s=timeout_s) as client:
@@ -105,5 +103,5 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
 def _row(each: EngineStatus) -> tuple[str, ...]:
     used = "-" if not each.num_blocks else f"{(each.num_held_blocks or 0) / each.num_blocks:.0%}"
     counts = ("-" if count is None else str(count) for count in (each.num_running, each.num_waiting))
-    uptime = "-" if each.uptime_s is None else write_duration(each.uptime_s)
+    uptime = write_duration(each.uptime_s)
     return (each.name, each.state, each.model, each.url, str(each.pid), uptime, *counts, used)

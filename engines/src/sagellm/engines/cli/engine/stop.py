@@ -60,7 +60,7 @@ def end(engine: RunningEngine, *, timeout_s: float, force: bool) -> str:
     _signal(engine, signal.SIGKILL)
     if not _wait(engine, _KILLED_S):
         raise EngineError(f"{engine.name} (process {engine.pid}) was killed and is still there")
-    engine.withdraw()  # it could not do so itself
+    RunningEngine.withdraw_dead()  # it could not do so itself
     return f"killed {engine.name}, which had not ended within {timeout_s:g} s; its requests are lost"
 
 

@@ -1,0 +1,327 @@
+"""A front watches its core: alive inside a long step, not ready when it hangs, replaced when it is frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sagellm.core import EngineDeadError, SampledToken, TokenOutput
+from sagellm.engines import EngineConfig, SamplingParams
+from sagellm.engines.serving import CoreServer, Front
+from sagellm.engines.serving.core_process import listen
+from sagellm.engines.serving.messages import Add, Failed, Hello, Reply, Step, encode
+from sagellm.engines.serving.operations import core_operations
+from sagellm.engines.serving.pulse import Pulse
+from sagellm.engines.serving.supervisor import Supervisor
+
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def pulse() -> Pulse:
+    pulse, descriptor = Pulse.create()
+    os.close(descriptor)
+    return pulse
+
+
+def test_another_process_beats_the_pulse_that_this_one_reads(pulse):
+    pulse, descriptor = Pulse.create()
+    before_ns = pulse.last_ns
+    source = (
+        "import sys; from sagellm.engines.serving.pulse import Pulse; Pulse(int(sys.argv[1])).beat();"
+        "print([name for name in ('torch', 'numpy', 'msgspec') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", source, str(descriptor)]
+    done = subprocess.run(command, pass_fds=(descriptor,), capture_output=True, text=True, check=True)
+    os.close(descriptor)
+    assert (pulse.last_ns > before_ns, done.stdout) == (True, "[]\n")
+    assert 0 < pulse.age_s < 10
+
+
+def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
+    make_engine, tmp_path, pulse, monkeypatch
+):
+    engine = make_engine()
+    core = engine.client.core
+    hello = Hello({}, engine._input.limits, SamplingParams(), os.getpid())
+    server = CoreServer(core, listen(tmp_path / "s"), hello, core_operations(core), beat=pulse.beat)
+    beats = []
+    attention = core.runner.backend._attention._attention
+    real = attention.forward
+
+    def attend(*arguments):
+        beats.append(pulse.last_ns)
+        return real(*arguments)
+
+    monkeypatch.setattr(attention, "forward", attend)
+    core.add(engine._input.process_request([5, 6, 7], LONG).sequences[0])
+    server.turn(0)
+    server.turn(0)
+    assert len(set(beats)) == len(beats) >= 4, "each layer of each step found a new beat"
+    last_ns = pulse.last_ns
+    time.sleep(0.01)
+    assert pulse.last_ns == last_ns, "nothing beats on its own"
+    server.close()
+
+
+class Scripted(Front):
+    """A front that hears what a test says, in the place of a core."""
+
+    def __init__(self, engine) -> None:
+        super().__init__(engine.config, None, tokenizer=engine.tokenizer)
+        self._engine = engine
+        self.said = []
+        self.supervisor.wait_until_ready = self._wait
+        self.supervisor.send = self.said.append
+
+    async def _wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted(make_engine) -> Scripted:
+    return Scripted(make_engine())
+
+
+@pytest.fixture
+def core_frames(scripted) -> list[bytes]:
+    """Frames of each message that a core sends, about sequences that the front has."""
+    limits = scripted._engine._input.limits
+    token = SampledToken(7, -0.5, [(7, -0.5), (8, -1.5)], 1)
+    outputs = [
+        TokenOutput("a#0", token, num_cached_tokens=2, prompt_scores=[token], scheduled_ns=5),
+        TokenOutput("a#0", SampledToken(8), "stop", 8),
+        TokenOutput("b#1", None, "error", error="KeyError: x"),
+    ]
+    hello = Hello({"kv.num_blocks": 128}, limits, SamplingParams(temperature=0.5), 7)
+    messages = [
+        hello,
+        Failed("no"),
+        *[Step(outputs[:n]) for n in (1, 2, 3)],
+        Reply(1, {"a": [1]}),
+        Reply(2, None, "no"),
+    ]
+    return [encode(message) for message in messages]
+
+
+async def attack(scripted: Scripted, frames) -> int:
+    """Give a link frames as if a core had sent them; return how many ended it. Nothing else may happen."""
+    from sagellm.engines.serving.supervisor import _Link
+
+    num_ended = 0
+    for frame in frames:
+        closed = []
+        scripted._greet(Hello({}, scripted._engine._input.limits, SamplingParams(), 7))
+
+        class Transport(asyncio.Transport):
+            def close(self, closed=closed) -> None:
+                closed.append(True)
+
+        def receive(message):
+            if isinstance(message, Hello):
+                scripted.config.with_values(message.config)
+                scripted._greet(message)
+            else:
+                scripted._receive(message)
+
+        link = _Link(receive)
+        link.connection_made(Transport())
+        link.first.set_result(None)
+        for request_id in ("a", "b"):
+            if request_id not in scripted._output:
+                await scripted.add_request([5, 6, 7], SamplingParams(n=2, logprobs=2), request_id=request_id)
+        link.data_received(frame)
+        num_ended += bool(closed)
+        if closed:  # the core is started again
+            scripted._fail_all(EngineDeadError("the engine's process died"))
+            assert scripted.num_live == 0
+    return num_ended
+
+
+def test_whatever_a_core_sends_the_front_goes_on(scripted, core_frames, mutator):
+    mutate = mutator(core_frames, seed=1)
+    assert asyncio.run(attack(scripted, [mutate() for _ in range(1000)])) > 200
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_whatever_a_core_sends_the_front_goes_on_for_long(scripted, core_frames, mutator):
+    mutate = mutator(core_frames, seed=2)
+    assert asyncio.run(attack(scripted, (mutate() for _ in range(50_000)))) > 10_000
+
+
+def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
+    step = encode(Step([TokenOutput("a#0", SampledToken(1 << 40))]))
+    assert asyncio.run(attack(scripted, [step])) == 1
+
+
+def test_a_request_that_cannot_be_written_leaves_nothing(scripted):
+    from sagellm.core import InvalidRequestError
+
+    async def use():
+        scripted.supervisor.send = encode_it
+        with pytest.raises(InvalidRequestError, match="cannot be sent"):
+            await scripted.add_request([5], LONG, priority=1 << 70)
+        assert scripted.num_live == 0
+
+    def encode_it(message: Add) -> None:
+        encode(message)
+
+    scripted._greet(Hello({}, scripted._engine._input.limits, SamplingParams(), 7))
+    asyncio.run(use())
+
+
+def test_a_decoder_that_panics_ends_its_request_and_leaves_the_front_alive(scripted, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panic(*_):
+        raise Panic("slice index")
+
+    async def use():
+        stream = await scripted.add_request([5], LONG, request_id="a")
+        monkeypatch.setattr("sagellm.engines.text.detokenizer.IncrementalDetokenizer.append", panic)
+        monkeypatch.setattr("sagellm.engines.text.detokenizer.IncrementalDetokenizer.finish", panic)
+        scripted._receive(Step([TokenOutput("a#0", SampledToken(7))]))
+        outputs = [output async for output in stream]
+        assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].error) == (
+            "error",
+            "Panic: slice index",
+        )
+        again = await scripted.add_request([5], LONG, request_id="b")
+        await scripted.abort_request("b")
+        assert [output.finished async for output in again] == [True]
+        assert scripted.num_live == 0
+
+    scripted._greet(Hello({}, scripted._engine._input.limits, SamplingParams(), 7))
+    asyncio.run(use())
+
+
+# A core as far as its connection goes; {said} is what it says first, and all.
+_CORE = """
+import json, socket, sys, time
+order = json.loads(sys.stdin.readline())
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(order["socket"])
+listener.listen()
+peer, _ = listener.accept()
+peer.sendall(bytes.fromhex("{said}"))
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def speak(tmp_path, monkeypatch):
+    """Start a supervisor whose cores are programs without a model, which say something first."""
+    supervisors = []
+
+    def start(said: bytes, **settings):
+        program = tmp_path / "core.py"
+        program.write_text(_CORE.format(said=said.hex()))
+        monkeypatch.setattr("sagellm.engines.serving.core_handle._PROGRAM", [str(program)])
+        heard = []
+        supervisor = Supervisor(
+            EngineConfig.from_flat(**settings),
+            tmp_path / "core.sock",
+            on_hello=heard.append,
+            on_message=heard.append,
+            on_death=heard.append,
+        )
+        supervisors.append(supervisor)
+        return supervisor, heard
+
+    return start
+
+
+def hello(**changes) -> bytes:
+    from sagellm.core import RequestLimits
+
+    values = {
+        "config": {},
+        "limits": RequestLimits(vocab_size=9, max_model_len=9),
+        "default_params": SamplingParams(),
+        "pid": 1,
+    }
+    return encode(Hello(**(values | changes)))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [hello(config={"no.such": 1}), hello(config={"kv.block_size": "x"}), encode(Reply(1)), b"\3\0\0\0abc"],
+    ids=["unknown key", "wrong value", "no hello", "no message"],
+)
+def test_a_core_that_says_nonsense_is_an_error_and_not_an_endless_wait(speak, said):
+    async def use():
+        supervisor, _ = speak(said)
+        with pytest.raises(EngineDeadError, match="4 times within a minute"):
+            await asyncio.wait_for(supervisor.start(), 60)
+        await supervisor.close()
+
+    asyncio.run(use())
+
+
+def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch):
+    """No beat is no beat, whether the process is stopped or hangs inside a step."""
+    monkeypatch.setattr("sagellm.engines.serving.supervisor.RESPONSIVE_S", 0.3)
+    monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.1)
+
+    async def use():
+        supervisor, heard = speak(hello(), frozen_after_s=0.8)
+        await asyncio.wait_for(supervisor.start(), 60)
+        pid, begun = supervisor.core.pid, time.monotonic()
+        while time.monotonic() < begun + 1.0:
+            supervisor.core.pulse.beat()  # a step that takes long, and comes further
+            assert (supervisor.is_ready, supervisor.is_responsive) == (True, True)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert (supervisor.is_ready, supervisor.is_responsive, supervisor.num_restarts) == (True, False, 0)
+        while not supervisor.num_restarts or not supervisor.is_ready:
+            await asyncio.sleep(0.01)
+        assert supervisor.core.pid != pid
+        (error,) = [each for each in heard if isinstance(each, EngineDeadError)]
+        assert str(error) == (
+            "the engine's process made no progress for 0.8 s and was killed; send the request again"
+        )
+        await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_frozen_after_0_kills_none(speak, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.01)
+
+    async def use():
+        supervisor, _ = speak(hello(), frozen_after_s=0.0)
+        await asyncio.wait_for(supervisor.start(), 60)
+        await asyncio.sleep(0.5)
+        assert (supervisor.is_ready, supervisor.num_restarts) == (True, 0)
+        await supervisor.close()
+
+    asyncio.run(use())
+
+
+def test_closing_does_not_wait_for_a_stopped_core_when_it_is_asked_twice(speak):
+    async def use():
+        supervisor, _ = speak(hello())
+        await asyncio.wait_for(supervisor.start(), 60)
+        pid = supervisor.core.pid
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        supervisor.core.pulse.beat()
+        closing = asyncio.create_task(supervisor.close())
+        await asyncio.sleep(0.1)
+        assert not closing.done(), "the process cannot hear of it"
+        closing.cancel()
+        begun = time.monotonic()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert time.monotonic() - begun < 2
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(use())
