@@ -44,7 +44,7 @@ def test_parameters_arrive_as_they_were(options):
     processor = InputProcessor(make_tokenizer(), LIMITS, Runtime.virtual())
     [sequence] = processor.process_request([5, 6, 7], SamplingParams(**options)).sequences
     [message] = make_requests([sequence])
-    [arrived] = make_sequences(over_the_wire(message, NewRequest))
+    [arrived] = make_sequences(over_the_wire(message, NewRequest), LIMITS)
     assert arrived.params == sequence.params
     assert (arrived.num_to_score, arrived.stop_token_ids) == (sequence.num_to_score, sequence.stop_token_ids)
 
