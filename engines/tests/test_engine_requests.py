@@ -99,8 +99,9 @@ def test_several_continuations_of_one_prompt(make_engine, all_blocks_are_back):
     assert all_blocks_are_back(engine)
 
 
-def test_an_abort_frees_the_blocks(make_engine, all_blocks_are_back):
-    engine = make_engine(enable_prefix_caching=False)
+@pytest.mark.parametrize("with_cache", [True, False])
+def test_an_abort_frees_the_blocks(make_engine, all_blocks_are_back, with_cache):
+    engine = make_engine(enable_prefix_caching=with_cache)
     request_id = engine.add_request([5] * 100, GREEDY)
     engine.step()
     assert not all_blocks_are_back(engine)

@@ -1,0 +1,624 @@
+"""Bugs that can be planted in the product, and the test of this suite that has to fail for each of them.
+
+    python integration-tests/planted_bugs.py            # plant each in a process of its own, run its test
+    python integration-tests/planted_bugs.py NAME...    # only these
+    python integration-tests/planted_bugs.py --list     # name, what it breaks, and the test
+
+Exit code 1 if a test passes with its bug, or fails without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """A small change of the product that makes it wrong."""
+
+    name: str
+    breaks: str
+    caught_by: str  # a test of the quick suite, as pytest names it
+    plant: Callable[[], None]
+
+
+class Outcome(NamedTuple):
+    """How the tests of one process went."""
+
+    exit_code: int  # of pytest: 0 all passed, 1 some failed
+    failures: list[tuple[str, str]]  # test and exception, of the tests themselves, not of their fixtures
+    duration_s: float
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a test failed because what it checks is not so."""
+        return self.exit_code == 1 and bool(self.failures)
+
+
+BUGS: list[Bug] = []
+
+
+def bug(breaks: str, *, caught_by: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add what plants a bug to `BUGS`, under its own name."""
+
+    def add(plant: Callable[[], None]) -> Callable[[], None]:
+        name = plant.__name__.replace("_", "-")
+        BUGS.append(Bug(name=name, breaks=breaks, caught_by=caught_by, plant=plant))
+        return plant
+
+    return add
+
+
+def change(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace a function of a class or module by one that gets the original as its first argument."""
+    original = getattr(owner, name)
+
+    def replace(changed: Callable[..., Any]) -> None:
+        @wraps(original)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return changed(original, *arguments, **options)
+
+        setattr(owner, name, call)
+
+    return replace
+
+
+# -- which blocks are free, and who has them
+
+
+@bug(
+    "The free list gets one block of every `free` twice.",
+    caught_by="kv-pool/tests/test_free_list_allocator.py::TestFreeListAllocator"
+    "::test_no_random_sequence_of_calls_disagrees_with_a_model",
+)
+def a_double_insert_into_the_free_list() -> None:
+    from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
+
+    @change(FreeListAllocator, "free")
+    def free(original: Any, self: Any, block_ids: Any) -> None:
+        original(self, block_ids)
+        self._stack += block_ids[:1]
+
+
+@bug(
+    "Of every 500 blocks that are freed one stays allocated.",
+    caught_by="kv-pool/tests/test_paged_kv_pool.py::TestPagedKVPool"
+    "::test_random_operations_agree_with_a_model",
+)
+def a_leaked_block_in_500_frees() -> None:
+    from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
+
+    freed = count(1)
+
+    @change(FreeListAllocator, "free")
+    def free(original: Any, self: Any, block_ids: Any) -> None:
+        original(self, block_ids)
+        for block_id in block_ids:
+            if next(freed) % 500 == 0:
+                self.claim([block_id])
+
+
+@bug(
+    "`share` counts one reference too many.",
+    caught_by="kv-pool/tests/test_paged_kv_pool.py::TestPagedKVPool"
+    "::test_a_shared_block_is_free_after_its_last_reference",
+)
+def a_reference_count_off_by_one() -> None:
+    from sagellm.kvmgr.kv_pool import PagedKVPool
+
+    @change(PagedKVPool, "share")
+    def share(original: Any, self: Any, block_ids: Any) -> None:
+        original(self, block_ids)
+        for block_id in block_ids:
+            self._extra_refs[block_id] += 1
+
+
+@bug(
+    "`copy_on_write` hands out the shared block itself.",
+    caught_by="kv-pool/tests/test_paged_kv_pool.py::TestPagedKVPool"
+    "::test_a_shared_block_is_exchanged_for_a_fresh_one",
+)
+def a_shared_block_written_without_a_copy() -> None:
+    from sagellm.kvmgr.kv_pool import PagedKVPool
+
+    @change(PagedKVPool, "copy_on_write")
+    def copy_on_write(_: Any, self: Any, block_id: Any, sequence_id: str, priority: int = 0) -> Any:
+        return block_id
+
+
+@bug(
+    "The compactor copies KV over the block before the one that is free.",
+    caught_by="engines/tests/test_compaction_model.py"
+    "::test_every_slot_holds_its_sequences_kv_wherever_its_block_went[free_list-True]",
+)
+def compaction_into_a_block_in_use() -> None:
+    from sagellm.engines.core.compaction import Compactor
+
+    @change(Compactor, "advance")
+    def advance(original: Any, self: Any) -> int:
+        if not hasattr(self, "copy_right"):
+            self.copy_right = self._copy
+            self._copy = lambda pairs: self.copy_right([(source, target - 1) for source, target in pairs])
+        return int(original(self))
+
+
+# -- which prefixes are cached, and whose they are
+
+
+@bug(
+    "Where a node is split, the upper part loses its last block.",
+    caught_by="prefix-cache/tests/test_radix_prefix_cache.py::TestRadixPrefixCache"
+    "::test_random_operations_agree_with_a_plain_model[False-2]",
+)
+def a_split_that_loses_a_block() -> None:
+    from sagellm.kvmgr.prefix_cache import tree
+
+    @change(tree, "split")
+    def split(original: Any, *arguments: Any) -> Any:
+        upper = original(*arguments)
+        del upper.block_ids[-1]
+        return upper
+
+
+@bug(
+    "The prefix cache takes all salts of a tenant for one.",
+    caught_by="prefix-cache/tests/test_radix_prefix_cache.py::TestRadixPrefixCache"
+    "::test_namespaces_never_share",
+)
+def a_salt_ignored_by_the_prefix_cache() -> None:
+    from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+
+    def without_salt(original: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        unsalted = [each._replace(salt="") if hasattr(each, "salt") else each for each in arguments]
+        return original(self, *unsalted, **options)
+
+    for name in ("match_prefix", "insert_prefix", "query_by_prefix"):
+        change(RadixPrefixCache, name)(without_salt)
+
+
+@bug(
+    "Every tenth eviction evicts nothing.",
+    caught_by="prefix-cache/tests/test_radix_prefix_cache.py::TestRadixPrefixCache"
+    "::test_random_operations_agree_with_a_plain_model[False-2]",
+)
+def an_eviction_skipped() -> None:
+    from sagellm.kvmgr.prefix_cache.tree import RadixTree
+
+    evictions = count(1)
+
+    @change(RadixTree, "evict")
+    def evict(original: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        return original(self, *arguments, **options) if next(evictions) % 10 else []
+
+
+@bug(
+    "All blocks are charged to one tenant.",
+    caught_by="prefix-cache/tests/test_tenants.py::test_a_tenant_over_its_quota_evicts_only_its_own",
+)
+def a_wrong_tenant_s_account() -> None:
+    from sagellm.core import DEFAULT
+    from sagellm.kvmgr.prefix_cache.ledger import Ledger
+
+    @change(Ledger, "account")
+    def account(original: Any, self: Any, _: Any) -> Any:
+        return original(self, DEFAULT)
+
+
+@bug(
+    "Keys of evicted blocks have 6 bits.",
+    caught_by="prefix-cache/tests/test_explain_miss.py"
+    "::test_cause_and_position_of_1_000_known_misses_are_right_while_ghosts_are_within_budget",
+)
+def ghost_keys_that_collide() -> None:
+    from sagellm.kvmgr.prefix_cache import edges, explain, ghosts
+
+    for module in (edges, explain, ghosts):
+        module.hash = lambda value: hash(value) & 63  # type: ignore[attr-defined]
+
+
+@bug(
+    "LRU evicts what was used last.",
+    caught_by="eviction-policy/tests/test_eviction_policies.py"
+    "::test_a_hit_keeps_a_node_under_lru_and_not_under_fifo",
+)
+def an_eviction_order_upside_down() -> None:
+    from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+
+    @change(LRUEvictionPolicy, "node_key")
+    def node_key(original: Any, self: Any, node: Any) -> float:
+        return -float(original(self, node))
+
+
+# -- sequences and their blocks
+
+
+@bug(
+    "An abort leaves the lock on the cached prefix.",
+    caught_by="engines/tests/test_engine_requests.py::test_an_abort_frees_the_blocks",
+)
+def a_lock_kept_after_an_abort() -> None:
+    from sagellm.core import RequestStatus
+    from sagellm.engines.core.scheduler import Scheduler
+
+    @change(Scheduler, "finish")
+    def finish(original: Any, self: Any, sequence_id: Any, status: Any) -> Any:
+        sequence = self._sequences.get(sequence_id)
+        if status is RequestStatus.FINISHED_ABORTED and sequence is not None and sequence.match is not None:
+            self._kv.cache.lock(sequence.match)  # so that the one that is undone is not the last
+        return original(self, sequence_id, status)
+
+
+@bug(
+    "A preempted sequence keeps a reference to its blocks.",
+    caught_by="engines/tests/test_engine_requests.py::test_preempted_requests_end_as_if_alone",
+)
+def blocks_kept_after_a_preemption() -> None:
+    from sagellm.engines.core.scheduler import Scheduler
+
+    @change(Scheduler, "_preempt")
+    def preempt(original: Any, self: Any, sequence: Any) -> None:
+        self._kv._pool.share(sequence.block_ids)
+        original(self, sequence)
+
+
+@bug(
+    "A sequence writes into the cached block that agrees with its prompt in part.",
+    caught_by="engines/tests/test_partial_block_reuse.py"
+    "::test_output_is_the_same_when_a_block_is_reused_in_part",
+)
+def a_partial_block_shared_for_writing() -> None:
+    from sagellm.engines.core.kv_cache_manager import KVCacheManager
+
+    @change(KVCacheManager, "admit")
+    def admit(original: Any, self: Any, sequence: Any) -> None:
+        num_copies = len(self._copies)
+        original(self, sequence)
+        for source, target in self._copies[num_copies:]:
+            sequence.block_ids[sequence.block_ids.index(target)] = source
+            self._pool.share([source])
+            self._pool.free([target])
+        del self._copies[num_copies:]
+
+
+@bug(
+    "A step reads the block table that a sequence had before its blocks moved.",
+    caught_by="engines/tests/test_compaction.py::test_tokens_are_the_same_when_blocks_move_at_every_step[enable_prefix_caching-free_list]",
+)
+def a_stale_block_table() -> None:
+    from sagellm.engines.core.model_runner import ModelRunner
+
+    tables: dict[Any, list[Any]] = {}
+
+    @change(ModelRunner, "prepare_inputs")
+    def prepare_inputs(original: Any, self: Any, scheduled: Any) -> Any:
+        for entry in scheduled:
+            sequence = entry.sequence
+            known = tables.get(sequence.sequence_id, [])
+            sequence.block_ids[: len(known)] = known[: len(sequence.block_ids)]
+            tables[sequence.sequence_id] = list(sequence.block_ids)
+        return original(self, scheduled)
+
+
+@bug(
+    "The scheduler plans one token more than a step may have.",
+    caught_by="scheduler-ir/tests/test_base_scheduler_contract.py::TestBaseSchedulerIR"
+    "::test_a_plan_fits_whatever_the_state",
+)
+def a_token_budget_exceeded() -> None:
+    from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+
+    @change(BaseSchedulerIR, "__init__")
+    def init(original: Any, self: Any, *, max_num_batched_tokens: int, **options: Any) -> None:
+        original(self, max_num_batched_tokens=max_num_batched_tokens + 1, **options)
+
+
+# -- KV outside the device
+
+
+@bug(
+    "The key of a stored block is the first byte of its hash.",
+    caught_by="kv-pool/tests/test_kv_tiers.py::TestHostTier::test_no_block_is_lost_while_there_is_room",
+)
+def a_hash_cut_to_8_bits() -> None:
+    from sagellm.core.kv_block import BlockHeader
+
+    whole = BlockHeader.hash.func
+    BlockHeader.hash = property(lambda self: whole(self)[:1] + bytes(15))  # type: ignore[assignment, misc]
+
+
+@bug(
+    "KV of one layout is stored as that of any other.",
+    caught_by="kv-pool/tests/test_kv_tiers.py::TestFileTier::test_a_block_of_anything_else_is_a_miss",
+)
+def a_record_of_another_layout_accepted() -> None:
+    from dataclasses import replace
+
+    from sagellm.core.kv_block import BlockHeader
+
+    @change(BlockHeader, "encode")
+    def encode(original: Any, self: Any) -> Any:
+        return original(replace(self, layout=""))
+
+
+@bug(
+    "The key of a stored block does not cover whose it is.",
+    caught_by="engines/tests/test_tenants_in_tiers.py::test_hot_tiers_give_a_prompt_to_its_tenant_alone[host]",
+)
+def a_namespace_ignored_by_the_tiers() -> None:
+    from dataclasses import replace
+
+    from sagellm.core import DEFAULT
+    from sagellm.core.kv_block import BlockHeader
+
+    @change(BlockHeader, "encode")
+    def encode(original: Any, self: Any) -> Any:
+        return original(replace(self, namespace=DEFAULT))
+
+
+@bug(
+    "What is evicted is copied to the tiers after its block was given away.",
+    caught_by="engines/tests/test_tier_simulation.py"
+    "::test_no_order_of_steps_copies_and_late_answers_changes_a_token[0]",
+)
+def an_offload_that_reads_after_the_free() -> None:
+    from sagellm.engines.core.kv_offload import KVOffload
+
+    late: list[Any] = []
+
+    @change(KVOffload, "poll")
+    def poll(original: Any, self: Any) -> None:
+        while late:
+            keep, evicted = late.pop(0)
+            keep(self, evicted)
+        original(self)
+
+    @change(KVOffload, "keep")
+    def keep(original: Any, _: Any, evicted: Any) -> None:
+        late.append((original, evicted))
+
+
+@bug(
+    "Blocks that come back from a tier are written in the reverse order.",
+    caught_by="engines/tests/test_tier_simulation.py"
+    "::test_no_order_of_steps_copies_and_late_answers_changes_a_token[0]",
+)
+def fetched_blocks_in_the_wrong_order() -> None:
+    from sagellm.engines.core.kv_offload import KVOffload
+
+    @change(KVOffload, "_arrived")
+    def arrived(original: Any, self: Any, fetch: Any, outcomes: Any) -> None:
+        fetch.buffers.reverse()
+        original(self, fetch, outcomes)
+
+
+# -- from tokens to tokens, and to text
+
+
+@bug(
+    "The KV of a step's last token is written one slot off.",
+    caught_by="integration-tests/test_token_exact_faults.py::test_without_a_fault_every_token_is_equal",
+)
+def kv_written_at_a_wrong_slot() -> None:
+    from sagellm.engines.attention.kv_cache import Slots
+
+    of = Slots.of
+
+    def shifted(slot_mapping: Any, block_size: int) -> Slots:
+        slots = of(slot_mapping, block_size)
+        slots.offsets[-1] = (slots.offsets[-1] + 1) % block_size
+        return slots
+
+    Slots.of = shifted  # type: ignore[method-assign, assignment]
+
+
+@bug(
+    "The rows of a batch draw with each other's seeds.",
+    caught_by="engines/tests/test_sampler.py"
+    "::test_one_seed_gives_equal_tokens_alone_and_in_a_batch_of_33_in_any_order",
+)
+def another_row_s_seed() -> None:
+    from sagellm.engines.sampling import sampler
+
+    @change(sampler, "uniforms")
+    def uniforms(original: Any, seeds: Sequence[int], positions: Sequence[int]) -> Any:
+        return original(seeds[::-1], positions)
+
+
+@bug(
+    "All continuations of one prompt have one seed.",
+    caught_by="engines/tests/test_engine_requests.py::test_several_continuations_of_one_prompt",
+)
+def one_seed_for_all_continuations() -> None:
+    from sagellm.engines.core.sequence import Sequence as EngineSequence
+
+    of = EngineSequence.of
+
+    def of_one_seed(*arguments: Any, seed: int, **options: Any) -> Any:
+        return of(*arguments, seed=1, **options)
+
+    EngineSequence.of = of_one_seed  # type: ignore[method-assign, assignment]
+
+
+@bug(
+    "The stop string is shown with the text before it.",
+    caught_by="engines/tests/test_stop.py::test_a_stop_string_across_pieces_is_never_shown",
+)
+def a_stop_string_not_cut() -> None:
+    from sagellm.engines.sampling.stop import StopStringMatcher
+
+    @change(StopStringMatcher, "append")
+    def append(original: Any, self: Any, text: str, **options: Any) -> Any:
+        emitted = original(self, text, **options)
+        return emitted if emitted.stop is None else emitted._replace(text=emitted.text + emitted.stop)
+
+
+@bug(
+    "Bytes that wait for the rest of their character are dropped at the end.",
+    caught_by="engines/tests/test_detokenizer.py::test_streamed_text_equals_the_whole_for_malformed_bytes",
+)
+def bytes_dropped_by_the_detokenizer() -> None:
+    from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+
+    @change(IncrementalDetokenizer, "finish")
+    def finish(_: Any, self: Any) -> str:
+        return ""
+
+
+# -- serving
+
+
+@bug(
+    "The core sends every token to every front.",
+    caught_by="engines/tests/serving/test_engine_client.py::test_two_clients_see_their_own_sequences_alone",
+)
+def tokens_sent_to_everybody() -> None:
+    from sagellm.engines.serving import core_server
+
+    @change(core_server.CoreServer, "_send_outputs")
+    def send_outputs(original: Any, self: Any, outputs: Any) -> None:
+        keys = list(self._selector.get_map().values())
+        for connection in [key.data for key in keys if hasattr(key.data, "sequence_ids")]:
+            others = [output for output in outputs if output.sequence_id not in connection.sequence_ids]
+            if others:
+                self._send(connection, core_server.encode(core_server.Step(others)))
+        original(self, outputs)
+
+
+@bug(
+    "All API keys are one tenant's.",
+    caught_by="engines/tests/server/test_server_access.py"
+    "::test_each_key_is_a_tenant_and_nothing_in_the_body_changes_it",
+)
+def one_tenant_for_all_keys() -> None:
+    from sagellm.engines.server import access_control
+
+    @change(access_control, "tenant_of")
+    def tenant_of(original: Any, key: bytes) -> Any:
+        return original(b"")
+
+
+@bug(
+    "Requests with any Host header are answered, as after DNS rebinding.",
+    caught_by="engines/tests/server/test_server_access.py::test_other_hosts_are_refused_on_loopback",
+)
+def a_foreign_host_answered() -> None:
+    from sagellm.engines.server.access_control import AccessControl
+
+    @change(AccessControl, "__init__")
+    def init(original: Any, self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        self._hosts = None
+
+
+# -- running
+
+
+class _Watch:
+    """Takes note of tests that fail; a fixture that fails says nothing about the product."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[str, str]] = []
+
+    def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
+        if report.when == "call":
+            self.failures.append((node.nodeid, call.excinfo.typename))
+
+
+def run_tests(node_ids: Sequence[str], plant: Callable[[], None] | None = None) -> Outcome:
+    """Run tests of this suite in a process of their own, which has a bug in it or not."""
+    reading, writing = os.pipe()
+    started_s = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _run_as_child(node_ids, plant, writing)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    if not said:
+        raise RuntimeError(f"the process that ran {' '.join(node_ids)} ended without a word")
+    exit_code, failures = json.loads(said)
+    return Outcome(exit_code, [tuple(each) for each in failures], time.monotonic() - started_s)
+
+
+def _run_as_child(node_ids: Sequence[str], plant: Callable[[], None] | None, writing: int) -> None:
+    watch = _Watch()
+    log = Path(os.environ["PLANTED_LOG"]) if "PLANTED_LOG" in os.environ else Path(os.devnull)
+    exit_code = -1
+    try:
+        os.chdir(ROOT)
+        with log.open("a") as file, redirect_stdout(file):
+            if plant is not None:
+                plant()
+            options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120", "--tb=short"]
+            exit_code = int(pytest.main([*options, *node_ids], plugins=[watch]))
+    finally:
+        with os.fdopen(writing, "w", encoding="utf-8") as pipe:
+            json.dump([exit_code, watch.failures], pipe)
+        os._exit(0)
+
+
+def import_what_tests_import() -> None:
+    """Import it once, before any process is forked."""
+    import torch
+    import transformers  # noqa: F401
+
+    import sagellm.engines.server
+    import sagellm.engines.serving
+    import sagellm.engines.testing  # noqa: F401
+
+    torch.set_num_threads(1)  # no pool of threads, which a forked process would not have
+
+
+def outcomes(bugs: Sequence[Bug]) -> Iterator[tuple[str, bool, Outcome]]:
+    """Yield what became of each bug, after "none" for the tests as they are, and whether it is as wanted."""
+    import_what_tests_import()
+    clean = run_tests(sorted({each.caught_by for each in bugs}))
+    yield "none", clean.exit_code == 0, clean
+    for each in bugs:
+        outcome = run_tests([each.caught_by], each.plant)
+        yield each.name, outcome.is_caught, outcome
+
+
+def main() -> int:
+    """Print a line for each bug."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("names", nargs="*", help="of bugs; all of them if none is given")
+    parser.add_argument("--list", action="store_true", help="list the bugs and plant none")
+    options = parser.parse_args()
+    known = {each.name: each for each in BUGS}
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no bug is called {unknown[0]!r}; there are: {', '.join(known)}")
+    bugs = [known[name] for name in options.names] or BUGS
+    if options.list:
+        for each in bugs:
+            print(f"{each.name}\n  {each.breaks}\n  {each.caught_by}")
+        return 0
+    is_right = True
+    for name, is_as_wanted, outcome in outcomes(bugs):
+        is_right &= is_as_wanted
+        found = "; ".join(f"{error} in {node_id}" for node_id, error in outcome.failures) or "all passed"
+        mark = "" if is_as_wanted else f"WRONG (pytest said {outcome.exit_code}): "
+        print(f"{name}: {mark}{found} ({outcome.duration_s:.1f} s)", flush=True)
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
