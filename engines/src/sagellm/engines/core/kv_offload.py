@@ -52,11 +52,11 @@ class OffloadMetrics:
     """What went down and came back; the tiers' own counts."""
 
     num_kept_blocks: int = 0
-    num_not_kept_blocks: int = 0  # evicted while too many were on their way to a slow tier
+    num_not_kept_blocks: int = 0  # evicted while too many were on their way, or no memory was left for a copy
     num_fetches: int = 0
     num_fetched_blocks: int = 0
     num_computed_instead: int = 0  # blocks that were stored, and computing them was cheaper
-    num_lost_blocks: int = 0  # that a tier was said to have, and a fetch did not get
+    num_lost_blocks: int = 0  # that a tier was said to have, and a fetch did not get or had no memory for
     prefill_tokens_a_second: float = 0.0
     tiers: KVTierMetrics = field(default_factory=KVTierMetrics)
 
@@ -102,7 +102,11 @@ class KVOffload:
             if sum(map(len, self._puts.values())) * self._block_bytes >= _MAX_PUT_BYTES:
                 self._metrics.num_not_kept_blocks += len(part)
                 continue
-            buffers = [self._take_buffer() for _ in part]
+            try:
+                buffers = [self._take_buffer() for _ in part]
+            except MemoryError:
+                self._metrics.num_not_kept_blocks += len(part)
+                continue
             self._memory.read_blocks([block_id for block_id, _ in part], buffers)
             requests = [
                 TierRequest("put", header, data) for (_, header), data in zip(part, buffers, strict=True)
@@ -184,7 +188,12 @@ class KVOffload:
         if not headers:
             fetch.is_over = True
             return
-        fetch.buffers = [self._take_buffer() for _ in headers]
+        try:
+            fetch.buffers = [self._take_buffer() for _ in headers]
+        except MemoryError:  # what is not fetched is computed
+            self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
+            fetch.is_over = True
+            return
         requests = [
             TierRequest("get", header, data) for header, data in zip(headers, fetch.buffers, strict=True)
         ]
