@@ -203,15 +203,15 @@ class KVAllocatorContract(KVAllocatorLoad):
 
     def test_random_operations_agree_with_a_model(self) -> None:
         """Ten thousand of them, with the integrity checked after each."""
-        self._run_random_operations(10_000, check_every=1)
+        self.run_random_operations(10_000, check_every=1)
 
     @pytest.mark.full
     def test_a_million_random_operations_agree_with_a_model(self) -> None:
         """The same for long, with the integrity checked at every hundredth."""
         self.make_with(1)
-        self._run_random_operations(1_000_000, check_every=100, seed=1)
+        self.run_random_operations(1_000_000, check_every=100, seed=1)
 
-    def _run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
+    def run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
         """Compare with a set of held ids, wrong calls among the right ones."""
         allocator, total = self.make_with(0)
         rng = random.Random(seed)

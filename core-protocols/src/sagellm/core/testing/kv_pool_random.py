@@ -30,13 +30,13 @@ class KVPoolRandomOperations:
 
     def test_random_operations_agree_with_a_model(self) -> None:
         """Four thousand of them, with the integrity checked after each."""
-        self._run_alone(4_000, check_every=1)
+        self.run_alone(4_000, check_every=1)
 
     @pytest.mark.full
     def test_a_million_random_operations_agree_with_a_model(self) -> None:
         """The same for long, with the integrity checked at every hundredth."""
         self.make_with(1)
-        self._run_alone(1_000_000, check_every=100, seed=1)
+        self.run_alone(1_000_000, check_every=100, seed=1)
 
     def test_random_operations_of_eight_threads_agree_with_a_model(self) -> None:
         """No block has two holders, every wrong call is refused, and all counts are exact at the end."""
@@ -101,7 +101,7 @@ class KVPoolRandomOperations:
         assert {block_id: info.ref_count for block_id, info in pool.block_info.items()} == {a: 2, b: 1}
         assert pool.metrics().num_moved_blocks == 0
 
-    def _run_alone(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
+    def run_alone(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
         """Compare with a count of references by block, wrong calls among the right ones."""
         pool = self.make_with(0)
         machine = KVPoolMachine(pool, random.Random(seed))
