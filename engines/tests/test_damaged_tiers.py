@@ -409,3 +409,24 @@ def test_a_file_system_that_is_really_full_loses_nothing(make_engine, expected, 
         assert metrics.tiers.tiers["file"].num_failed > 0
         assert all(tier.num_blocks > 3 for tier in metrics.tiers.tiers.values())
         assert (metrics.num_lost_blocks, metrics.num_fetched_blocks) == (0, 7 * len(PROMPTS))
+
+
+@pytest.mark.parametrize("fails_at", ["put", "get"])
+def test_a_host_without_memory_for_kv_on_its_way_computes_it_again(
+    make_engine, expected, all_blocks_are_back, monkeypatch, fails_at
+):
+    def fail(_):
+        raise MemoryError
+
+    engine = make(make_engine, {"host": "8MiB"})
+    offload = engine.client.core.kv.offload
+    if fails_at == "put":
+        monkeypatch.setattr(type(offload), "_take_buffer", fail)
+    assert run(engine) == expected
+    monkeypatch.setattr(type(offload), "_take_buffer", fail)
+    assert run(engine) == expected
+    assert all_blocks_are_back(engine)
+    metrics = offload.metrics()
+    assert (metrics.num_not_kept_blocks > 0) == (fails_at == "put")
+    assert (metrics.num_lost_blocks > 0) == (fails_at == "get")
+    assert metrics.num_fetched_blocks == 0

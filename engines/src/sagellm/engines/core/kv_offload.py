@@ -21,6 +21,7 @@ from sagellm.core import (
     get_logger,
     headers_of,
 )
+from sagellm.core.chaos import flaky
 from sagellm.core.kv_block import BlockHeader
 from sagellm.engines.core.prefill_rate import PrefillRate
 
@@ -52,7 +53,7 @@ class OffloadMetrics:
     """What went down and came back; the tiers' own counts."""
 
     num_kept_blocks: int = 0
-    num_not_kept_blocks: int = 0  # evicted while too many were on their way, or no memory was left for a copy
+    num_not_kept_blocks: int = 0  # evicted while too many were on their way, or there was no memory
     num_fetches: int = 0
     num_fetched_blocks: int = 0
     num_computed_instead: int = 0  # blocks that were stored, and computing them was cheaper
@@ -93,6 +94,7 @@ class KVOffload:
         self._counted: object = None
         self._metrics = OffloadMetrics()
 
+    @flaky("offload.keep")
     def keep(self, evicted: EvictedBlocks) -> None:
         """Give blocks to the tiers that want them; called while their KV is whole."""
         is_wanted = self.tiers.touch([header.key for header in evicted.headers])
@@ -102,9 +104,8 @@ class KVOffload:
             if sum(map(len, self._puts.values())) * self._block_bytes >= _MAX_PUT_BYTES:
                 self._metrics.num_not_kept_blocks += len(part)
                 continue
-            try:
-                buffers = [self._take_buffer() for _ in part]
-            except MemoryError:
+            buffers = self._take_buffers(len(part))
+            if buffers is None:
                 self._metrics.num_not_kept_blocks += len(part)
                 continue
             self._memory.read_blocks([block_id for block_id, _ in part], buffers)
@@ -140,6 +141,7 @@ class KVOffload:
         """Copy between blocks before a fetch writes to any."""
         self._memory.copy_blocks(pairs)
 
+    @flaky("offload.poll")
     def poll(self) -> None:
         """Take note of what the tiers have done."""
         for result in self.tiers.poll():
@@ -188,12 +190,11 @@ class KVOffload:
         if not headers:
             fetch.is_over = True
             return
-        try:
-            fetch.buffers = [self._take_buffer() for _ in headers]
-        except MemoryError:  # what is not fetched is computed
-            self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
-            fetch.is_over = True
+        buffers = self._take_buffers(len(headers))
+        if buffers is None:
+            self._give_up(fetch)
             return
+        fetch.buffers = buffers
         requests = [
             TierRequest("get", header, data) for header, data in zip(headers, fetch.buffers, strict=True)
         ]
@@ -212,14 +213,31 @@ class KVOffload:
         self._give_back(fetch.buffers)
         fetch.buffers = []
         if num_good < len(outcomes):
-            self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
-            fetch.is_over = True
+            self._give_up(fetch)
         else:
             self._go_on(fetch)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """End a fetch; what has not come is computed."""
+        self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
+        fetch.is_over = True
 
     def _give_back(self, buffers: list[memoryview]) -> None:
         self._buffers += buffers
         del self._buffers[2 * self._chunk :]
 
+    def _take_buffers(self, number: int) -> list[memoryview] | None:
+        """Return buffers of a block each, or None where the host has no memory for them."""
+        taken: list[memoryview] = []
+        try:
+            for _ in range(number):
+                taken.append(self._take_buffer())
+        except MemoryError:
+            _log.warning("no memory for %d KV blocks on their way to or from a tier", number)
+            self._give_back(taken)
+            return None
+        return taken
+
+    @flaky("offload.buffer", MemoryError)
     def _take_buffer(self) -> memoryview:
         return self._buffers.pop() if self._buffers else memoryview(bytearray(self._block_bytes))

@@ -125,7 +125,10 @@ async def _serve(
 
     def enter(state: EngineState) -> None:
         changed = replace(engine, state=state)
-        changed.announce()
+        try:
+            changed.announce()
+        except OSError as error:  # it serves, and drains, all the same
+            logger.warning("the engine's entry cannot be written: %s; its state there is out of date", error)
         on_state(changed)
 
     texts = None if tokenizer is None else TextProcess(resolve_tokenizer(config.model))
