@@ -11,6 +11,7 @@ import pytest
 
 from sagellm.accel import widening
 from sagellm.core import PluginRegistry
+from sagellm.core.chaos import Chaos
 from sagellm.engines.cli.doctor import command, hardware, software
 from sagellm.engines.cli.doctor.plugins import examine_plugins
 from sagellm.engines.cli.doctor.report import ExaminationContext, Section, as_text, examine
@@ -265,3 +266,16 @@ def test_a_hub_cache_that_cannot_be_written_is_told(monkeypatch, sage, tmp_path)
     sections = {section["title"]: section for section in sage("doctor", "--json").json["sections"]}
     assert sections["hub"]["facts"]["models in it"] == 0
     assert "cannot be written to" in sections["hub"]["problems"][0]["what"]
+
+
+def test_faults_on_demand_are_a_warning(monkeypatch):
+    monkeypatch.setenv("SAGELLM_CHAOS", "7")
+    monkeypatch.setattr(software, "CHAOS", Chaos("7"))
+    (problem,) = [each for each in software.examine_software(context_with()).problems if "CHAOS" in each.what]
+    assert (problem.severity, problem.remedy) == ("warning", "unset SAGELLM_CHAOS")
+    assert "SAGELLM_CHAOS=7" in problem.what
+    monkeypatch.setenv("SAGELLM_CHAOS", "on")
+    monkeypatch.setattr(software, "CHAOS", None)
+    assert any(
+        "'on' is not a seed" in what for _, what in problems_of(software.examine_software(context_with()))
+    )

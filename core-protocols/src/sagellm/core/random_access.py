@@ -8,8 +8,15 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
+
+from sagellm.core.chaos import flaky_vector
 
 _NOWAIT = getattr(os, "RWF_NOWAIT", None)
+_system_preadv: Any = getattr(os, "preadv", None)  # Windows has none
+_system_pwritev: Any = getattr(os, "pwritev", None)
+_preadv = flaky_vector("file.read", errno.EIO)(_system_preadv)
+_pwritev = flaky_vector("file.write", errno.EIO, errno.ENOSPC)(_system_pwritev)
 
 
 class RandomAccessFile(ABC):
@@ -66,7 +73,7 @@ class SystemRandomAccessFile(RandomAccessFile):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Read until all buffers are full or the file ends."""
         num_read, left = 0, [buffer for buffer in buffers if len(buffer)]
-        while left and (count := os.preadv(self._descriptor, left, offset + num_read)):
+        while left and (count := _preadv(self._descriptor, left, offset + num_read)):
             num_read += count
             left = _rest(left, count)
         return num_read
@@ -75,7 +82,7 @@ class SystemRandomAccessFile(RandomAccessFile):
         """Write until all is written."""
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
-            count = os.pwritev(self._descriptor, left, offset)
+            count = _pwritev(self._descriptor, left, offset)
             if count == 0:
                 raise OSError(errno.EIO, "nothing was written")
             offset += count

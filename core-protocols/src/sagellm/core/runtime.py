@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from sagellm.core.chaos import flaky
 from sagellm.core.errors import InvalidInputError
 from sagellm.core.random_access import MemoryRandomAccessFile, RandomAccessFile, SystemRandomAccessFile
 
@@ -126,12 +127,14 @@ class Files(ABC):
 class SystemFiles(Files):
     """The machine's file system."""
 
+    @flaky("files.read", errno.EIO)
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
         """Read a part of a file."""
         with open(path, "rb") as file:
             file.seek(offset)
             return file.read(-1 if size is None else size)
 
+    @flaky("files.write", errno.ENOSPC, errno.EIO)
     def write(self, path: str, data: bytes) -> None:
         """Write beside the target, flush to the device, then rename over it."""
         temporary = f"{path}.{os.getpid()}.tmp"
@@ -146,10 +149,12 @@ class SystemFiles(Files):
             Path(temporary).unlink(missing_ok=True)
             raise
 
+    @flaky("files.remove", errno.EIO, rate=10, num_spared=1)
     def remove(self, path: str) -> None:
         """Delete a file."""
         os.unlink(path)
 
+    @flaky("files.rename", errno.EIO, errno.ENOSPC, rate=10)
     def rename(self, old: str, new: str) -> None:
         """Flush to the device, then rename."""
         descriptor = os.open(old, os.O_RDONLY | os.O_CLOEXEC)
@@ -166,10 +171,12 @@ class SystemFiles(Files):
             raise FileNotFoundError(errno.ENOENT, "no plain file", path)
         return found.st_size
 
+    @flaky("files.open", errno.EMFILE, errno.EIO, rate=10, num_spared=1)
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
         """Open a file of the machine; never follows a link."""
         return SystemRandomAccessFile(path, is_new=is_new)
 
+    @flaky("files.list", errno.EIO, errno.EMFILE, rate=10)
     def list(self, folder: str) -> list[str]:
         """List a folder."""
         return sorted(os.listdir(folder))

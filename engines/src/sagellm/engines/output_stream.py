@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Self
 
 from sagellm.core import RequestId
+from sagellm.core.chaos import flaky
 from sagellm.engines.outputs import RequestOutput
 
 
@@ -39,6 +40,7 @@ class OutputStream:
     def __aiter__(self) -> Self:
         return self
 
+    @flaky("stream.next")
     async def __anext__(self) -> RequestOutput:
         if not self._is_changed and not self._is_done and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sagellm.core.chaos import note
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
@@ -94,4 +95,6 @@ def say_state(engine: RunningEngine) -> None:
     if engine.state == "draining":
         typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
     else:
-        typer.echo(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it)", err=True)
+        typer.echo(
+            f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){note()}", err=True
+        )

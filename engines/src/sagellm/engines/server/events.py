@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sagellm.core.chaos import flaky
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.reply import send_error
 
@@ -26,6 +27,7 @@ class EventReply:
         self._send = send
         self._has_started = False
 
+    @flaky("http.events")
     async def write(self, events: bytes) -> None:
         """Send events that are complete, each with its blank line."""
         if not self._has_started:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sagellm.core.chaos import flaky
 from sagellm.engines.server.errors import APIError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ async def send_error(send: Send, error: APIError) -> None:
     await send_bytes(send, error.encoded, status=error.status, headers=error.headers)
 
 
+@flaky("http.answer")
 async def send_bytes(
     send: Send,
     body: bytes,

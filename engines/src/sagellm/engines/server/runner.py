@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.connections import Connections, fit_to_files, peer_of
@@ -84,6 +85,7 @@ class BoundedHTTP(HttpToolsProtocol):
             self._stall = None
         super().resume_writing()
 
+    @in_pieces("http.receive", lambda self: self.transport.is_closing())
     def data_received(self, data: bytes) -> None:
         """Read on, a message at a time, unless something must not be there."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import EngineDeadError
+from sagellm.core.chaos import child_environment, flaky
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.messages import ToCore, encode
 from sagellm.engines.serving.pulse import RESPONSIVE_S, Pulse
@@ -36,6 +38,7 @@ class CoreHandle:
         return self._process.pid
 
     @classmethod
+    @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)
     async def start(
         cls, config: EngineConfig, socket: Path, protocol: asyncio.Protocol, *, log_level: str
     ) -> CoreHandle:
@@ -50,7 +53,8 @@ class CoreHandle:
         try:
             while True:
                 with suppress(OSError):
-                    transport, _ = await loop.create_unix_connection(lambda: protocol, str(socket))
+                    connect = flaky("core.connect", errno.ECONNREFUSED, rate=10)(loop.create_unix_connection)
+                    transport, _ = await connect(lambda: protocol, str(socket))
                     return cls(process, pulse, transport)
                 if process.poll() is not None:
                     raise EngineDeadError(
@@ -62,6 +66,7 @@ class CoreHandle:
             process.wait()
             raise
 
+    @flaky("front.send")
     def send(self, message: ToCore) -> None:
         """Send a message; what a dead core does not read is lost."""
         if not self._transport.is_closing():
@@ -100,6 +105,7 @@ def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Puls
         process = subprocess.Popen(
             [sys.executable, *_PROGRAM],
             stdin=subprocess.PIPE,
+            env=child_environment(),
             pass_fds=(descriptor,),
         )
     finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import SageLLMError, get_logger
+from sagellm.core.chaos import flaky_socket
 from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.messages import Failed, Hello, encode
@@ -63,7 +64,7 @@ def listen(path: Path) -> socket.socket:
     finally:
         os.umask(mask)
     listener.listen(64)
-    return listener
+    return flaky_socket("core.socket", listener)
 
 
 def _load(config: EngineConfig, listener: socket.socket, pulse: Pulse) -> Any:

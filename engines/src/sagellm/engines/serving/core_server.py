@@ -22,6 +22,7 @@ from sagellm.core import (
     get_logger,
     nearest,
 )
+from sagellm.core.chaos import flaky_selector
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.serving.conversion import make_sequences
 from sagellm.engines.serving.messages import (
@@ -101,7 +102,7 @@ class CoreServer:
         self._owner: dict[SequenceId, _Connection] = {}
         self._backlog: dict[_Connection, None] = {}  # those that sent what was not looked at, in their turn
         self._connections: set[_Connection] = set()
-        self._selector = selectors.DefaultSelector()
+        self._selector = flaky_selector("core.select", selectors.DefaultSelector())
         self._listener = listener
         self._is_stopping = False
         core.report_progress(beat)

@@ -58,6 +58,7 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     pool = PoolAdmin(Compactor(core.kv, core.runner.copy_blocks, clock, core.has_unfinished))
     return {
         **common,
+        "check": core.kv.check_integrity,
         "cache_why": cache.why,
         "cache_pin": cache.pin,
         "cache_pins": cache.pins,

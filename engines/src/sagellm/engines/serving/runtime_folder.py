@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from sagellm.core import ConfigError, UnknownNameError, nearest
+from sagellm.core.chaos import flaky
 from sagellm.core.runtime_folder import VARIABLE as VARIABLE, runtime_folder as runtime_folder
 
 _ASKED_S = 0.5  # somebody who asks whether an engine lives has its lock for a moment
@@ -100,6 +101,7 @@ class RunningEngine:
         """Seconds since it was started."""
         return max(0.0, time.monotonic() - self.started_s)
 
+    @flaky("runtime_folder.announce", errno.ENOSPC, rate=10, num_spared=1)
     def announce(self) -> None:
         """Write the entry, whole or not at all."""
         path = _entry_of(self.name)
@@ -194,6 +196,7 @@ def _try_lock(name: str) -> int | None:
         os.close(descriptor)
 
 
+@flaky("runtime_folder.remove")
 def _remove(name: str) -> None:
     """Remove an engine's files; the caller holds its lock."""
     for path in (_entry_of(name), socket_of(name), _lock_of(name)):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sagellm.core import EngineDeadError, EngineError, get_logger
+from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.core_handle import CoreHandle
 from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
@@ -177,6 +178,7 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
+    @in_pieces("front.receive", lambda self: self._transport.is_closing())
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._reader.feed(data):

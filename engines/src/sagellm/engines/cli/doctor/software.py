@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 
+from sagellm.core.chaos import CHAOS, VARIABLE
 from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 from sagellm.engines.machine import installed_version
 
@@ -44,6 +46,7 @@ def examine_software(context: ExaminationContext) -> Section:
         section.facts[name] = installed_version(name) or "not installed (optional)"
     _check_one_version(section)
     _check_namespace(section)
+    _check_chaos(section)
     return section
 
 
@@ -65,3 +68,15 @@ def _check_namespace(section: Section) -> None:
             f"{shadow} hides packages of the sagellm namespace",
             "uninstall the distribution that brought this file (isagellm does)",
         )
+
+
+def _check_chaos(section: Section) -> None:
+    """Faults that tests inject; nobody else wants them."""
+    given = os.environ.get(VARIABLE, "")
+    if CHAOS is not None:
+        section.warn(
+            f"{VARIABLE}={given}: what is started from here fails now and then on purpose, for tests",
+            f"unset {VARIABLE}",
+        )
+    elif given:
+        section.warn(f"{VARIABLE}={given!r} is not a seed and does nothing", f"unset {VARIABLE}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sagellm.core import EngineDeadError, EngineError, InvalidRequestError, get_logger
+from sagellm.core.chaos import flaky
 from sagellm.engines.serving.frames import MAX_FRAME_BYTES, encode
 from sagellm.engines.text.calls import Call, Decode, Render, TokenCall
 from sagellm.engines.text.errors import (
@@ -219,6 +220,7 @@ class _Worker:
             self._streams = None
             self._server.end(self._number)
 
+    @flaky("tokenizer.exchange")
     async def _exchange(self, frame: bytes) -> Answer:
         assert self._streams is not None, "started"
         reader, writer = self._streams

@@ -9,6 +9,7 @@ from threading import Condition, Thread, current_thread
 from typing import NamedTuple, TypeAlias
 from weakref import finalize
 
+from sagellm.core.chaos import flaky
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.kv_tier import (
@@ -252,6 +253,7 @@ def _run(work: _Work, tier: KVTierProtocol, search: Search | None) -> None:
     tier.close()
 
 
+@flaky("tier.work")
 def _do(
     work: _Work,
     tier: KVTierProtocol,

@@ -7,12 +7,14 @@ are compared with what was asked for before anything is read.
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from sagellm.core.chaos import flaky, flaky_socket
 from sagellm.core.runtime import Clock
 
 _LINE_BYTES = 1 << 10
@@ -99,7 +101,8 @@ class RespConnection:
     def __init__(self, server: Server, deadline: Deadline) -> None:
         """Connect and log in. Raises OSError."""
         self._received = bytearray()
-        self._socket = _connect(server, deadline)
+        connected = _connect(server, deadline)
+        self._socket = connected if server.tls is not None else flaky_socket("redis.socket", connected)
         try:
             commands = list(_greeting(server))
             self.send(commands, deadline)
@@ -208,6 +211,7 @@ def _number(text: bytes) -> int:
     return int(text)
 
 
+@flaky("redis.connect", errno.ECONNREFUSED, rate=10)
 def _connect(server: Server, deadline: Deadline) -> socket.socket:
     if server.path:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
