@@ -125,10 +125,7 @@ async def _serve(
 
     def enter(state: EngineState) -> None:
         changed = replace(engine, state=state)
-        try:
-            changed.announce()
-        except OSError as error:  # it serves, and drains, all the same
-            logger.warning("the engine's entry cannot be written: %s; its state there is out of date", error)
+        _announce_if_possible(changed)
         on_state(changed)
 
     texts = None if tokenizer is None else TextProcess(resolve_tokenizer(config.model))
@@ -169,6 +166,14 @@ def _interrupted_by_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _announce_if_possible(engine: RunningEngine) -> None:
+    """Rewrite the entry of an engine; one that cannot be rewritten serves, and drains, all the same."""
+    try:
+        engine.announce()
+    except OSError as error:
+        logger.warning("the engine's entry cannot be written: %s; its state there is out of date", error)
 
 
 @contextmanager
