@@ -156,13 +156,14 @@ def test_bad_requests_are_errors_and_leave_nothing(with_shared_front):
     with_shared_front(use)
 
 
-def test_a_core_that_cannot_start_says_why(tmp_path):
+def test_a_core_that_cannot_start_says_why(tmp_path, caplog):
     async def main():
         config = EngineConfig.from_flat(model=tmp_path / "nowhere")
         await Front.start(config, tmp_path / "core.sock", tokenizer=None)
 
     with pytest.raises(EngineError, match="nowhere"):
         asyncio.run(asyncio.wait_for(main(), 60))
+    assert caplog.records == [], "the error says it all"
     assert not (tmp_path / "core.sock").exists()
 
 

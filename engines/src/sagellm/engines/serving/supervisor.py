@@ -123,7 +123,7 @@ class Supervisor:
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
-            logger.error("the engine's process is started again")
+            logger.error("the engine's process ended; it is started again")
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
@@ -142,7 +142,6 @@ class Supervisor:
         finally:
             self._ready.clear()
             if not self._is_closing:
-                logger.error("%s", reason)
                 self._on_death(EngineDeadError(f"{reason}; send the request again"))
             await core.stop()
 
@@ -160,7 +159,9 @@ class Supervisor:
             last_ns = beaten_ns
             if 0 < limit_s <= stalled_s:
                 core.kill()
-                return f"the engine's process made no progress for {limit_s:g} s and was killed"
+                reason = f"the engine's process made no progress for {limit_s:g} s and was killed"
+                logger.error("%s", reason)
+                return reason
         return _DIED
 
 
