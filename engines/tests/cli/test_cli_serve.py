@@ -238,7 +238,8 @@ def test_an_engine_is_healthy_in_a_long_step_and_replaced_when_it_is_frozen(envi
         next(rest)
         reading = threading.Thread(target=lambda: chunks.extend(rest))
         reading.start()
-        (core,) = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children()
+        (core,) = (child for child in children if any("core_process" in word for word in child.cmdline()))
         core.suspend()
         begun = time.monotonic()
         while httpx.get(f"{url}/health").status_code == 200:

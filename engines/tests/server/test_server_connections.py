@@ -154,7 +154,7 @@ def test_a_client_that_closes_its_half_gets_its_answer(scripted):
     server = scripted("a", "length")
     answer = exchange(server, WHOLE, closes_half=True)
     assert answer.startswith(b"HTTP/1.1 200 ")
-    assert b"connection: close" in answer
+    assert b'"finish_reason":' in answer
     streamed = b'{"prompt": [1], "stream": true}'
     data = POST + b"Content-Length: %d\r\n\r\n%b" % (len(streamed), streamed)
     assert exchange(server, data, closes_half=True).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

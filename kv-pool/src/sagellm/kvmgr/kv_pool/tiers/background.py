@@ -124,7 +124,7 @@ class BackgroundTier(KVTierProtocol):
         self.tier.check_integrity()
 
     def close(self) -> None:
-        """Have the thread close the tier, and wait for a second for it: one that is stuck does it later."""
+        """Have the thread store what it was given and close the tier; after a second, do not wait for it."""
         self._close()
 
 
@@ -242,7 +242,7 @@ def _run(work: _Work, tier: KVTierProtocol, search: Search | None) -> None:
     while True:
         with work.changed:
             work.changed.wait_for(work.is_due, work.search_in_s)
-            if work.is_closed:
+            if work.is_closed and not work.others:
                 break
             taken = work.take()
             work.started_ns = work.clock.now_ns()
@@ -289,12 +289,13 @@ def _search(work: _Work, tier: KVTierProtocol, search: Search) -> None:
 
 
 def _stop(work: _Work, thread: Thread) -> None:
-    """End the thread; one that is stuck closes its tier when it returns."""
+    """End the thread once what is to be stored is; one that is stuck closes its tier when it returns."""
     with work.changed:
         work.is_closed = True
-        work.urgent.clear()
-        work.others.clear()
+        work.urgent.clear()  # nobody waits for data any more
         work.results.clear()
         work.changed.notify_all()
     if thread is not current_thread():  # where the collector may run
         thread.join(_CLOSE_S)
+        with work.changed:
+            work.others.clear()
