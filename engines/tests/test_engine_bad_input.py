@@ -47,7 +47,7 @@ def test_a_bad_prompt_is_refused(engine, all_blocks_are_back, prompt, words):
     started = time.perf_counter()
     with pytest.raises(InvalidRequestError, match=words):
         engine.add_request(prompt, GREEDY)
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 5
     assert all_blocks_are_back(engine)
     assert len(engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids) == 4
 

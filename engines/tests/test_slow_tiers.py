@@ -15,8 +15,8 @@ from sagellm.engines import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(8)
 PROMPTS = [[_random.randrange(5, 200) for _ in range(60)] for _ in range(4)]
-TIMEOUT_S = 0.4
-LONGEST_STEP_S = 0.35
+TIMEOUT_S = 1.0
+LONGEST_STEP_S = 0.8
 """Of a machine that is busy with other tests; a byte takes 0.1 s, a reply minutes."""
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_begins_to_drip_costs_time_of_requests_and_of_no_step(make
     assert engine.metrics().modules["kv_tier"].tiers.num_failed > 0
     started_s = time.monotonic()
     engine.close()
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 5
 
 
 def test_a_server_that_drips_from_the_first_byte_delays_no_start(make_engine, proxy):

@@ -94,7 +94,7 @@ def test_what_is_not_ones_own_plain_file_is_refused_and_left_alone(tmp_path, kin
     started_s = time.monotonic()
     with pytest.raises(ConfigError, match=r"KV file chats\.kv .* cannot be opened"):
         file_tier(UNIT, folder=str(tmp_path), name="chats")
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 5
     assert victim.read_bytes() == b"mine" * 5000
     assert not (tmp_path / "nothing").exists()
 
@@ -157,7 +157,7 @@ def test_two_tiers_without_a_name_share_nothing(tmp_path):
 def test_a_new_file_is_not_searched(tmp_path):
     started_s = time.monotonic()
     file_tier(1 << 44, folder=str(tmp_path), name="large").close()
-    assert time.monotonic() - started_s < 1
+    assert time.monotonic() - started_s < 5
 
 
 def test_no_mutated_head_is_taken_or_raises():

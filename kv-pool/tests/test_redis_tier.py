@@ -128,7 +128,7 @@ def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path):
     started = time.monotonic()
     assert get(tier, make_header(1))[0] == "failed"
     assert put(tier, make_header(2), make_data(2)) == "failed"
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     server.start()
     time.sleep(1.1)
     assert put(tier, make_header(3), make_data(3)) == "done"
@@ -144,7 +144,7 @@ def test_a_server_that_hangs_is_given_up_and_found_again(tmp_path):
     server.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     assert get(tier, make_header(1))[0] == "failed"
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     server.process.send_signal(signal.SIGCONT)
     time.sleep(1.1)
     assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))

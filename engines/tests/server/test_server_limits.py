@@ -126,7 +126,7 @@ def test_a_second_signal_stops_at_once(busy, until):
     time.sleep(0.3)
     assert server.thread.is_alive()
     server.server.handle_exit(15, None)
-    until(lambda: not server.thread.is_alive(), timeout_s=5)
+    until(lambda: not server.thread.is_alive(), timeout_s=20)
 
 
 def test_the_shutdown_timeout_ends_what_does_not(busy, until):
@@ -134,7 +134,7 @@ def test_the_shutdown_timeout_ends_what_does_not(busy, until):
     began = time.monotonic()
     server.server.handle_exit(15, None)
     until(lambda: not server.thread.is_alive(), timeout_s=10)
-    assert 0.5 < time.monotonic() - began < 5
+    assert 0.5 < time.monotonic() - began < 10
     assert server.app.state.admission.num_live == 0
 
 
