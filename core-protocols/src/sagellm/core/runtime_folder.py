@@ -13,9 +13,9 @@ VARIABLE = "SAGELLM_RUNTIME_DIR"
 
 
 def runtime_folder() -> Path:
-    """Return the folder, made if it is not there; only its owner can look into it.
+    """Return the folder, created with mode 0700 if missing.
 
-    Raises ConfigError if somebody else owns it or may write to it.
+    Raises ConfigError if another user owns it or has any access to it.
     """
     given, system = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if given:
@@ -28,7 +28,6 @@ def runtime_folder() -> Path:
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise ConfigError(
-            f"the runtime folder {folder} must be yours alone (mode 0700); mend it, "
-            f"or name another in {VARIABLE}"
+            f"the runtime folder {folder} must be yours alone: chmod 700 it, or name another in {VARIABLE}"
         )
     return folder

@@ -30,14 +30,14 @@ from sagellm.core.version import SAGELLM_API, is_compatible
 
 GROUP = "sagellm"
 _MAX_SHOWN = 200  # characters of a value in a message
-BUILT_IN = frozenset(
+_BUILT_IN = frozenset(
     f"sagellm-{folder}"
     for folder in (
         *("core-protocols", "prefix-cache", "kv-pool", "eviction-policy", "scheduler-ir"),
         *("lifetime-predictor", "accel", "comm", "engines"),
     )
 )
-"""The distributions of sageLLM itself. A plain name is theirs where another distribution provides it too."""
+"""sageLLM's own distributions; they keep a plain name that another distribution provides too."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class InstalledProvider:
 
 @dataclass(frozen=True)
 class InstalledPlugin:
-    """A distribution with an entry point, and the error that keeps it, or one of its names, from use."""
+    """A distribution with an entry point, and the error that makes it, or some of its names, unusable."""
 
     distribution: str
     version: str
@@ -67,9 +67,9 @@ class InstalledPlugin:
 class PluginRegistry:
     """All installed plugins, read once.
 
-    Loading never raises, except for Ctrl-C: a broken plugin is kept with its error, whatever it raises, so
-    that only what needs it stops. `require_healthy` raises the error. Resolve once and keep the object:
-    nothing in a step loop goes through here.
+    Loading raises nothing but KeyboardInterrupt: a broken plugin is kept with its error and stops only what
+    needs it. `require_healthy` raises that error. Resolve once and keep the object: nothing in a step loop
+    goes through here.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -158,7 +158,7 @@ class PluginRegistry:
         distribution, colon, bare_name = name.rpartition(":")
         wanted = f"{_normalise(distribution)}:{bare_name}" if colon else name
         matches = [entry for entry in installed if wanted in (entry.provider.name, entry.qualified_name)]
-        matches = [entry for entry in matches if entry.distribution in BUILT_IN] or matches
+        matches = [entry for entry in matches if entry.distribution in _BUILT_IN] or matches
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -204,13 +204,13 @@ class PluginRegistry:
         self.plugins.append(InstalledPlugin(distribution, version, entry_point.value, problem))
 
     def _marked(self, plugin: InstalledPlugin) -> InstalledPlugin:
-        """Note the names of a plugin that sageLLM has too, so that nobody expects its providers there."""
-        if plugin.distribution in BUILT_IN or plugin.error is not None:
+        """Return a plugin with an error if it provides names of sageLLM's, which then do not select it."""
+        if plugin.distribution in _BUILT_IN or plugin.error is not None:
             return plugin
         ours = {
             (entry.provider.kind, entry.provider.name): entry.distribution
             for entry in self._providers
-            if entry.distribution in BUILT_IN
+            if entry.distribution in _BUILT_IN
         }
         clashes = [
             f"the {entry.provider.kind} {entry.provider.name!r}, which {owner} provides; "
@@ -251,9 +251,9 @@ def _check_methods(entry: InstalledProvider, target: object) -> None:
 
 @contextmanager
 def _import_errors(what: str) -> Iterator[None]:
-    """Turn whatever a plugin's code raises, SystemExit too, into a PluginImportError that begins with `what`.
+    """Turn anything that plugin code raises, even SystemExit, into a PluginImportError starting with `what`.
 
-    Only errors of this module and Ctrl-C pass.
+    PluginError and KeyboardInterrupt propagate.
     """
     try:
         yield

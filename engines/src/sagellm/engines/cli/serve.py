@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core.chaos import note
+from sagellm.core.chaos import notice
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
@@ -96,5 +96,5 @@ def say_state(engine: RunningEngine) -> None:
         typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
     else:
         typer.echo(
-            f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){note()}", err=True
+            f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){notice()}", err=True
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sagellm.core import ConfigError, EngineError, PluginRegistry
-from sagellm.core.chaos import note
+from sagellm.core.chaos import notice
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import make_flag, with_flags
@@ -72,7 +72,7 @@ def start(
         raise (ConfigError if answer.get("is_usage") else EngineError)(answer["error"])
     typer.echo(
         f"{answer['name']} serves {answer['model']} at {answer['url']}/v1 (process {answer['pid']}); "
-        f"end it with: sage llm engine stop {answer['name']}{note()}"
+        f"end it with: sage llm engine stop {answer['name']}{notice()}"
     )
 
 
