@@ -61,9 +61,7 @@ def registry_with(monkeypatch, *kinds: str) -> PluginRegistry:
 
 
 @pytest.mark.parametrize("kind", KINDS_AND_SETTINGS)
-def test_a_factory_that_ends_the_process_is_an_error_that_names_its_distribution(
-    make_engine, monkeypatch, kind
-):
+def test_a_factory_that_exits_is_an_error_that_names_its_distribution(make_engine, monkeypatch, kind):
     registry = registry_with(monkeypatch, kind)
     with pytest.raises(PluginError, match=rf"{kind} 'exit' of acme 3: its factory failed; SystemExit: 7"):
         make_engine(registry=registry, **KINDS_AND_SETTINGS[kind])
@@ -78,7 +76,7 @@ def test_model_families_that_fail_are_left_out(monkeypatch, caplog):
     assert len(families) == len(PluginRegistry.load().providers("model_family"))
 
 
-def test_a_family_that_ends_the_process_when_asked_is_passed_over(make_engine):
+def test_a_model_family_that_exits_is_skipped(make_engine):
     class Ends:
         is_fallback = False
 
@@ -105,7 +103,7 @@ def test_a_topology_reader_and_a_trace_reader_are_named(monkeypatch, tmp_path, c
         read_trace(path, name="exit")
 
 
-def test_an_engine_starts_beside_broken_plugins_and_says_so(make_engine, monkeypatch, caplog):
+def test_an_engine_starts_beside_broken_plugins_and_warns(make_engine, monkeypatch, caplog):
     registry = PluginRegistry.load()
     registry.plugins.append(
         type(registry.plugins[0])("acme", "3", "acme.plugin", PluginError("acme ends the process"))
@@ -117,7 +115,7 @@ def test_an_engine_starts_beside_broken_plugins_and_says_so(make_engine, monkeyp
         make_engine(registry=registry, eviction_policy="moon")
 
 
-def test_an_observer_that_ends_the_process_ends_nothing(make_engine):
+def test_an_observer_that_exits_stops_nothing(make_engine):
     class Observer:
         @hookimpl
         def sagellm_step_finished(self, record):
@@ -130,7 +128,7 @@ def test_an_observer_that_ends_the_process_ends_nothing(make_engine):
     assert output.outputs[0].finish_reason in ("length", "stop")
 
 
-def test_a_logits_processor_that_ends_the_process_ends_its_request(make_engine, monkeypatch):
+def test_a_logits_processor_that_exits_ends_only_its_request(make_engine, monkeypatch):
     from sagellm.core import NullLogitsProcessor
 
     class Ends(NullLogitsProcessor):
@@ -148,7 +146,7 @@ def test_a_logits_processor_that_ends_the_process_ends_its_request(make_engine, 
     assert "logits_processor 'exit' of acme 3: start() failed; SystemExit: 10" in output.outputs[0].error
 
 
-def test_the_default_policy_stays_ours_beside_one_of_its_name(make_engine):
+def test_a_plugin_of_the_same_name_does_not_replace_the_default_policy(make_engine):
     class Imitator:
         @hookimpl
         def sagellm_providers(self) -> list[Provider]:

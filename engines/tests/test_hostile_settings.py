@@ -106,7 +106,7 @@ def test_yaml_beyond_a_limit_is_named_in_files_variables_and_flags(text: str, tm
 
 
 @pytest.mark.parametrize("text", NOT_YAML.values(), ids=NOT_YAML.keys())
-def test_what_is_not_yaml_is_a_short_error_of_ours(text: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_a_short_config_error(text: str, tmp_path: Path) -> None:
     with WithinASecond(), pytest.raises(ConfigError) as caught:
         parse_yaml(text)
     assert 0 < len(str(caught.value)) < 400

@@ -141,7 +141,7 @@ def refused(answer, param, code="invalid_value"):
 
 
 @pytest.mark.parametrize("asked", ["loops", "power"])
-def test_a_template_that_does_not_end_costs_its_own_request(with_server, asked):
+def test_an_endless_template_fails_only_its_request(with_server, asked):
     """Others are answered meanwhile, chats too."""
 
     async def use(client):
@@ -176,11 +176,11 @@ def test_a_template_that_does_not_end_costs_its_own_request(with_server, asked):
         ("recursion", "invalid_value", "cannot render these messages"),
     ],
 )
-def test_a_template_gets_no_more_than_its_share(with_server, asked, code, message):
+def test_a_template_cannot_exceed_its_limits(with_server, asked, code, message):
     assert re.search(message, refused(with_server(lambda client: chat(client, asked)), "messages", code))
 
 
-def test_a_panic_in_encoding_is_an_error_of_its_request(with_server):
+def test_a_panic_in_encoding_fails_only_its_request(with_server):
     async def use(client):
         completion = await client.post("/v1/completions", json={"prompt": PANICS_TO_ENCODE})
         bad_words = {"prompt": "The", "bad_words": [PANICS_TO_ENCODE]}
@@ -195,7 +195,7 @@ def test_a_panic_in_encoding_is_an_error_of_its_request(with_server):
         assert message.endswith(": the model's tokenizer cannot encode this text")
 
 
-def test_a_panic_in_decoding_is_an_error_of_its_request(with_server):
+def test_a_panic_in_decoding_fails_only_its_request(with_server):
     async def use(client):
         q = (await client.post("/tokenize", json={"prompt": PANICS_TO_DECODE})).json()["tokens"]
         echo = {"prompt": q, "echo": True, "max_tokens": 1}
@@ -223,7 +223,7 @@ def test_bad_words_are_avoided(with_server):
     assert not set(words) & set(tokens)
 
 
-def test_what_is_tokenized_apart_is_what_the_tokenizer_makes(with_server, checkpoint):
+def test_workers_return_the_tokens_that_the_tokenizer_returns(with_server, checkpoint):
     tokenizer = load_tokenizer(checkpoint)
     long = "The river has three names: 船は港にある. ⚓🌊 " * 200
 
@@ -243,7 +243,7 @@ def test_what_is_tokenized_apart_is_what_the_tokenizer_makes(with_server, checkp
     with_server(use)
 
 
-def test_a_panic_in_this_process_is_an_error_of_its_request(hostile, make_engine, all_blocks_are_back):
+def test_a_panic_in_this_process_fails_only_its_request(hostile, make_engine, all_blocks_are_back):
     engine = make_engine(model=str(hostile))
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
     expected = engine.generate("The river", greedy)[0].outputs[0].token_ids
@@ -261,7 +261,7 @@ def test_a_panic_in_this_process_is_an_error_of_its_request(hostile, make_engine
     assert all_blocks_are_back(engine)
 
 
-def test_a_request_ends_that_is_aborted_when_its_text_fails(make_engine, monkeypatch):
+def test_an_aborted_request_ends_even_if_its_text_cannot_be_decoded(make_engine, monkeypatch):
     def fail(_):
         raise RuntimeError("no text")
 
@@ -274,7 +274,7 @@ def test_a_request_ends_that_is_aborted_when_its_text_fails(make_engine, monkeyp
     assert request_id not in engine._output
 
 
-def test_ctrl_c_in_a_tokenizer_stays_ctrl_c(make_engine, monkeypatch):
+def test_ctrl_c_in_a_tokenizer_propagates(make_engine, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -291,7 +291,7 @@ def test_ctrl_c_in_a_tokenizer_stays_ctrl_c(make_engine, monkeypatch):
         ([], "a token of 20,000 characters"),
     ],
 )
-def test_a_tokenizer_whose_text_would_grow_without_end_is_refused(tmp_path, decoder, message):
+def test_a_tokenizer_whose_decoder_multiplies_text_is_refused(tmp_path, decoder, message):
     """Tokens become text in the process that serves, so how much each may become is checked at the start."""
     make_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -337,7 +337,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_ends_while_a_template_hangs_and_leaves_no_process(process, number):
+def test_a_server_stops_while_a_template_hangs_and_leaves_no_process(process, number):
     serving, url = process
     body = {"messages": [{"role": "user", "content": "power"}], "max_tokens": 4}
     asking = threading.Thread(target=lambda: _ignoring(url, body))

@@ -353,7 +353,7 @@ def test_what_is_no_file_is_neither_listed_nor_replaced(make, tmp_path):
     assert save(first, "second").num_left_out == 0
 
 
-def test_a_file_that_is_mostly_a_hole_is_soon_read(make, tmp_path):
+def test_a_sparse_file_is_read_quickly(make, tmp_path):
     engine = make()
     answers(engine)
     save(engine)
@@ -371,7 +371,7 @@ def forged(key: StoreKey, num_places: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_sound", [0, 1])
-def test_a_save_of_forged_heads_is_refused_or_passed_over_and_no_step_waits(make, tmp_path, num_sound):
+def test_a_save_with_forged_heads_is_refused_or_skipped_and_no_step_waits(make, tmp_path, num_sound):
     engine = make()
     expected, _ = answers(engine)
     save(engine)

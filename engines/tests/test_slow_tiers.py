@@ -84,7 +84,7 @@ def run(engine):
     return tokens, longest_s
 
 
-def test_a_server_that_begins_to_drip_costs_time_of_requests_and_of_no_step(make_engine, proxy):
+def test_a_server_that_starts_to_drip_slows_requests_but_no_step(make_engine, proxy):
     engine = make(make_engine, proxy, "drips")
     expected, _ = run(engine)
     for _ in range(3):

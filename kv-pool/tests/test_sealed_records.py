@@ -70,7 +70,7 @@ def test_negated_kv_is_a_miss_whatever_its_checksums(tmp_path, how, is_reopened)
 
 
 @pytest.mark.parametrize("is_reopened", [False, True])
-def test_a_record_in_the_place_of_another_is_a_miss(tmp_path, is_reopened):
+def test_a_record_moved_to_another_offset_is_a_miss(tmp_path, is_reopened):
     path = tmp_path / "kv"
     tier = open_file(path)
     for number in (1, 2):
@@ -87,7 +87,7 @@ def test_a_record_in_the_place_of_another_is_a_miss(tmp_path, is_reopened):
     tier.close()
 
 
-def test_what_another_key_sealed_is_not_there_and_is_counted(tmp_path, caplog):
+def test_records_of_another_key_are_misses_and_counted(tmp_path, caplog):
     path = tmp_path / "kv"
     tier = open_file(path, THEIRS)
     for number in range(5):
@@ -116,7 +116,7 @@ def older_record(header: BlockHeader, data: bytes) -> bytes:
     return head + bytes(-len(head) % 64) + data
 
 
-def test_a_file_of_the_older_format_is_no_error_and_has_nothing(tmp_path):
+def test_a_file_in_the_older_format_is_empty_and_not_an_error(tmp_path):
     path = tmp_path / "chats.kv"
     path.write_bytes(older_record(make_header(1), bytes(make_data(1))))
     tier = file_tier(1 << 20, folder=str(tmp_path), name="chats", store_key=MINE)
@@ -127,7 +127,7 @@ def test_a_file_of_the_older_format_is_no_error_and_has_nothing(tmp_path):
     tier.close()
 
 
-def test_a_file_says_neither_whose_blocks_it_has_nor_of_which_tokens(tmp_path):
+def test_a_file_reveals_neither_tenants_nor_tokens(tmp_path):
     path = tmp_path / "kv"
     tier = open_file(path)
     header = BlockHeader.of(
@@ -156,7 +156,7 @@ def test_a_file_says_neither_whose_blocks_it_has_nor_of_which_tokens(tmp_path):
     tier.close()
 
 
-def test_a_file_that_ends_with_its_process_has_a_key_that_does_too(tmp_path):
+def test_a_temporary_file_has_a_temporary_key(tmp_path):
     tiers = [BackendTier(NVMeBackend(str(tmp_path / name), UNIT)) for name in "ab"]
     ids = {tier._format._sealing.id for tier in tiers}
     assert len(ids) == 2

@@ -42,7 +42,7 @@ def test_a_key_may_come_from_a_file(served, key_file):
     assert served("--api-key-file", key_file) == (("one", "two"), "")
 
 
-def test_a_file_that_others_may_read_is_told(served, key_file):
+def test_a_key_file_that_others_may_read_is_a_warning(served, key_file):
     key_file.chmod(0o640)
     keys, told = served("--api-key-file", key_file)
     assert keys == ("one", "two")
@@ -55,7 +55,7 @@ def test_a_key_may_come_from_the_environment(served, monkeypatch):
     assert served() == (("12345", "two"), "")
 
 
-def test_a_key_on_the_command_line_is_told(served, key_file, monkeypatch):
+def test_a_key_on_the_command_line_is_a_warning(served, key_file, monkeypatch):
     monkeypatch.setenv("SAGELLM_API_KEY", "weaker")
     keys, told = served("--api-key", "flag", "--api-key-file", key_file)
     assert keys == ("flag", "one", "two")
@@ -93,7 +93,7 @@ def test_a_pipe_is_read_once(tmp_path):
     assert with_key_file(settings, warn=pytest.fail) is settings
 
 
-def test_a_server_in_a_program_reads_the_file_too(key_file):
+def test_create_app_reads_the_file_too(key_file):
     from sagellm.engines.server import check_access
 
     with pytest.raises(ConfigError, match="set a key"):

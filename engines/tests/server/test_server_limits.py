@@ -202,7 +202,7 @@ def test_headers_have_an_end(scripted, data):
     ],
     ids=["nothing", "no path", "below zero", "two lengths", "no chunk", "a pickle"],
 )
-def test_what_is_no_http_is_closed(scripted, data):
+def test_malformed_http_is_refused(scripted, data):
     server = scripted()
     answer = exchange(server, data)
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
@@ -281,7 +281,7 @@ def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch
         until(lambda: server.app.state.admission.num_live == 0, timeout_s=10)
 
 
-def test_health_says_whether_the_engine_comes_further(scripted):
+def test_health_says_whether_the_engine_makes_progress(scripted):
     server = scripted()
     assert server.http.get("/health").status_code == 200
     server.front.is_responsive = False

@@ -134,7 +134,7 @@ def test_items_are_those_of_the_list(values, separators):
     assert [json.loads(bytes(item)) for item in items(memoryview(text.encode()))] == values
 
 
-def test_a_refused_body_is_let_go_without_a_garbage_collection(scripted):
+def test_a_refused_body_is_freed_without_a_garbage_collection(scripted):
     server = scripted("a", "length")
     _, body = BODIES["stop"]
     gc.collect()
@@ -152,7 +152,7 @@ def test_a_refused_body_is_let_go_without_a_garbage_collection(scripted):
         gc.enable()
 
 
-def test_a_body_counts_until_it_has_been_read(scripted):
+def test_a_body_counts_until_it_is_parsed(scripted):
     server = scripted("a", "length")
     held = []
     original = HeldBody.release

@@ -342,7 +342,7 @@ def wild_seed(point: str) -> int:
     raise AssertionError("there is none")
 
 
-def test_planted_bugs_pass_where_nothing_fails(survive, plant):
+def test_planted_bugs_pass_without_faults(survive, plant):
     survive(None, **plant(*PLANTED.values()))
 
 

@@ -30,7 +30,7 @@ def pulse() -> Pulse:
     return pulse
 
 
-def test_another_process_beats_the_pulse_that_this_one_reads(pulse):
+def test_a_heartbeat_of_another_process_is_read_in_this_one(pulse):
     pulse, descriptor = Pulse.create()
     before_ns = pulse.last_ns
     source = (
@@ -144,14 +144,14 @@ async def attack(scripted: Scripted, frames) -> int:
     return num_ended
 
 
-def test_whatever_a_core_sends_the_front_goes_on(scripted, core_frames, mutator):
+def test_the_front_survives_whatever_a_core_sends(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=1)
     assert asyncio.run(attack(scripted, [mutate() for _ in range(1000)])) > 200
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_whatever_a_core_sends_the_front_goes_on_for_long(scripted, core_frames, mutator):
+def test_the_front_survives_many_mutated_frames(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=2)
     assert asyncio.run(attack(scripted, (mutate() for _ in range(50_000)))) > 10_000
 
@@ -161,7 +161,7 @@ def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
     assert asyncio.run(attack(scripted, [step])) == 1
 
 
-def test_a_request_that_cannot_be_written_leaves_nothing(scripted):
+def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
     from sagellm.core import InvalidRequestError
 
     async def use():
@@ -256,7 +256,7 @@ def hello(**changes) -> bytes:
     [hello(config={"no.such": 1}), hello(config={"kv.block_size": "x"}), encode(Reply(1)), b"\3\0\0\0abc"],
     ids=["unknown key", "wrong value", "no hello", "no message"],
 )
-def test_a_core_that_says_nonsense_is_an_error_and_not_an_endless_wait(speak, said):
+def test_a_core_that_sends_nonsense_is_an_error_and_not_an_endless_wait(speak, said):
     async def use():
         supervisor, _ = speak(said)
         with pytest.raises(EngineDeadError, match="4 times within a minute"):
@@ -293,7 +293,7 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
     asyncio.run(asyncio.wait_for(use(), 60))
 
 
-def test_frozen_after_0_kills_none(speak, monkeypatch):
+def test_frozen_after_0_never_kills(speak, monkeypatch):
     monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.01)
 
     async def use():
@@ -306,7 +306,7 @@ def test_frozen_after_0_kills_none(speak, monkeypatch):
     asyncio.run(use())
 
 
-def test_closing_does_not_wait_for_a_stopped_core_when_it_is_asked_twice(speak):
+def test_a_second_close_does_not_wait_for_a_stopped_core(speak):
     async def use():
         supervisor, _ = speak(hello())
         await asyncio.wait_for(supervisor.start(), 60)

@@ -336,7 +336,7 @@ class TieredKVStorage(KVTierProtocol):
         return next((level for level, usage in enumerate(self._usages) if key in usage), None)
 
     def _find(self, request: TierRequest) -> int | None:
-        """Return the tier that has a block; take note of what one found after it was made."""
+        """Return the tier that has a block; adopt one that its tier found after the start."""
         header = request.header
         level = self._noted_at(header.key)
         if level is None:
