@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sagellm.core import CheckpointError, ConfigError
-from sagellm.engines.config.json_text import parse_json
+from sagellm.engines.config.bounded_json import parse_json
+from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
-from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 from sagellm.engines.loading import Checkpoint
 from sagellm.engines.simulation.costs import read_costs
 

@@ -27,8 +27,8 @@ from sagellm.engines.server import create_app, make_server
 from sagellm.engines.testing import make_tokenizer
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
-from sagellm.engines.text.limits import Limits
-from sagellm.engines.text.process import TextProcess
+from sagellm.engines.text.limits import TextLimits
+from sagellm.engines.text.process import ProcessTextRunner
 
 SETTINGS = ServerConfig(port=0, served_model_name=("small",))
 TIMEOUT_S = 1.0
@@ -78,12 +78,12 @@ def hostile(checkpoint, tmp_path_factory) -> Path:
 def with_server(hostile, make_engine):
     """Run a coroutine function with a client of one server, which all tests here attack."""
     with asyncio.Runner() as runner:
-        texts = TextProcess(hostile)
+        texts = ProcessTextRunner(hostile)
         front = AsyncLLMEngine(make_engine(model=str(hostile)))
 
         async def start():
-            await texts.start(Limits.of(front.max_model_len, timeout_s=TIMEOUT_S))
-            server = make_server(create_app(front, SETTINGS, texts=texts), SETTINGS)
+            await texts.start(TextLimits.of(front.max_model_len, timeout_s=TIMEOUT_S))
+            server = make_server(create_app(front, SETTINGS, text_runner=texts), SETTINGS)
             serving = asyncio.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.01)

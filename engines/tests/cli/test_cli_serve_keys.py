@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core import ConfigError
 from sagellm.engines.config import ServerConfig
-from sagellm.engines.server.key_file import with_key_file
+from sagellm.engines.server.api_key_file import with_key_file
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ from msgspec import Struct
 
 from sagellm.engines.server.body import HeldBody, nesting_fault
 from sagellm.engines.server.errors import APIError
-from sagellm.engines.server.long_values import Limits, items
+from sagellm.engines.server.long_values import PromptLimits, items
 from sagellm.engines.server.parsing import parse_now
 from sagellm.engines.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 SIZE = 1_000_000  # of bodies that are parsed here
 SERVED_SIZE = 7_600_000
-LIMITS = Limits(num_characters=1 << 17, num_tokens=4096)
+LIMITS = PromptLimits(num_characters=1 << 17, num_tokens=4096)
 
 
 def filled(head: bytes, item: bytes, tail: bytes, *, size: int) -> bytes:

@@ -40,7 +40,7 @@ UNWANTED = (
     "never awaited",
     "a step failed",
     "a message cannot be read",
-    "cannot be followed",
+    "sent an invalid message",
     "a frame claims",
 )
 LOSSES = re.compile(r"core\.socket\.\w+ (?:ConnectionResetError|BrokenPipeError) x (\d+)")

@@ -15,48 +15,49 @@ from sagellm.core import EngineDeadError, SampledToken, TokenOutput
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.serving import CoreServer, Front
 from sagellm.engines.serving.core_process import listen
+from sagellm.engines.serving.heartbeat import Heartbeat
 from sagellm.engines.serving.messages import Add, Failed, Hello, Reply, Step, encode
 from sagellm.engines.serving.operations import core_operations
-from sagellm.engines.serving.pulse import Pulse
 from sagellm.engines.serving.supervisor import Supervisor
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture
-def pulse() -> Pulse:
-    pulse, descriptor = Pulse.create()
+def heartbeat() -> Heartbeat:
+    heartbeat, descriptor = Heartbeat.create()
     os.close(descriptor)
-    return pulse
+    return heartbeat
 
 
-def test_a_heartbeat_of_another_process_is_read_in_this_one(pulse):
-    pulse, descriptor = Pulse.create()
-    before_ns = pulse.last_ns
+def test_a_heartbeat_of_another_process_is_read_in_this_one(heartbeat):
+    heartbeat, descriptor = Heartbeat.create()
+    before_ns = heartbeat.last_ns
     source = (
-        "import sys; from sagellm.engines.serving.pulse import Pulse; Pulse(int(sys.argv[1])).beat();"
+        "import sys; from sagellm.engines.serving.heartbeat import Heartbeat\n"
+        "Heartbeat(int(sys.argv[1])).beat()\n"
         "print([name for name in ('torch', 'numpy', 'msgspec') if name in sys.modules])"
     )
     command = [sys.executable, "-c", source, str(descriptor)]
     done = subprocess.run(command, pass_fds=(descriptor,), capture_output=True, text=True, check=True)
     os.close(descriptor)
-    assert (pulse.last_ns > before_ns, done.stdout) == (True, "[]\n")
-    assert 0 < pulse.age_s < 10
+    assert (heartbeat.last_ns > before_ns, done.stdout) == (True, "[]\n")
+    assert 0 < heartbeat.age_s < 10
 
 
 def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
-    make_engine, tmp_path, pulse, monkeypatch
+    make_engine, tmp_path, heartbeat, monkeypatch
 ):
     engine = make_engine()
     core = engine.client.core
     hello = Hello({}, engine._input.limits, SamplingParams(), os.getpid())
-    server = CoreServer(core, listen(tmp_path / "s"), hello, core_operations(core), beat=pulse.beat)
+    server = CoreServer(core, listen(tmp_path / "s"), hello, core_operations(core), beat=heartbeat.beat)
     beats = []
     attention = core.runner.backend._attention._attention
     real = attention.forward
 
     def attend(*arguments):
-        beats.append(pulse.last_ns)
+        beats.append(heartbeat.last_ns)
         return real(*arguments)
 
     monkeypatch.setattr(attention, "forward", attend)
@@ -64,9 +65,9 @@ def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
     server.turn(0)
     server.turn(0)
     assert len(set(beats)) == len(beats) >= 4, "each layer of each step found a new beat"
-    last_ns = pulse.last_ns
+    last_ns = heartbeat.last_ns
     time.sleep(0.01)
-    assert pulse.last_ns == last_ns, "nothing beats on its own"
+    assert heartbeat.last_ns == last_ns, "nothing beats on its own"
     server.close()
 
 
@@ -276,7 +277,7 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
         await asyncio.wait_for(supervisor.start(), 60)
         pid, begun = supervisor.core.pid, time.monotonic()
         while time.monotonic() < begun + 3:
-            supervisor.core.pulse.beat()  # a step that takes long, and comes further
+            supervisor.core.heartbeat.beat()  # a step that takes long, and comes further
             assert (supervisor.is_ready, supervisor.is_responsive) == (True, True)
             await asyncio.sleep(0.01)
         await asyncio.sleep(1)
@@ -313,7 +314,7 @@ def test_a_second_close_does_not_wait_for_a_stopped_core(speak):
         pid = supervisor.core.pid
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
-        supervisor.core.pulse.beat()
+        supervisor.core.heartbeat.beat()
         closing = asyncio.create_task(supervisor.close())
         await asyncio.sleep(0.1)
         assert not closing.done(), "the process cannot hear of it"

@@ -21,7 +21,7 @@ from sagellm.core import (
     pack,
 )
 from sagellm.engines.core.sequence import Sequence
-from sagellm.engines.request_limits import (
+from sagellm.engines.request_checks import (
     check_names,
     check_params,
     check_room,

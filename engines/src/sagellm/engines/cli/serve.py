@@ -59,7 +59,7 @@ def serve(
 
 def with_keys(loaded: LoadedConfig) -> EngineConfig:
     """Return the settings with the keys of the key file, and warn of keys that others can see."""
-    from sagellm.engines.server.key_file import with_key_file
+    from sagellm.engines.server.api_key_file import with_key_file
 
     def warn(text: str) -> None:
         typer.echo(f"warning: {text}", err=True)
@@ -79,7 +79,7 @@ def run_service(
     """Serve in this process."""
     from sagellm.core.logging import configure
     from sagellm.engines.server.access import logger as access_logger
-    from sagellm.engines.server.memory import give_large_blocks_back
+    from sagellm.engines.server.malloc import give_large_blocks_back
     from sagellm.engines.serving.service import serve as run
 
     configure(log_level)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import CheckpointError, ConfigError
-from sagellm.engines.config.json_text import parse_json
+from sagellm.engines.config.bounded_json import parse_json
 
 CONFIG_BYTES = 4 << 20  # the largest real ones have a few hundred KiB
 INDEX_BYTES = 32 << 20  # of experts by the ten thousand

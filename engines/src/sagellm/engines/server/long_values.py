@@ -28,7 +28,7 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class PromptLimits:
     """What is refused before it is decoded, because no model of this context takes it."""
 
     num_characters: int = MAX_BODY_BYTES
@@ -50,7 +50,7 @@ def items(values: memoryview) -> Iterator[memoryview]:
             start = position
 
 
-def read_token_ids(values: memoryview, name: str, limits: Limits) -> TokenIds:
+def read_token_ids(values: memoryview, name: str, limits: PromptLimits) -> TokenIds:
     """Return a list of token ids, packed. Raises APIError, or msgspec's error for what is not a token id."""
     opened, closed = _OPEN.match(values), _CLOSE.search(values)
     if opened is None or closed is None:
@@ -83,13 +83,13 @@ def _packed(ids: memoryview, name: str, *, is_first: bool) -> TokenIds:
         raise invalid(name, f"{name}: expected a list of token ids") from None
 
 
-def read_text(value: memoryview, name: str, limits: Limits) -> str:
+def read_text(value: memoryview, name: str, limits: PromptLimits) -> str:
     """Return a text. Raises APIError for one that is too long, or msgspec's error for what is not a text."""
     check_text(value, name, limits)
     return _decode_text(value)
 
 
-def check_text(value: memoryview, name: str, limits: Limits) -> None:
+def check_text(value: memoryview, name: str, limits: PromptLimits) -> None:
     """Raise APIError for a text that is certainly too long.
 
     Decoded, a character takes up to four bytes, and one wide character makes all of them wide.
@@ -98,7 +98,7 @@ def check_text(value: memoryview, name: str, limits: Limits) -> None:
         raise too_many_characters(name, limits)
 
 
-def too_many_characters(name: str, limits: Limits) -> APIError:
+def too_many_characters(name: str, limits: PromptLimits) -> APIError:
     """Refuse a text, or texts that are too long together."""
     return invalid(
         name,

@@ -20,10 +20,16 @@ from msgspec import Raw, Struct
 
 from sagellm.core import TokenIds
 from sagellm.engines.server.body import LONG_BODY_BYTES
+from sagellm.engines.server.chat_messages import read_messages
 from sagellm.engines.server.errors import APIError, invalid
-from sagellm.engines.server.long_values import Limits, items, read_text, read_token_ids, too_many_characters
-from sagellm.engines.server.messages import read_messages
-from sagellm.engines.server.names import Known, explain, first_byte, is_null, missing, read_names
+from sagellm.engines.server.json_fields import Known, explain, first_byte, is_null, missing, read_names
+from sagellm.engines.server.long_values import (
+    PromptLimits,
+    items,
+    read_text,
+    read_token_ids,
+    too_many_characters,
+)
 from sagellm.engines.server.schema import (
     MAX_PROMPTS,
     ChatBody,
@@ -36,7 +42,7 @@ from sagellm.engines.server.unsupported import IGNORED, UNSUPPORTED
 
 B = TypeVar("B", bound=Struct)
 
-Reader = Callable[[memoryview, Limits, dict[str, None]], Any]
+Reader = Callable[[memoryview, PromptLimits, dict[str, None]], Any]
 """Takes the JSON of a field, and to what ignored names are added."""
 
 MAX_FIELD_BYTES = 256 << 10
@@ -57,14 +63,14 @@ class Parsed(Generic[B]):
     ignored: Collection[str]
 
 
-async def parse(data: bytes | bytearray, kind: type[B], limits: Limits) -> Parsed[B]:
+async def parse(data: bytes | bytearray, kind: type[B], limits: PromptLimits) -> Parsed[B]:
     """Check a body and return it. Long ones are read on another thread. Raises APIError."""
     if len(data) > LONG_BODY_BYTES:
         return await asyncio.to_thread(parse_now, data, kind, limits)
     return parse_now(data, kind, limits)
 
 
-def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = None) -> Parsed[B]:
+def parse_now(data: bytes | bytearray, kind: type[B], limits: PromptLimits | None = None) -> Parsed[B]:
     """Check a body and return it. Raises APIError."""
     try:
         values = _decode(data)
@@ -78,7 +84,7 @@ def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = No
     fields = {}
     for name, value in given.items():
         try:
-            fields[name] = readers[name](memoryview(value), limits or Limits(), ignored)
+            fields[name] = readers[name](memoryview(value), limits or PromptLimits(), ignored)
         except msgspec.ValidationError as error:
             raise explain(error, name) from None
         except UnicodeDecodeError as error:
@@ -90,7 +96,7 @@ def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = No
 
 
 def _read_field(name: str, decode: Callable[[memoryview], Any]) -> Reader:
-    def read(value: memoryview, limits: Limits, ignored: dict[str, None]) -> Any:
+    def read(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> Any:
         _check_size(name, value)
         return decode(value)
 
@@ -103,7 +109,7 @@ def _check_size(name: str, value: memoryview) -> None:
 
 
 def _read_prompt(
-    value: memoryview, limits: Limits, ignored: dict[str, None]
+    value: memoryview, limits: PromptLimits, ignored: dict[str, None]
 ) -> str | list[str] | list[TokenIds]:
     if first_byte(value) == b'"':
         return read_text(value, "prompt", limits)
@@ -136,15 +142,15 @@ def _too_many_prompts() -> APIError:
     return invalid("prompt", f"prompt: there may be at most {MAX_PROMPTS} prompts; send fewer")
 
 
-def _read_text_prompt(value: memoryview, limits: Limits, ignored: dict[str, None]) -> str | None:
+def _read_text_prompt(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> str | None:
     return None if is_null(value) else read_text(value, "prompt", limits)
 
 
-def _read_tokens(value: memoryview, limits: Limits, ignored: dict[str, None]) -> TokenIds:
-    return read_token_ids(value, "tokens", Limits(num_tokens=limits.num_characters))
+def _read_tokens(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> TokenIds:
+    return read_token_ids(value, "tokens", PromptLimits(num_tokens=limits.num_characters))
 
 
-def _read_options(value: memoryview, limits: Limits, ignored: dict[str, None]) -> StreamOptions | None:
+def _read_options(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> StreamOptions | None:
     """Return the supported options of a stream; all others are ignored, as none changes the text."""
     _check_size("stream_options", value)
     known = StreamOptions.__struct_fields__

@@ -16,7 +16,7 @@ from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render, TextRunner
 from sagellm.engines.text.errors import ForeignTextError, TextBusyError, TextLimitError
 from sagellm.engines.text.limits import max_characters_of
-from sagellm.engines.text.local import LONG_TEXT, LocalText
+from sagellm.engines.text.local import LONG_TEXT, LocalTextRunner
 from sagellm.engines.text.tokenizer import decode
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class EncodedPrompt:
 class PromptEncoder:
     """Encodes what bodies bring. Texts that no model of this length could take are not looked at.
 
-    `texts` runs template and tokenizer; without it they run in this process, and nothing ends them.
+    `text_runner` runs template and tokenizer; without it they run in this process, and nothing ends them.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase | None,
         max_model_len: int,
         *,
-        texts: TextRunner | None = None,
+        text_runner: TextRunner | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_characters = max_characters_of(max_model_len)
         self._max_model_len = max_model_len
-        self._texts = LocalText(tokenizer) if texts is None else texts
+        self._text_runner = LocalTextRunner(tokenizer) if text_runner is None else text_runner
         self._template = ChatTemplate(tokenizer)
 
     @property
@@ -80,7 +80,7 @@ class PromptEncoder:
         if not params.bad_words or self._tokenizer is None:  # without a tokenizer the engine refuses them
             return params
         with _told_of("bad_words"):
-            token_ids = await self._texts.token_ids(EncodeBadWords(list(params.bad_words)))
+            token_ids = await self._text_runner.token_ids(EncodeBadWords(list(params.bad_words)))
         ids = (*params.bad_words_token_ids, *map(tuple, token_ids))
         return replace(params, bad_words=(), bad_words_token_ids=ids)
 
@@ -141,11 +141,11 @@ class PromptEncoder:
     async def _encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self._check_length(sum(map(len, texts)), "prompt")
         with _told_of("prompt"):
-            return await self._texts.token_ids(Encode(texts, add_special_tokens))
+            return await self._text_runner.token_ids(Encode(texts, add_special_tokens))
 
     async def _decode(self, token_ids: list[int], param: str) -> str:
         with _told_of(param):
-            return await self._texts.text(Decode(token_ids))
+            return await self._text_runner.text(Decode(token_ids))
 
     def _checked(self, token_ids: Sequence[int], param: str) -> Sequence[int]:
         if not token_ids:
@@ -190,7 +190,9 @@ class PromptEncoder:
         used = {name: value for name, value in given.items() if self._template.reads(name)}
         with _told_of("messages"):
             self._template.check()
-            token_ids = await self._texts.token_ids(Render(read, add_generation_prompt is not False, used))
+            token_ids = await self._text_runner.token_ids(
+                Render(read, add_generation_prompt is not False, used)
+            )
         return token_ids[0]
 
 

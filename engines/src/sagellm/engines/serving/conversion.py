@@ -7,7 +7,7 @@ from itertools import groupby
 
 from sagellm.core import InvalidRequestError, Request, RequestLimits, TokenIds
 from sagellm.engines.core.sequence import Sequence
-from sagellm.engines.request_limits import (
+from sagellm.engines.request_checks import (
     check_names,
     check_params,
     check_room,

@@ -96,7 +96,7 @@ class Front:
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine came further within the last seconds, be it inside a long step."""
+        """Whether the engine has made progress within the last 4 s, even inside a long step."""
         return self.supervisor.is_responsive
 
     @property

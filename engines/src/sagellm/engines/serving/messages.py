@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from sagellm.core import FinishReason, Namespace, RequestId, SequenceId, TokenOutput
-from sagellm.engines.request_limits import MAX_NAME_CHARACTERS
+from sagellm.engines.request_checks import MAX_NAME_CHARACTERS
 from sagellm.engines.sampling.params import MAX_N, SamplingParams
 from sagellm.engines.serving.calls import (
     Call as Call,

@@ -120,26 +120,28 @@ async def _serve(
     from sagellm.engines.loading.source import resolve_tokenizer
     from sagellm.engines.server import create_app, make_server
     from sagellm.engines.serving.front import Front
-    from sagellm.engines.text.limits import Limits
-    from sagellm.engines.text.process import TextProcess
+    from sagellm.engines.text.limits import TextLimits
+    from sagellm.engines.text.process import ProcessTextRunner
 
     def enter(state: EngineState) -> None:
         changed = replace(engine, state=state)
         _announce_if_possible(changed)
         on_state(changed)
 
-    texts = None if tokenizer is None else TextProcess(resolve_tokenizer(config.model))
+    text_runner = None if tokenizer is None else ProcessTextRunner(resolve_tokenizer(config.model))
     front = Front(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
     is_forced = False
     try:
         with _cancelled_by_signals():
-            if texts is not None:
-                texts.load()  # while the core loads the model
+            if text_runner is not None:
+                text_runner.load()  # while the core loads the model
             await front.supervisor.start()
-            if texts is not None:
+            if text_runner is not None:
                 timeout_s = config.server.encoding_timeout
-                await texts.start(Limits.of(front.max_model_len, timeout_s=timeout_s))
-        app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs, texts=texts)
+                await text_runner.start(TextLimits.of(front.max_model_len, timeout_s=timeout_s))
+        app = create_app(
+            front, config.server, max_num_seqs=config.scheduler.max_num_seqs, text_runner=text_runner
+        )
         server = make_server(app, config.server, on_drain=lambda: enter("draining"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
@@ -154,8 +156,8 @@ async def _serve(
             try:
                 await front.close(at_once=is_forced)
             finally:
-                if texts is not None:
-                    await texts.close()
+                if text_runner is not None:
+                    await text_runner.close()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Keeps one core running: starts its process, watches it, starts it again when it dies or hangs."""
+"""Keeps one core running: starts its process, watches it, and restarts it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sagellm.core import EngineDeadError, EngineError, get_logger
 from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.core_handle import CoreHandle
+from sagellm.engines.serving.heartbeat import RESPONSIVE_S
 from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
-from sagellm.engines.serving.pulse import RESPONSIVE_S
 
 logger = get_logger(__name__)
 
@@ -26,9 +26,9 @@ _DIED = "the engine's process died"
 
 
 class Supervisor:
-    """Passes on what the core says, and its deaths. One that dies four times in a minute stays dead.
+    """Reports the core's messages and deaths. After four deaths within a minute it is not restarted.
 
-    A core whose pulse does not beat for `server.frozen_after_s` is killed, which is a death like any other.
+    A core without a heartbeat for `server.frozen_after_s` is killed, which counts as a death.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Supervisor:
 
     @property
     def is_responsive(self) -> bool:
-        """Whether that core came further within the last seconds, between two steps or inside one."""
-        return self.is_ready and self.core is not None and self.core.pulse.age_s < RESPONSIVE_S
+        """Whether that core has made progress within the last 4 s, between two steps or inside one."""
+        return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
 
     async def start(self) -> None:
         """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
@@ -109,8 +109,8 @@ class Supervisor:
                     await asyncio.sleep(_RETRY_S)
                     continue
                 self._failure = EngineError(f"its process cannot be started: {error}")
-            except Exception:  # what it said has no meaning
-                logger.exception("the engine's process cannot be followed")
+            except Exception:  # it sent something invalid
+                logger.exception("the engine's process sent an invalid message")
             if self._is_closing:
                 return
             now = time.monotonic()
@@ -123,7 +123,7 @@ class Supervisor:
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
-            logger.error("the engine's process ended; it is started again")
+            logger.error("the engine's process ended and is restarted")
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
@@ -146,15 +146,15 @@ class Supervisor:
             await core.stop()
 
     async def _watch(self, core: CoreHandle, lost: asyncio.Future[None]) -> str:
-        """Return why the core is gone when it is; kill one that makes no progress.
+        """Wait until the core is gone and return why; kill it if it makes no progress.
 
-        Time counts only in ticks of this process: where both were stopped for an hour, and go on together,
-        one tick has passed.
+        Time is counted in ticks of this process: if both processes are suspended for an hour and resumed
+        together, one tick has passed.
         """
         limit_s = self.config.server.frozen_after_s
-        last_ns, stalled_s = core.pulse.last_ns, 0.0
+        last_ns, stalled_s = core.heartbeat.last_ns, 0.0
         while not (await asyncio.wait({lost}, timeout=_TICK_S))[0]:
-            beaten_ns = core.pulse.last_ns
+            beaten_ns = core.heartbeat.last_ns
             stalled_s = stalled_s + _TICK_S if beaten_ns == last_ns else 0.0
             last_ns = beaten_ns
             if 0 < limit_s <= stalled_s:
@@ -166,7 +166,7 @@ class Supervisor:
 
 
 class _Link(asyncio.Protocol):
-    """One connection to a core: its first message, then all others, then the end."""
+    """One connection to a core: its first message, all others, and its end."""
 
     def __init__(self, receive: Callable[[FromCore], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -190,7 +190,7 @@ class _Link(asyncio.Protocol):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # the panic of an extension module is not an Exception
-            logger.exception("the engine's messages cannot be followed")
+            logger.exception("the engine sent an invalid message")
             assert self._transport is not None
             self._transport.close()
 

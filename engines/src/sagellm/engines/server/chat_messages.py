@@ -8,8 +8,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from sagellm.engines.server.errors import invalid, unsupported
-from sagellm.engines.server.long_values import Limits, check_text, items, too_many_characters
-from sagellm.engines.server.names import (
+from sagellm.engines.server.json_fields import (
     Known,
     decode_field,
     decode_object,
@@ -19,6 +18,7 @@ from sagellm.engines.server.names import (
     missing,
     read_names,
 )
+from sagellm.engines.server.long_values import PromptLimits, check_text, items, too_many_characters
 from sagellm.engines.server.schema import MAX_MESSAGES, MAX_PARTS, Message, TextPart
 from sagellm.engines.server.unsupported import IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES
 
@@ -39,7 +39,7 @@ _PART = Known(TextPart.__struct_fields__, {}, {})
 
 
 def read_messages(
-    value: memoryview, limits: Limits, ignored: dict[str, None], *, is_optional: bool
+    value: memoryview, limits: PromptLimits, ignored: dict[str, None], *, is_optional: bool
 ) -> list[Message] | None:
     """Return messages; the names of ignored fields are added to `ignored`. Raises APIError."""
     if is_optional and is_null(value):
@@ -74,7 +74,7 @@ def _read_plain(value: memoryview) -> list[Message] | None:
     return None
 
 
-def _read_message(where: str, value: memoryview, limits: Limits, ignored: dict[str, None]) -> Message:
+def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> Message:
     values = decode_object(value, where)
     role = memoryview(values.get("role", b""))
     if any(is_json(role, name) for name in _TOOL_ROLES):
@@ -94,7 +94,7 @@ def _read_message(where: str, value: memoryview, limits: Limits, ignored: dict[s
     return Message(**fields)
 
 
-def _read_parts(where: str, value: memoryview, limits: Limits) -> list[TextPart]:
+def _read_parts(where: str, value: memoryview, limits: PromptLimits) -> list[TextPart]:
     parts = []
     for number, item in enumerate(items(value)):
         if number == MAX_PARTS:
@@ -103,7 +103,7 @@ def _read_parts(where: str, value: memoryview, limits: Limits) -> list[TextPart]
     return parts
 
 
-def _read_part(where: str, value: memoryview, limits: Limits) -> TextPart:
+def _read_part(where: str, value: memoryview, limits: PromptLimits) -> TextPart:
     values = decode_object(value, where)
     kind = memoryview(values.get("type", b""))
     if first_byte(kind) == b'"' and not is_json(kind, b'"text"'):

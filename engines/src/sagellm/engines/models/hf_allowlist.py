@@ -51,7 +51,7 @@ _PER_LAYER = "per_layer_config"
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-def known_entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
+def allowed_entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
     """Copy what a configuration class may be given, with nested configurations; transformers changes those.
 
     Raises ValueError for a nested configuration of an unknown type.
@@ -68,7 +68,7 @@ def _known_value(key: str, value: Any, config_class: Any) -> Any:
     if not isinstance(value, Mapping):
         return _copy(value)
     if key in config_class.sub_configs:
-        return known_entries(value, _nested_class(config_class, key, value))
+        return allowed_entries(value, _nested_class(config_class, key, value))
     if key in _ROPE:
         return _copy(value, _rope_keys() | _allowed(config_class) | frozenset(_layer_types(value)))
     if key == _PER_LAYER:
