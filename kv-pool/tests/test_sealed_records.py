@@ -158,7 +158,7 @@ def test_a_file_reveals_neither_tenants_nor_tokens(tmp_path):
 
 def test_a_temporary_file_has_a_temporary_key(tmp_path):
     tiers = [BackendTier(NVMeBackend(str(tmp_path / name), UNIT)) for name in "ab"]
-    ids = {tier._format._sealing.id for tier in tiers}
+    ids = {tier._format._sealer.id for tier in tiers}
     assert len(ids) == 2
     assert StoreKey.of_user().id not in ids
     assert isinstance(BackendTier(DDRBackend(UNIT), store_key=MINE)._format._sealing, Checksums)

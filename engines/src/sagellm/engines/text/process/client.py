@@ -233,21 +233,19 @@ class _Worker:
         return _answers.decode(await reader.readexactly(size))
 
 
-def _parts_of_model(call: Call) -> str:
+def _subject(call: Call) -> str:
     return "the model's chat template and tokenizer" if isinstance(call, Render) else "the model's tokenizer"
 
 
 def _too_long(call: Call, timeout_s: float) -> ForeignTextError:
-    logger.warning(
-        "%s took more than %g s for a request; its process was killed", _parts_of_model(call), timeout_s
-    )
+    logger.warning("%s took more than %g s for a request; its process was killed", _subject(call), timeout_s)
     return TextLimitError(
-        f"{_parts_of_model(call)} took more than {timeout_s:g} s (server.encoding_timeout) and had to be stopped"
+        f"{_subject(call)} took more than {timeout_s:g} s (server.encoding_timeout) and had to be stopped"
     )
 
 
 def _crashed(call: Call) -> ForeignTextError:
-    return TokenizerError(f"{_parts_of_model(call)} crashed, perhaps out of memory", "it ended")
+    return TokenizerError(f"{_subject(call)} crashed, perhaps out of memory", "it ended")
 
 
 class _ForkServer:
