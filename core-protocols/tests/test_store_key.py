@@ -45,7 +45,7 @@ def test_of_many_concurrent_starts_one_creates_the_key(folder):
 def test_a_key_that_others_can_read_or_write_is_refused(folder, mode):
     StoreKey.of_user()
     (folder / "kv.key").chmod(mode)
-    with pytest.raises(ConfigError, match=rf"kv.key, must be a file of yours .* mode 0{mode:o} .*chmod 600"):
+    with pytest.raises(ConfigError, match=rf"kv.key, has mode 0{mode:o} .*chmod 600"):
         StoreKey.of_user()
 
 

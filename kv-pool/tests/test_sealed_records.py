@@ -161,7 +161,7 @@ def test_a_temporary_file_has_a_temporary_key(tmp_path):
     ids = {tier._format._sealer.id for tier in tiers}
     assert len(ids) == 2
     assert StoreKey.of_user().id not in ids
-    assert isinstance(BackendTier(DDRBackend(UNIT), store_key=MINE)._format._sealing, Checksums)
+    assert isinstance(BackendTier(DDRBackend(UNIT), store_key=MINE)._format._sealer, Checksums)
 
 
 def test_forged_heads_cost_work_in_proportion_to_the_file(tmp_path):

@@ -46,7 +46,7 @@ def test_a_key_file_that_others_may_read_is_a_warning(served, key_file):
     key_file.chmod(0o640)
     keys, told = served("--api-key-file", key_file)
     assert keys == ("one", "two")
-    assert "has the mode 0640" in told
+    assert "has mode 0640" in told
     assert f"chmod 600 {key_file}" in told
 
 

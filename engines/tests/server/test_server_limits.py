@@ -242,7 +242,7 @@ def test_trailers_are_not_headers(scripted):
 
 
 def test_a_stray_byte_keeps_no_connection_open(scripted, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._HEADER_TIMEOUT_S", 0.3)
     data = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     began = time.monotonic()
     assert exchange(scripted(), data, then=b"\r\n").startswith(b"HTTP/1.1 200 ")
@@ -250,7 +250,7 @@ def test_a_stray_byte_keeps_no_connection_open(scripted, monkeypatch):
 
 
 def test_the_beginning_of_a_next_request_does_not_cut_a_stream(scripted, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._HEADER_TIMEOUT_S", 0.2)
     server = scripted("a", None, shutdown_timeout=0.5)
     body = b'{"prompt": [1], "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -269,7 +269,7 @@ def test_all_bodies_together_are_bounded(scripted, monkeypatch):
 
 
 def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._STALL_TIMEOUT_S", 0.3)
     server = scripted(*["a" * 100_000] * 500, "length")
     body = b'{"prompt": [1], "stream": true}'
     with socket.create_connection(("127.0.0.1", server.port)) as connection:

@@ -79,13 +79,13 @@ def run_service(
     """Serve in this process."""
     from sagellm.core.logging import configure
     from sagellm.engines.server.access import logger as access_logger
-    from sagellm.engines.server.malloc import give_large_blocks_back
+    from sagellm.engines.server.malloc import return_large_blocks
     from sagellm.engines.serving.service import serve as run
 
     configure(log_level)
     if config.server.access_log:  # a line per request is told at any level
         access_logger.setLevel(logging.INFO)
-    give_large_blocks_back()
+    return_large_blocks()
     typer.echo(f"loading {config.model.name}", err=True)
     run(config, name=name, log_level=log_level, on_state=on_state)
 

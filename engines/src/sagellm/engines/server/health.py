@@ -1,4 +1,4 @@
-"""The engine's metrics: one question at a time, however many ask."""
+"""Fetches the engine's metrics, with one call at a time for all concurrent requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 4.0
 
 
 class EngineProbe:
-    """Asks the engine for its metrics, and gives an answer to all who asked meanwhile."""
+    """Fetches the engine's metrics; concurrent calls share one request."""
 
     def __init__(self, front: EngineFront) -> None:
         self._front = front
@@ -20,7 +20,7 @@ class EngineProbe:
         self.last = EngineMetrics()
 
     async def ask(self) -> None:
-        """Have `last` brought up to date; it stays as it is if the engine does not answer in time."""
+        """Update `last`, unless the engine does not answer within 4 s."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._front.metrics())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen

@@ -1,4 +1,4 @@
-"""Keeps what one large body took from staying with the process."""
+"""Configures malloc so that memory of large request bodies returns to the system."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 1 << 20
 
 
-def give_large_blocks_back() -> None:
-    """Have malloc take blocks of 1 MiB and more from the system and give them back when they are freed.
+def return_large_blocks() -> None:
+    """Have malloc map blocks of 1 MiB and more, so that they return to the system when freed.
 
-    Left to itself, glibc keeps up to 64 MiB of them for each of its arenas. For a process that only serves:
-    one that computes would wait for the system at every large temporary. Does nothing without glibc.
+    By default glibc keeps up to 64 MiB of them per arena. Not for a process that computes, where each large
+    temporary would cost system calls. Does nothing without glibc.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

@@ -1,7 +1,7 @@
-"""From bytes to a body that has passed the schema, or an error that names the parameter.
+"""Decodes bytes into a body that satisfies the schema, or raises an error that names the parameter.
 
-Nothing is decoded before its name, its size and the number of its items are known to be right, so that a
-refused body costs about as much memory as itself.
+Names, sizes and item counts are checked before a value is decoded, so a refused body takes about as much
+memory as its bytes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from sagellm.engines.server.unsupported import IGNORED, UNSUPPORTED
 B = TypeVar("B", bound=Struct)
 
 Reader = Callable[[memoryview, PromptLimits, dict[str, None]], Any]
-"""Takes the JSON of a field, and to what ignored names are added."""
+"""Decodes the JSON of a field; adds ignored names to the dict."""
 
 MAX_FIELD_BYTES = 256 << 10
-"""Of all fields but prompts, messages and tokens: as long as 64 stop strings of 1,024 characters."""
+"""Of each field except prompts, messages and tokens: 64 stop strings of 1,024 characters fit."""
 
 _decode = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_names = msgspec.json.Decoder(dict[str, Raw] | None).decode
@@ -118,7 +118,7 @@ def _read_prompt(
         return [read_token_ids(value, "prompt", limits)]
     is_short = len(value) <= LONG_BODY_BYTES and found is not None and found[1] == b'"'
     if found is None or found[1] not in b'["' or is_short:
-        decoded: str | list[str] = _decode_texts(value)  # or an error that says what it is
+        decoded: str | list[str] = _decode_texts(value)
         if len(decoded) > MAX_PROMPTS:
             raise _too_many_prompts()
         return decoded
@@ -151,7 +151,7 @@ def _read_tokens(value: memoryview, limits: PromptLimits, ignored: dict[str, Non
 
 
 def _read_options(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> StreamOptions | None:
-    """Return the supported options of a stream; all others are ignored, as none changes the text."""
+    """Return the supported stream options; others are ignored, as none changes the text."""
     _check_size("stream_options", value)
     known = StreamOptions.__struct_fields__
     names = _decode_names(value) or ()
@@ -182,7 +182,7 @@ _REQUIRED = {
 
 
 def _explain_json(data: bytes | bytearray) -> APIError:
-    """Name the number that is not finite or too long, if that is what is wrong."""
+    """Return the error for invalid JSON, which names the parameter whose number is out of range, if any."""
     try:
         values = json.loads(data, parse_int=_bounded) if len(data) <= LONG_BODY_BYTES else None
     except (ValueError, RecursionError):
