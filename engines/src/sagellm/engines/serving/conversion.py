@@ -41,10 +41,10 @@ def _make_request(sequences: list[Sequence]) -> NewRequest:
 
 
 def make_sequences(message: NewRequest, limits: RequestLimits) -> list[Sequence]:
-    """Make the sequences that a message stands for.
+    """Make the sequences of a message.
 
-    Raises InvalidRequestError or InvalidInputError for whatever `InputProcessor` would not have made: what
-    is queued cannot fail in the middle of a step for what it asks.
+    Raises InvalidRequestError or InvalidInputError for a request that `InputProcessor` would have refused, so
+    that no queued sequence fails in the middle of a step because of its parameters.
     """
     request = Request(
         request_id=message.request_id,
@@ -65,7 +65,9 @@ def make_sequences(message: NewRequest, limits: RequestLimits) -> list[Sequence]
             f"{limits.max_model_len}"
         )
     if len(message.sequences) > message.params.n:
-        raise InvalidRequestError(f"{len(message.sequences)} sequences where n is {message.params.n}")
+        raise InvalidRequestError(
+            f"n is {message.params.n}, and there are {len(message.sequences)} sequences"
+        )
     if unknown := message.stop_token_ids - stop_token_ids(message.params, limits):
         raise InvalidRequestError(
             f"stop token ids {shown(unknown)} are neither the request's nor the model's"

@@ -1,6 +1,6 @@
-"""What front and core say to each other: typed messages, in MessagePack, one frame each.
+"""Messages between front and core, typed, in MessagePack, one per frame.
 
-Both sides are of one version: the core is started by the front.
+Both sides always have the same version: the front starts the core.
 """
 
 from __future__ import annotations

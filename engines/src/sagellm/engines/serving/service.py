@@ -1,6 +1,6 @@
-"""One served engine from its start to its end: port, core, HTTP, and its entry in the runtime folder.
+"""Runs one served engine: port, entry in the runtime folder, core, text workers and HTTP server.
 
-Imports little: the entry, which `engine status` and `engine stop` look for, comes before what takes long.
+Slow imports come after the entry is written, so that `engine status` and `engine stop` find it early.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def serve(
     log_level: str,
     on_state: Callable[[RunningEngine], None],
 ) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal arrives.
 
-    `on_state` is called when requests are taken and when it begins to drain: at the first SIGTERM or
-    SIGINT, if requests run. The second stops at once; while the model is loaded, the first does. Raises
-    ConfigError for a port or a name in use, and whatever is wrong with the model.
+    The first SIGTERM or SIGINT drains running requests, the second stops at once; while the model loads, the
+    first stops at once. `on_state` is called with "ready", and with "draining" if requests run. Raises
+    ConfigError for a port or name in use, and the errors of loading the model.
     """
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
@@ -62,7 +62,7 @@ def serve(
 
 
 def bind(settings: ServerConfig) -> socket.socket:
-    """Take the port before anything is loaded; who connects meanwhile waits. Raises ConfigError."""
+    """Listen before anything is loaded; clients that connect meanwhile wait. Raises ConfigError."""
     listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -83,7 +83,7 @@ def _own_engine_at(port: int) -> str:
 
 
 def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    """Check what needs no model, then load the tokenizer, having downloaded what is not there yet."""
+    """Check the settings, then load the tokenizer, downloading it if needed."""
     from sagellm.engines.server import check_access
 
     check_access(config.server)
@@ -162,7 +162,7 @@ async def _serve(
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does: before there is a loop nothing else is needed."""
+    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does, while no event loop runs."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -171,16 +171,16 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 def _announce_if_possible(engine: RunningEngine) -> None:
-    """Rewrite the entry of an engine; one that cannot be rewritten serves, and drains, all the same."""
+    """Update an engine's entry; if that fails, log a warning and keep serving."""
     try:
         engine.announce()
     except OSError as error:
-        logger.warning("the engine's entry cannot be written: %s; its state there is out of date", error)
+        logger.warning("the engine's entry cannot be written: %s; it shows an outdated state", error)
 
 
 @contextmanager
 def _cancelled_by_signals() -> Iterator[None]:
-    """Have each SIGINT and SIGTERM cancel this task: the first ends what it does, the second the ending."""
+    """Have each SIGINT and SIGTERM cancel this task: the first its work, the second its clean-up."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "called by a coroutine"
     handlers = {number: signal.getsignal(number) for number in _ENDING}
@@ -190,7 +190,7 @@ def _cancelled_by_signals() -> Iterator[None]:
         yield
     finally:
         for number in _ENDING:
-            loop.remove_signal_handler(number)  # which sets the default
+            loop.remove_signal_handler(number)  # this resets it to the default
             signal.signal(number, handlers[number])
 
 
