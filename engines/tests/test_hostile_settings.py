@@ -29,7 +29,7 @@ def laughs(num_levels: int) -> str:
 BEYOND_A_LIMIT = {
     "billion laughs": (laughs(9), "more than 5000 values"),
     "merged laughs": (laughs(4).replace("[", "{<<: [").replace("]", "]}"), "more than 5000 values"),
-    "an alias of itself": ("{a: &a [1, *a]}", "inside of what it stands for"),
+    "an alias of itself": ("{a: &a [1, *a]}", "refers to a value that contains it"),
     "sequences": ("{a: " + "[" * 20_000 + "]" * 20_000 + "}", "nested more than 32 deep"),
     "mappings": ("{a: " * 10_000 + "1" + "}" * 10_000, "nested more than 32 deep"),
     "digits": (f"{{a: {'9' * 20_000}}}", "a number of 20000 digits"),

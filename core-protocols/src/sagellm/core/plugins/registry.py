@@ -53,6 +53,11 @@ class InstalledProvider:
         """`distribution:name`, which selects this one among providers of equal name."""
         return f"{self.distribution}:{self.provider.name}"
 
+    @property
+    def label(self) -> str:
+        """The name in error messages: kind, name, distribution and version."""
+        return f"{self.provider.kind} {self.provider.name!r} of {self.distribution} {self.version}"
+
 
 @dataclass(frozen=True)
 class InstalledPlugin:
@@ -186,8 +191,7 @@ class PluginRegistry:
         """
         entry = self.find(kind, name)
         module_name, _, attribute = entry.provider.target.partition(":")
-        whose = f"{kind} {name!r} of {entry.distribution} {entry.version}"
-        with _import_errors(f"{whose} does not import ({entry.provider.target})"):
+        with _import_errors(f"{entry.label} does not import ({entry.provider.target})"):
             target: object = getattr(import_module(module_name), attribute)
         _check_methods(entry, target)
         return target
@@ -243,9 +247,8 @@ def _check_methods(entry: InstalledProvider, target: object) -> None:
     missing = sorted(getattr(target, "__abstractmethods__", ())) if isinstance(target, type) else []
     if missing:
         raise PluginMethodError(
-            f"{entry.provider.kind} {entry.provider.name!r} of {entry.distribution} {entry.version} lacks "
-            f"{', '.join(missing)}, which its protocol requires; implement {'them' if missing[1:] else 'it'} "
-            f"in {entry.provider.target}"
+            f"{entry.label} lacks {', '.join(missing)}, which its protocol requires; implement "
+            f"{'them' if missing[1:] else 'it'} in {entry.provider.target}"
         )
 
 

@@ -55,7 +55,7 @@ def read_hf_config(config: HFConfig) -> Any:
     """Make transformers' configuration object, which fills in defaults and unifies spellings.
 
     Both `rope_parameters` and the older `rope_theta` with `rope_scaling` become `rope_parameters`. Only
-    entries that its class knows reach it (`hf_allowlist`). Raises UnsupportedModelError for a model type that
+    entries on the allow-list reach it (`hf_allowlist`). Raises UnsupportedModelError for a model type that
     transformers does not have, CheckpointError for values that its class refuses.
     """
     from transformers import CONFIG_MAPPING
