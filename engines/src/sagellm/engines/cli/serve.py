@@ -58,7 +58,7 @@ def serve(
 
 
 def with_keys(loaded: LoadedConfig) -> EngineConfig:
-    """Return the settings with the keys of the key file, and warn of keys that others can see."""
+    """Return the settings with the keys of `api_key_file`; warn about keys that other users can see."""
     from sagellm.engines.server.api_key_file import with_key_file
 
     def warn(text: str) -> None:

@@ -25,7 +25,7 @@ PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
 """Variables that the plugin registry reads; they are not settings, though one begins like a section."""
 API_KEY_VARIABLE = "SAGELLM_API_KEY"
-"""Another name of `SAGELLM_SERVER__API_KEYS`, which is stronger; the text is keys, not YAML."""
+"""Short for `SAGELLM_SERVER__API_KEYS`, which overrides it; its text is never parsed as YAML."""
 DIRECTORY_FILE = "sagellm.yaml"
 
 

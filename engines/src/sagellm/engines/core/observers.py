@@ -24,5 +24,5 @@ class Observers:
                 call(**what)
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # SystemExit too: an observer ends nothing
+            except BaseException:  # even SystemExit: an observer must not stop the engine
                 logger.exception("an observer failed in %s; the engine goes on", self._hook)
