@@ -53,7 +53,7 @@ def test_a_link_in_the_runtime_folder_is_not_followed(folder, tmp_path):
     StoreKey.of_user()
     (folder / "kv.key").rename(tmp_path / "elsewhere")
     (folder / "kv.key").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"cannot be read or made: .*symbolic links"):
+    with pytest.raises(ConfigError, match=r"cannot be read or created: .*symbolic links"):
         StoreKey.of_user()
 
 
