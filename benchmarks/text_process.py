@@ -1,4 +1,4 @@
-"""What it costs to render and tokenize in another process, which can be ended, instead of in one's own.
+"""The cost of rendering and tokenizing in a worker process instead of the caller's.
 
 `python benchmarks/text_process.py`: a conversation of ten messages, a short text and a text of 32 KiB, each
 here and through a worker in turn; how long the processes take to start; and how soon a call is answered
