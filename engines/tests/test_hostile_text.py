@@ -109,7 +109,7 @@ def with_server(hostile, make_engine):
 
         yield run
         runner.run(stop())
-        assert not any(map(is_alive, texts.pids))
+        assert not is_alive(texts._server._process.pid)
 
 
 def is_alive(pid: int) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
+from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.serving import AdminClient, EngineLock, RunningEngine
 from sagellm.engines.serving.calls import Failed
 from sagellm.engines.serving.frames import encode
-from sagellm.engines.serving.runtime_folder import VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
-from sagellm.engines.modules import Modules as Modules, engine, extra_args, label_of, logits_processors
+from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 
@@ -124,7 +124,7 @@ def build_core(  # noqa: PLR0913
             sampler=Sampler(
                 processors.values(),
                 extra_args(modules, processors),
-                labels=[label_of(modules, name) for name in processors],
+                labels=[modules.label("logits_processor", name) for name in processors],
             ),
             predictor=predictor,
             registry=modules.registry,

@@ -150,11 +150,6 @@ def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProc
     return dict(made.values())
 
 
-def label_of(modules: Modules, processor_name: str) -> str:
-    """Return how errors name a logits processor: kind, name, distribution and version."""
-    return modules.label("logits_processor", processor_name)
-
-
 def extra_args(
     modules: Modules, processors: Mapping[str, LogitsProcessorProtocol[Any]]
 ) -> tuple[ExtraArg, ...]:
@@ -178,7 +173,7 @@ def _extra_args(modules: Modules, name: str, processor: LogitsProcessorProtocol[
         raise
     except BaseException as error:
         raise PluginError(
-            f"{label_of(modules, name)}: extra_args() {problem}; "
+            f"{modules.label('logits_processor', name)}: extra_args() {problem}; "
             f"{type(error).__name__}: {error}; it must return a list of ExtraArg"
         ) from error
     return declared

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sagellm.core import ConfigError, get_logger
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
-from sagellm.engines.serving.runtime_folder import EngineLock, EngineState, RunningEngine, check_name
+from sagellm.engines.serving.running_engine import EngineLock, EngineState, RunningEngine, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

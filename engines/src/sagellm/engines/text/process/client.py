@@ -61,11 +61,6 @@ class ProcessTextRunner:
         self._limits: TextLimits | None = None
         self._numbers = count()
 
-    @property
-    def pids(self) -> list[int]:
-        """The process that workers are forked from."""
-        return self._server.pids
-
     def load(self) -> None:
         """Start loading the tokenizer, without waiting."""
         self._server.start()
@@ -256,11 +251,6 @@ class _ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_stopped = False
-
-    @property
-    def pids(self) -> list[int]:
-        """The process, if there is one."""
-        return [] if self._process is None else [self._process.pid]
 
     @property
     def state(self) -> str:

@@ -20,7 +20,7 @@ from typing import Literal, Self
 
 from sagellm.core import ConfigError, UnknownNameError, nearest
 from sagellm.core.chaos import flaky
-from sagellm.core.runtime_folder import VARIABLE as VARIABLE, runtime_folder as runtime_folder
+from sagellm.core.runtime_folder import runtime_folder
 
 _LOCK_WAIT_S = 0.5  # a process that checks whether an engine is alive holds its lock for a moment
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
