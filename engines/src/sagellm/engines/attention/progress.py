@@ -9,17 +9,13 @@ import torch
 from sagellm.core import AttentionBackendProtocol, AttentionMetrics, AttentionSpec, InputBatch
 
 
-def _ignore() -> None:
-    pass
-
-
 class ProgressHook:
     """Holds the callback `beat`, which a server sets after the engine is built."""
 
     __slots__ = ("beat",)
 
     def __init__(self) -> None:
-        self.beat: Callable[[], None] = _ignore
+        self.beat: Callable[[], None] = lambda: None
 
 
 class ProgressReportingAttention(AttentionBackendProtocol):

@@ -18,6 +18,11 @@ NUM_PROBE_ONLY = 16
 """Connections above the limits that are kept open at a time; only probes are answered on them."""
 _NUM_SPARE_FILES = 16  # descriptors for anything but connections
 
+_REFUSALS = {
+    429: "there are too many connections from this address; close some, or try again later",
+    503: "there are too many connections; try again later",
+}
+
 
 class Connection(Protocol):
     """A connection, as Connections sees it."""
@@ -68,7 +73,7 @@ class Connections:
             longest = next((each for each in self._idle if peer in (None, each.peer)), None)
             if longest is None:
                 self._probe_only[connection] = None
-                return _refusal(status)
+                return APIError(status, _REFUSALS[status], code="too_many_connections")
             self._abort(longest)
         self._members[connection] = self._idle[connection] = None
         if connection.peer is not None:
@@ -138,11 +143,3 @@ def fit_to_files(wanted: int) -> int:
         fitting,
     )
     return fitting
-
-
-def _refusal(status: int) -> APIError:
-    if status == 429:
-        message = "there are too many connections from this address; close some, or try again later"
-    else:
-        message = "there are too many connections; try again later"
-    return APIError(status, message, code="too_many_connections")

@@ -44,6 +44,8 @@ _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",  # else it warns that there is no torch
 }
 
+_FOREIGN_ERRORS = {"template": ChatTemplateError, "tokenizer": TokenizerError, "limit": TextLimitError}
+
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
@@ -106,15 +108,10 @@ class ProcessTextRunner:
 
 
 def _error(failure: Failure) -> Exception:
-    match failure.kind:
-        case "template":
-            return ChatTemplateError(failure.summary, failure.detail)
-        case "tokenizer":
-            return TokenizerError(failure.summary, failure.detail)
-        case "limit":
-            return TextLimitError(failure.summary, failure.detail)
-        case "request":
-            return InvalidRequestError(failure.summary)
+    if (kind := _FOREIGN_ERRORS.get(failure.kind)) is not None:
+        return kind(failure.summary, failure.detail)
+    if failure.kind == "request":
+        return InvalidRequestError(failure.summary)
     return EngineError(f"a text worker failed: {failure.summary}")
 
 

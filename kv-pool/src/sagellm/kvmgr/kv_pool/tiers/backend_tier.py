@@ -208,21 +208,20 @@ class BackendTier(KVTierProtocol):
 
     def _do(self, request: TierRequest) -> TierOutcome:
         with self._lock:
-            return self._do_locked(request)
-
-    def _do_locked(self, request: TierRequest) -> TierOutcome:
-        try:
-            if request.action == "delete":
-                return self._delete(request.header.key)
-            assert request.data is not None, "submit has looked"
-            do = self._put if request.action == "put" else self._get
-            return do(request.header, request.data.cast("B"))
-        except OSError as error:
-            self._metrics.num_failed += 1
-            if is_logged(self._metrics.num_failed):
-                _log.warning("a KV tier failed to %s a block: %s", request.action, error.strerror or error)
-            self._drop(request.header.key)
-            return "failed"
+            try:
+                if request.action == "delete":
+                    return self._delete(request.header.key)
+                assert request.data is not None, "submit has looked"
+                do = self._put if request.action == "put" else self._get
+                return do(request.header, request.data.cast("B"))
+            except OSError as error:
+                self._metrics.num_failed += 1
+                if is_logged(self._metrics.num_failed):
+                    _log.warning(
+                        "a KV tier failed to %s a block: %s", request.action, error.strerror or error
+                    )
+                self._drop(request.header.key)
+                return "failed"
 
     def _put(self, header: BlockHeader, data: memoryview) -> TierOutcome:
         key = header.key

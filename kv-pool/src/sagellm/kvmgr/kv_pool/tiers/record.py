@@ -78,7 +78,6 @@ class Head(NamedTuple):
     header: BlockHeader
     num_data_bytes: int
     digest: bytes
-    num_head_bytes: int
 
 
 class RecordFormat:
@@ -126,7 +125,7 @@ class RecordFormat:
             return None
         if not compare_digest(self.name_of(header), prefix.name) or any(head[end:]):
             return None
-        return Head(header, prefix.num_data_bytes, prefix.digest, len(head))
+        return Head(header, prefix.num_data_bytes, prefix.digest)
 
     def refusal_of(self, prefix: bytes) -> Literal["foreign", "corrupt"] | None:
         """Say why `read_prefix` refused a prefix; None if it does not look like one.

@@ -11,6 +11,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -213,25 +214,20 @@ def _number(text: bytes) -> int:
 
 @flaky("redis.connect", errno.ECONNREFUSED, rate=10)
 def _connect(server: Server, deadline: Deadline) -> socket.socket:
-    if server.path:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+    with ExitStack() as closing:
+        if server.path:
+            connected = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connected.settimeout(deadline.left_s())
             connected.connect(server.path)
-        except BaseException:
-            connected.close()
-            raise
-        return connected
-    connected = socket.create_connection((server.host, server.port), deadline.left_s())
-    try:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if server.tls is None:
-            return connected
-        connected.settimeout(deadline.left_s())
-        return _tls_context(server.tls).wrap_socket(connected, server_hostname=server.host)
-    except BaseException:
-        connected.close()
-        raise
+        else:
+            address = server.host, server.port
+            connected = closing.enter_context(socket.create_connection(address, deadline.left_s()))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if server.tls is not None:
+            connected.settimeout(deadline.left_s())
+            connected = _tls_context(server.tls).wrap_socket(connected, server_hostname=server.host)
+        closing.pop_all()
+    return connected
 
 
 def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:

@@ -340,8 +340,7 @@ class TieredKVStorage(KVTierProtocol):
         header = request.header
         level = self._noted_at(header.key)
         if level is None:
-            has_it = (level for level, tier in enumerate(self._tiers) if tier.contains(header.key))
-            level = next(has_it, None)
+            level = next((n for n, tier in enumerate(self._tiers) if tier.contains(header.key)), None)
             if level is not None:
                 now_ns = self._clock.now_ns()
                 num_bytes = 0 if request.data is None else request.data.nbytes
