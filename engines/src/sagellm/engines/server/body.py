@@ -102,10 +102,10 @@ class BodyGate:
                     if not message.get("more_body", False):
                         return True
         except TimeoutError:
-            message = f"the body did not arrive within {self._timeout_s:g} s"
+            reason = f"the body did not arrive within {self._timeout_s:g} s"
             if loop.time() < end:
-                message = f"no more of the body arrived within {self._stall_timeout_s:g} s"
-            raise APIError(408, message, code="body_timeout") from None
+                reason = f"no more of the body arrived within {self._stall_timeout_s:g} s"
+            raise APIError(408, reason, code="body_timeout") from None
 
 
 def _check_headers(scope: Scope) -> None:

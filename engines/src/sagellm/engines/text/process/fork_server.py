@@ -29,8 +29,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Load the tokenizer of the directory given as argument, then fork and kill workers on request."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front drains, and needs this process meanwhile
-        signal.signal(number, signal.SIG_IGN)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the front drains, and needs this process meanwhile
+        signal.signal(ending, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
     sys.modules["torch"] = None  # type: ignore[assignment]  # without it transformers loads in a third of the time
     template = _load(Path(sys.argv[1]))
