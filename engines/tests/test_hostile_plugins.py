@@ -98,7 +98,7 @@ def test_a_topology_reader_and_a_trace_reader_are_named(monkeypatch, tmp_path, c
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 3, "output_length": 2, "hash_ids": [0]}\n')
     assert len(read_trace(path)) == 1
-    assert "trace_reader 'acme:exit' of acme 3: its factory failed; SystemExit: 7" in caplog.text
+    assert "trace_reader 'exit' of acme 3: its factory failed; SystemExit: 7" in caplog.text
     with pytest.raises(PluginError, match="trace_reader 'exit' of acme 3"):
         read_trace(path, name="exit")
 
