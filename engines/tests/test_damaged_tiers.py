@@ -54,7 +54,7 @@ def run(engine):
     tokens = [engine.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
     engine.client.core.kv.evict(20)
     deadline_s = time.monotonic() + 10
-    while engine.client.core.kv.offload._puts:  # on their way to a tier that works on a thread of its own
+    while engine.client.core.kv.offload._puts:  # being stored by a tier on its own thread
         assert time.monotonic() < deadline_s
         engine.client.core.kv.poll()
         time.sleep(0.0005)
@@ -180,7 +180,7 @@ def test_whole_records_may_be_others_or_halves(make_engine, expected, store, kin
 
 
 def negate(record):
-    """Change the sign of every float32 of a block, and reseal it as somebody without the key can."""
+    """Change the sign of every float32 of a block, and reseal it as an attacker without the key can."""
     size = int.from_bytes(record[8:16], "little")
     start = -(-(96 + int.from_bytes(record[4:8], "little")) // 64) * 64
     data = bytearray(record[start : start + size])

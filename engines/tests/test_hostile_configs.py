@@ -58,7 +58,7 @@ class Fetched(AssertionError):
 
 @pytest.fixture(autouse=True)
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect what is fetched; nothing may be."""
+    """Collect what is fetched, which must stay empty."""
     calls: list[str] = []
 
     def trap(name: str) -> Callable[..., Any]:

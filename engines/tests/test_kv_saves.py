@@ -365,7 +365,7 @@ def test_a_sparse_file_is_read_quickly(make, tmp_path):
 
 
 def forged(key: StoreKey, num_places: int) -> bytes:
-    """Return heads of this key, each with a length of which nothing is there, and a seal that is none."""
+    """Return heads with this key's id, invalid seals, and lengths beyond the data."""
     head = struct.pack("<4sIQ8s16s32s24s", b"sKV2", 1 << 20, 1 << 40, key.id, bytes(16), bytes(32), bytes(24))
     return head.ljust(4096, b"\0") * num_places
 

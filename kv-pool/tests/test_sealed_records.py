@@ -40,7 +40,7 @@ def sealed_with(key: StoreKey | Checksums, header: BlockHeader, data: bytes, pla
 
 
 def with_unkeyed_digest(record: bytes) -> bytes:
-    """Put in digest and seal what somebody without the key can compute."""
+    """Replace digest and seal by what an attacker without the key can compute."""
     digest = 2 * xxh3_128_digest(record[num_head_bytes(make_header(1)) :])
     head = record[:40] + digest + record[72:]
     return head[:72] + (3 * xxh3_64_intdigest(head[:72]).to_bytes(8, "little")) + head[96:]
@@ -165,7 +165,7 @@ def test_a_temporary_file_has_a_temporary_key(tmp_path):
 
 
 def test_forged_heads_cost_work_in_proportion_to_the_file(tmp_path):
-    """Each claims 1 MiB of header, which nobody reads: 8 MiB of them took 16 s once."""
+    """Each claims 1 MiB of header, which must not be read: 8 MiB of them once took 16 s."""
     path = tmp_path / "kv"
     forged = struct.pack("<4sIQ8s16s32s24s", b"sKV2", 1 << 20, 64, MINE.id, bytes(16), bytes(32), bytes(24))
     path.write_bytes(forged.ljust(UNIT, b"\0") * 2048)

@@ -1,4 +1,4 @@
-"""A server that answers slowly, wrongly or not at all costs whoever calls the tier no time (S23)."""
+"""A server that answers slowly, wrongly or not at all never delays callers of the tier."""
 
 from __future__ import annotations
 
@@ -246,7 +246,9 @@ def test_mutated_replies_give_no_wrong_block(server, num_replies):
     random, tier = Randomness(0).stream("replies"), make_tier(server)
     sound, is_mutated = server.answer, True
     spoilt: set[bytes] = set()
-    server.closes_after = spoilt.__contains__  # so that nobody waits for the rest of a length that was raised
+    server.closes_after = (
+        spoilt.__contains__
+    )  # so that the test does not wait for the rest of a raised length
 
     def answer(command: list[bytes]) -> bytes:
         reply = bytearray(sound(command))
@@ -277,7 +279,7 @@ def test_mutated_replies_give_no_wrong_block(server, num_replies):
 
 
 class Stuck(BackendTier):
-    """A device that does not answer until it is told to."""
+    """A device that does not answer until released."""
 
     def __init__(self) -> None:
         super().__init__(DDRBackend(1 << 20))

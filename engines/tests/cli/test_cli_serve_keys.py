@@ -1,4 +1,4 @@
-"""API keys from flags, files and the environment, and who is told when others can see them."""
+"""API keys from flags, files and the environment, and warnings about keys that others can see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sagellm.engines.server.api_key_file import with_key_file
 
 @pytest.fixture
 def served(sage, monkeypatch):
-    """Run `serve` up to the start of the service. Return its keys and what was said."""
+    """Run `serve` up to the start of the service; return its keys and its output."""
     configs = []
     monkeypatch.setattr(
         "sagellm.engines.cli.serve.run_service", lambda config, **_: configs.append(config.server)

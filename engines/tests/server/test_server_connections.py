@@ -1,4 +1,4 @@
-"""Connections: how messages are framed, who is closed when there are too many, clients that are half gone."""
+"""Connections: how messages are framed, which are closed at a limit, half-closed clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def connect(server, timeout=8):
 
 
 def exchange(server, data, *, closes_half=False):
-    """Send bytes and return what comes back until the server closes."""
+    """Send bytes and return the answer until the server closes."""
     with connect(server) as connection:
         connection.sendall(data)
         if closes_half:
@@ -39,7 +39,7 @@ def exchange(server, data, *, closes_half=False):
 
 
 def is_closed(connection, timeout_s=5.0):
-    """Say whether the server closes a connection without a word."""
+    """Say whether the server closes a connection without an answer."""
     if not select.select([connection], [], [], timeout_s)[0]:
         return False
     try:

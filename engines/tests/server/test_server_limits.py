@@ -152,7 +152,7 @@ def test_wait_idle(busy, until):
 
 
 def exchange(server, data, *, then=b"", timeout=8):
-    """Send bytes and return what comes back until the server closes."""
+    """Send bytes and return the answer until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as connection:
         connection.sendall(data)
         answer = b""

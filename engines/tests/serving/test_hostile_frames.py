@@ -308,7 +308,7 @@ def test_a_peer_cannot_abort_the_sequences_of_another(core):
 
 
 def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(core):
-    """Its calls stay in the socket once its answers are not read."""
+    """Once its answers are not read, its calls stay in the socket."""
     flood = socket.socket(socket.AF_UNIX)
     flood.connect(str(core.path))
     core.server.turn(0)

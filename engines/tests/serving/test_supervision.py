@@ -268,7 +268,7 @@ def test_a_core_that_sends_nonsense_is_an_error_and_not_an_endless_wait(speak, s
 
 
 def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch):
-    """No beat is no beat, whether the process is stopped or hangs inside a step."""
+    """The heartbeat stops whether the process is suspended or hangs inside a step."""
     monkeypatch.setattr("sagellm.engines.serving.supervisor.RESPONSIVE_S", 0.5)
     monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.1)
 
