@@ -1,4 +1,4 @@
-"""Whatever happens to KV in a tier costs time, is counted, and changes no token (R5)."""
+"""Whatever happens to KV in a tier costs time, is counted, and changes no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of a tier that drips holds up neither a step nor the start of an engine (S23)."""
+"""A dripping tier server delays neither a step nor the start of an engine."""
 
 from __future__ import annotations
 

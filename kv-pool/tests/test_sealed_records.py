@@ -1,4 +1,4 @@
-"""KV that leaves the process cannot be forged, and does not say whose prompts it is of (S21)."""
+"""KV that leaves the process cannot be forged, and reveals nothing about prompts or tenants."""
 
 from __future__ import annotations
 
