@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sagellm.core import CheckpointError, ConfigError
+from sagellm.engines import EngineConfig
 from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
@@ -163,3 +164,8 @@ def test_a_file_of_costs_has_the_same_limits(tmp_path: Path) -> None:
 def test_ordinary_json_is_read() -> None:
     values = {"model_max_length": 10**30, "layers": [[1.5, None, {"a": "b"}]]}
     assert parse_json(json.dumps(values).encode()) == values
+
+
+def test_a_huge_integer_is_a_short_error() -> None:
+    with pytest.raises(ConfigError, match=r"block_size.* is an integer of \d+ bits; it must be"):
+        EngineConfig.from_flat(block_size=10**5_000)

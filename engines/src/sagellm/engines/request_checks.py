@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sagellm.core import InvalidRequestError, Namespace, RequestLimits, TokenIds, nearest
-from sagellm.engines.sampling.checks import shown
+from sagellm.engines.config.shown import shown
 from sagellm.engines.sampling.params import SamplingParams
 
 MAX_NAME_CHARACTERS = 1024

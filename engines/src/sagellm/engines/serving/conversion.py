@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import groupby
 
 from sagellm.core import InvalidRequestError, Request, RequestLimits, TokenIds
+from sagellm.engines.config.shown import shown
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.request_checks import (
     check_names,
@@ -14,7 +15,6 @@ from sagellm.engines.request_checks import (
     check_token_ids,
     stop_token_ids,
 )
-from sagellm.engines.sampling.checks import shown
 from sagellm.engines.serving.messages import NewRequest
 
 
