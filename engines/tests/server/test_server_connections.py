@@ -184,14 +184,14 @@ def connections() -> Iterator[ExitStack]:
 
 def test_the_longest_idle_connection_makes_room(connections, scripted):
     server = scripted("a", "length", max_connections=3)
-    silent = [connections.enter_context(connect(server)) for _ in range(3)]
+    idle = [connections.enter_context(connect(server)) for _ in range(3)]
     time.sleep(0.1)
-    silent[0].sendall(GET + b"\r\n")  # it has been silent for the shortest time now
-    assert silent[0].recv(65536).startswith(b"HTTP/1.1 200 ")
+    idle[0].sendall(GET + b"\r\n")  # now it has been idle for the shortest time
+    assert idle[0].recv(65536).startswith(b"HTTP/1.1 200 ")
     assert server.http.get("/version").status_code == 200
-    assert is_closed(silent[1])
-    assert not is_closed(silent[2], 0.1)
-    assert not is_closed(silent[0], 0.1)
+    assert is_closed(idle[1])
+    assert not is_closed(idle[2], 0.1)
+    assert not is_closed(idle[0], 0.1)
 
 
 def test_beyond_the_limit_only_probes_are_answered(scripted, connections, until):
