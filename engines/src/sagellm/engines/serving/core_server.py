@@ -235,7 +235,9 @@ class CoreServer:
         try:
             for sequence in sequences:
                 self._core.add(sequence)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             logger.exception("a request cannot be queued")
             self._abort(sequence_ids, "error")
             text = _described(error)
@@ -250,7 +252,9 @@ class CoreServer:
                 raise UnknownNameError(f"the engine has no operation {call.operation!r}.{hint}")
             result = msgspec.to_builtins(operation(**call.arguments), str_keys=True)
             return encode(Reply(call.number, result))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             logger.info("operation %s failed", call.operation, exc_info=error)
             return encode(Reply(call.number, None, str(error)))
 
@@ -259,12 +263,16 @@ class CoreServer:
         self._forget(sequence_ids)
         try:
             self._core.abort(sequence_ids, finish_reason=finish_reason)
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             logger.exception("sequences could not give back all that they have")
             for sequence_id in sequence_ids:
                 try:
                     self._core.abort([sequence_id], finish_reason=finish_reason)
-                except Exception:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
                     logger.exception("sequence %s could not be ended", sequence_id)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
@@ -319,5 +327,5 @@ def _described(error: BaseException) -> str:
     """Return what an exception says, whatever its class does when it is asked."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:
+    except BaseException:
         return type(error).__name__
