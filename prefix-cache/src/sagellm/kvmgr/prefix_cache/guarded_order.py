@@ -17,7 +17,7 @@ class GuardedOrder:
 
     What it raised is logged and goes no further: in the middle of a change of the tree it would
     leave blocks that are cached and free at once. That holds for an assertion of the policy and for
-    SystemExit too; only Ctrl-C passes.
+    SystemExit too; only Ctrl-C passes, and AuditError, which accuses the cache.
     """
 
     def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
@@ -109,7 +109,9 @@ class GuardedOrder:
             return self._replace(error).num_victim_blocks(node, num_wanted)
 
     def _replace(self, error: BaseException) -> LeafLRU:
-        if isinstance(error, KeyboardInterrupt):
+        from sagellm.core.testing import AuditError
+
+        if isinstance(error, KeyboardInterrupt | AuditError):
             raise error
         assert not isinstance(self.current, LeafLRU), f"the order of leaves is wrong: {error}"
         self.failure = f"{type(self.current).__qualname__}: {type(error).__name__}: {error}"
