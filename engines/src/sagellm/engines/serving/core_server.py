@@ -252,9 +252,7 @@ class CoreServer:
                 raise UnknownNameError(f"the engine has no operation {call.operation!r}.{hint}")
             result = msgspec.to_builtins(operation(**call.arguments), str_keys=True)
             return encode(Reply(call.number, result))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except Exception as error:
             logger.info("operation %s failed", call.operation, exc_info=error)
             return encode(Reply(call.number, None, str(error)))
 
