@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sagellm.core import Namespace
+from sagellm.core import EngineError, Namespace
 from sagellm.engines import SamplingParams
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.serving import CoreServer
@@ -291,6 +291,20 @@ def test_a_panic_in_an_operation_ends_its_connection_alone(core):
     del core.server._operations["panic"]
     assert peer.is_closed
     assert core.canary() == core.expected
+
+
+def test_an_engine_that_exits_in_a_step_is_said_to(core, monkeypatch, all_blocks_are_back):
+    def leave():
+        raise SystemExit(0)
+
+    peer = Peer(core)
+    with monkeypatch.context() as patched:
+        patched.setattr(core.engine.client.core, "step", leave)
+        peer.send(encode(Add(make_requests(core.sequences([5, 6])))))
+        with pytest.raises(EngineError, match=r"the engine called sys\.exit\(0\) in a step"):
+            peer.receive()
+    peer.close()
+    check(core, all_blocks_are_back)
 
 
 def test_nobody_ends_the_sequences_of_another(core):

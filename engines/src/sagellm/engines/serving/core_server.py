@@ -127,7 +127,11 @@ class CoreServer:
         self._exchange(0 if is_busy else timeout_s)
         self._handle_backlog()
         if self._core.has_unfinished():
-            self._send_outputs(self._core.step())
+            try:
+                outputs = self._core.step()
+            except SystemExit as error:  # it would end this process without a word
+                raise EngineError(f"the engine called sys.exit({error.code!r}) in a step") from error
+            self._send_outputs(outputs)
 
     def close(self) -> None:
         """Close every connection, the listener and the core."""
