@@ -11,7 +11,7 @@ class Observers:
     """Those that implement one hook when the engine starts; false if nobody does."""
 
     def __init__(self, registry: PluginRegistry, hook: str) -> None:
-        self._hook = hook
+        self._hook, self._registry = hook, registry
         self._callers = registry.callers(hook)
 
     def __len__(self) -> int:
@@ -24,5 +24,6 @@ class Observers:
                 call(**what)
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # SystemExit too: an observer ends nothing
-                logger.exception("an observer failed in %s; the engine goes on", self._hook)
+            except BaseException as error:  # SystemExit too: an observer ends nothing
+                described = self._registry.describe(error)
+                logger.exception("an observer failed in %s; the engine goes on: %s", self._hook, described)
