@@ -130,16 +130,20 @@ def test_closing_ends_what_still_runs(make_engine, all_blocks_are_back):
     run(main())
 
 
-def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(EngineError("broken"), "broken"), (SystemExit(3), "the engine stopped: SystemExit: 3")],
+)
+def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch, error, told):
     async def main():
         engine = AsyncLLMEngine(make_engine())
         stream = await engine.add_request([5, 6], LONG)
 
         def fail():
-            raise EngineError("broken")
+            raise error
 
         monkeypatch.setattr(engine.engine, "step", fail)
-        with pytest.raises(EngineError, match="broken"):
+        with pytest.raises(EngineError, match=told):
             async for _ in stream:
                 pass
 

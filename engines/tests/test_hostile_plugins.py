@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -15,6 +16,8 @@ from sagellm.core import (
     UnsupportedModelError,
     hookimpl,
 )
+from sagellm.engines import EngineConfig
+from sagellm.engines.config.schema import flat_to_dotted
 from sagellm.engines.loading.families import installed_families, select_family
 from sagellm.engines.machine import read_topology
 from sagellm.engines.traces.read import read_trace
@@ -156,3 +159,137 @@ def test_a_plugin_of_the_same_name_does_not_replace_the_default_policy(make_engi
     registry.register(Imitator(), distribution="acme")
     make_engine(registry=registry, eviction_policy="lru").close()
     assert issubclass(registry.resolve("eviction_policy", "lru"), EvictionPolicyProtocol)  # type: ignore[arg-type]
+
+
+class Quits(BaseException):
+    """What neither `except Exception` nor Python's own exit knows."""
+
+
+WHERE = r"acme 3 \(test_hostile_plugins\.py, line \d+, in quit\): "
+CALLS_IN_STEPS = {
+    ("kv_allocator", "allocate"): rf"{WHERE}Quits: gone",
+    ("kv_pool", "allocate"): rf"{WHERE}Quits: gone",
+    ("prefix_cache", "match_prefix"): rf"{WHERE}Quits: gone",
+    ("prefix_cache", "insert_prefix"): rf"{WHERE}Quits: gone",
+    ("scheduler", "schedule"): rf"{WHERE}Quits: gone",
+    ("scheduler_pass", "run"): r"EngineError: scheduler pass 'null' failed: Quits: gone",
+    ("forward_backend", "forward"): rf"{WHERE}Quits: gone",
+    ("attention_backend", "forward"): rf"{WHERE}Quits: gone",
+    ("logits_processor", "apply"): r"logits_processor 'acme:null' of acme 3: apply\(\) failed; Quits: gone",
+}
+"""How requests end whose step a module ends, by kind and method."""
+
+LOGGED = {
+    ("eviction_policy", "on_insert"): "eviction policy .*Acme failed",
+    (
+        "lifetime_predictor",
+        "predict",
+    ): f"the lifetime predictor failed; the engine goes on: {WHERE}Quits: gone",
+    (
+        "lifetime_predictor",
+        "update",
+    ): f"the lifetime predictor failed; the engine goes on: {WHERE}Quits: gone",
+}
+"""What is logged where requests go on without the module."""
+
+BASES = {
+    "scheduler_pass": "null",
+    "logits_processor": "null",
+    "kv_pool": "paged",
+    "kv_allocator": "free_list",
+}
+SETTINGS = KINDS_AND_SETTINGS | {"kv_pool": {"kv_pool": "exit"}}
+
+
+def engine_with(make_engine, monkeypatch, kind: str, method: str, error: BaseException):
+    """Return an engine whose module of a kind is ours but for a method, and the switch that has it raise."""
+    switch = {"is_on": False}
+    registry = PluginRegistry.load()
+    ((setting, value),) = SETTINGS[kind].items()
+    name = f"acme:{BASES.get(kind) or default_of(setting)}"
+    base = registry.resolve(kind, name.removeprefix("acme:"))
+    honest = getattr(base, method)
+
+    def quit(self, *args, **options):
+        if switch["is_on"]:
+            raise error
+        return honest(self, *args, **options)
+
+    made = type("Acme", (base,), {method: quit, "__module__": __name__})
+    if kind == "logits_processor":
+        made.start = lambda self, request: ()
+
+    class Offers:
+        @hookimpl
+        def sagellm_providers(self) -> list[Provider]:
+            return [Provider(kind, name.removeprefix("acme:"), "sagellm.core:NullEvictionPolicy", "")]
+
+    registry.register(Offers(), distribution="acme", version="3")
+    resolve = registry.resolve
+    monkeypatch.setattr(registry, "resolve", lambda k, n: made if (k, n) == (kind, name) else resolve(k, n))
+    chosen = [name] if isinstance(value, list) else name
+    return make_engine(registry=registry, **{setting: chosen}), switch
+
+
+def default_of(setting: str) -> str:
+    return EngineConfig().values()[flat_to_dotted({setting: ""}).popitem()[0]]
+
+
+@pytest.mark.parametrize(("kind", "method"), CALLS_IN_STEPS)
+def test_a_module_that_quits_in_a_step_ends_requests_and_not_the_program(
+    make_engine, all_blocks_are_back, monkeypatch, kind, method
+):
+    engine, switch = engine_with(make_engine, monkeypatch, kind, method, Quits("gone"))
+    with engine:
+        switch["is_on"] = True
+        (output,) = engine.generate([[5, 6, 7] * 9])
+        assert output.outputs[0].finish_reason == "error"
+        assert re.search(CALLS_IN_STEPS[kind, method], output.outputs[0].error)
+        switch["is_on"] = False
+        assert all_blocks_are_back(engine)
+        assert engine.generate([[5, 6, 7] * 9])[0].outputs[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize(("kind", "method"), LOGGED)
+def test_requests_go_on_without_a_module_that_quits_and_only_advises(
+    make_engine, all_blocks_are_back, monkeypatch, caplog, kind, method
+):
+    engine, switch = engine_with(make_engine, monkeypatch, kind, method, Quits("gone"))
+    with engine:
+        expected = engine.generate([[8, 9] * 9])[0].outputs[0].token_ids
+        switch["is_on"] = True
+        assert engine.generate([[8, 9] * 9])[0].outputs[0].token_ids == expected
+        assert engine.generate([[5, 6, 7] * 9])[0].outputs[0].finish_reason in ("length", "stop")
+        assert re.search(LOGGED[kind, method], caplog.text)
+        assert all_blocks_are_back(engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("kv_allocator", "allocate"),  # fails a step
+        ("scheduler_pass", "run"),
+        ("forward_backend", "forward"),  # fails a request
+        ("eviction_policy", "on_insert"),  # fails nothing
+        ("lifetime_predictor", "predict"),
+    ],
+)
+def test_ctrl_c_inside_a_module_stays_ctrl_c(make_engine, monkeypatch, kind, method):
+    engine, switch = engine_with(make_engine, monkeypatch, kind, method, KeyboardInterrupt())
+    switch["is_on"] = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5, 6, 7] * 9])
+
+
+@pytest.mark.parametrize("kind", ["kv_allocator", "eviction_policy"])
+def test_what_a_module_raises_outside_of_steps_is_an_error_too(make_engine, monkeypatch, kind):
+    engine, switch = engine_with(make_engine, monkeypatch, kind, "metrics", Quits("gone"))
+    switch["is_on"] = True
+    with pytest.raises(PluginError, match=f"{WHERE}Quits: gone"):
+        engine.metrics()
+
+
+def test_a_tier_whose_factory_ends_the_process_is_named(make_engine, monkeypatch):
+    registry = registry_with(monkeypatch, "kv_tier")
+    with pytest.raises(PluginError, match=r"kv_tier 'exit' of acme 3: its factory failed; SystemExit: 7"):
+        make_engine(registry=registry, kv_tiers={"exit": {"max_bytes": "1MiB"}})

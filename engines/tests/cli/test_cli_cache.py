@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.names import complete_engine, complete_save
+from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SYSTEM = list(range(10, 42))
@@ -145,7 +148,26 @@ def test_a_pinned_prompt_is_found_by_its_text(engine, sage):
     engine.generate(text, GREEDY)
     pinned = sage("llm", "cache", "pin", "--prompt", text, "--json").json
     assert 0 < pinned["num_tokens"] - pinned["num_pinned_tokens"] < 8
-    assert sage("llm", "cache", "unpin", "--prompt", text).out.startswith("ended 1 pins")
+    assert sage("llm", "cache", "unpin", "--all").out.startswith("ended 1 pins")
+
+
+@pytest.mark.full
+def test_a_template_without_an_end_does_not_hold_the_command(
+    make_engine, run_engine, sage, checkpoint, tmp_path, monkeypatch
+):
+    path = shutil.copytree(checkpoint, tmp_path / "model")
+    loops = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    (path / "chat_template.jinja").write_text(
+        f"{{% if messages[0].content == 'hang' %}}{loops}{{% endif %}}{CHAT_TEMPLATE}"
+    )
+    run_engine(make_engine(model=str(path), num_blocks=64, block_size=8), steps=False)
+    monkeypatch.setattr("sagellm.engines.cli.prefix_flags._TIMEOUT_S", 1.0)
+    assert "nothing at all is cached" in sage("llm", "cache", "pin", "--system", "be brief").out
+    begun_s = time.monotonic()
+    result = sage("llm", "cache", "pin", "--system", "hang")
+    assert time.monotonic() - begun_s < 120  # of two processes on a busy machine; the template takes hours
+    assert result.code != 0
+    assert "chat template and tokenizer took more than 1 s" in result.err
 
 
 @pytest.mark.parametrize(

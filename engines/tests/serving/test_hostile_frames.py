@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sagellm.core import Namespace
+from sagellm.core import EngineError, Namespace
 from sagellm.engines import SamplingParams
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.serving import CoreServer
@@ -249,7 +249,12 @@ def test_text_that_is_not_utf8_ends_only_its_connection(core):
     assert core.canary() == core.expected
 
 
-def test_a_request_whose_third_sequence_is_refused_queues_none(core, monkeypatch, all_blocks_are_back):
+class Panic(BaseException):
+    """What pyo3 raises when a Rust extension panics."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_a_request_whose_third_sequence_is_refused_queues_none(core, monkeypatch, all_blocks_are_back, error):
     engine_core, num_added = core.engine.client.core, 0
     real = engine_core.add
 
@@ -257,7 +262,7 @@ def test_a_request_whose_third_sequence_is_refused_queues_none(core, monkeypatch
         nonlocal num_added
         num_added += 1
         if num_added == 3:
-            raise RuntimeError("no more")
+            raise error("no more")
         real(sequence)
 
     peer = Peer(core)
@@ -267,16 +272,12 @@ def test_a_request_whose_third_sequence_is_refused_queues_none(core, monkeypatch
         peer.receive()
     steps = [message for message in peer.receive() if isinstance(message, Step)]
     assert [(output.finish_reason, output.error) for output in steps[0].outputs] == [
-        ("error", "RuntimeError: no more")
+        ("error", f"{error.__name__}: no more")
     ] * 4
     assert len(steps) == 1
     assert not peer.is_closed
     peer.close()
     check(core, all_blocks_are_back)
-
-
-class Panic(BaseException):
-    """What pyo3 raises when a Rust extension panics."""
 
 
 def test_a_panic_in_an_operation_ends_only_its_connection(core):
@@ -290,6 +291,20 @@ def test_a_panic_in_an_operation_ends_only_its_connection(core):
     del core.server._operations["panic"]
     assert peer.is_closed
     assert core.canary() == core.expected
+
+
+def test_an_engine_that_exits_in_a_step_is_said_to(core, monkeypatch, all_blocks_are_back):
+    def leave():
+        raise SystemExit(0)
+
+    peer = Peer(core)
+    with monkeypatch.context() as patched:
+        patched.setattr(core.engine.client.core, "step", leave)
+        peer.send(encode(Add(make_requests(core.sequences([5, 6])))))
+        with pytest.raises(EngineError, match=r"the engine called sys\.exit\(0\) in a step"):
+            peer.receive()
+    peer.close()
+    check(core, all_blocks_are_back)
 
 
 def test_a_peer_cannot_abort_the_sequences_of_another(core):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sagellm.accel.row_padding import num_padded, padded_linear
 from sagellm.accel.slices import row_slices
 from sagellm.accel.widening import widening_for
 from sagellm.core import QuantizationGranularity, QuantizationOutput
@@ -62,12 +63,13 @@ def sliced_product(x: torch.Tensor, output: QuantizationOutput) -> torch.Tensor:
     # A row's scale can wait until after the product, except in float16, where unscaled sums overflow.
     is_late = output.scales.shape[1] == 1 and x.dtype is not torch.float16
     # int8 → x's dtype, or by way of float32; and the slice's product before it is stored
-    bytes_per_row = num_columns * (x.itemsize if is_late else 4 + x.itemsize) + 2 * num_tokens * x.itemsize
+    bytes_per_row = num_columns * (x.itemsize if is_late else 4 + x.itemsize)
+    bytes_per_row += 2 * num_padded(num_tokens) * x.itemsize
     for start, stop in row_slices(num_rows, bytes_per_row, x.device):
         if is_late:
-            part = x @ output.values[start:stop].to(x.dtype).T
+            part = padded_linear(x, output.values[start:stop].to(x.dtype))
             part = part.mul_(scale_rows(output.scales, start, stop).T)
         else:
-            part = x @ expand(output, start, stop, x.dtype).T
+            part = padded_linear(x, expand(output, start, stop, x.dtype))
         product[:, start:stop] = part
     return product

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
+from sagellm.accel.row_padding import pad_rows
 from sagellm.accel.slices import row_slices
 
 _ROWS = (64, 32)
@@ -68,7 +69,7 @@ def packed_linear(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor 
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x, bias: multiply(x, packed, bias, "none", [], "")
+    return lambda x, bias: multiply(pad_rows(x), packed, bias, "none", [], "")[: len(x)]
 
 
 def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,7 +80,7 @@ def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     of the product in float32.
     """
     num_columns = weight.shape[1]
-    wide = x.float()
+    wide = pad_rows(x).float()
     multiply = _float32_product()
     product = x.new_empty(len(x), len(weight))
     panel: torch.Tensor | None = None
@@ -87,6 +88,7 @@ def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         if panel is None:  # the first one is the largest
             panel = wide.new_empty(stop - start, num_columns)
         part = multiply(wide, panel[: stop - start].copy_(weight[start:stop]))
+        part = part[: len(x)]
         product[:, start:stop] = part if bias is None else part.add_(bias[start:stop])
     return product
 

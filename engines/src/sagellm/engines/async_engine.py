@@ -245,7 +245,9 @@ class AsyncLLMEngine:
         while self._streams:
             try:
                 outputs = await self._call(self._step)
-            except Exception as error:
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # SystemExit would end the caller's event loop
                 logger.exception("the engine stopped")
                 is_ours = isinstance(error, SageLLMError)
                 self._fail_all(

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
+from traceback import walk_tb
+from types import ModuleType
 
 import pluggy
 
@@ -85,6 +88,7 @@ class PluginRegistry:
             self._manager.enable_tracing()
         self.plugins: list[InstalledPlugin] = []
         self._providers: list[InstalledProvider] = []
+        self._owners: dict[str, str] = {}  # of modules that others brought
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> PluginRegistry:
@@ -136,6 +140,11 @@ class PluginRegistry:
                 self._manager.unregister(plugin)
             raise PluginHookError(f"{distribution} cannot be registered: {error}") from error
         self._providers += found
+        if distribution not in BUILT_IN:
+            own = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+            modules = [own, *(each.provider.target.partition(":")[0] for each in found)]
+            modules = [each for each in modules if not each.startswith("sagellm.")]
+            self._owners |= dict.fromkeys(modules, f"{distribution} {version}")
 
     def providers(self, kind: str | None = None) -> list[InstalledProvider]:
         """Return what is installed, of one kind or of all, sorted by kind and name.
@@ -146,6 +155,19 @@ class PluginRegistry:
             _check_kind(kind, "asked for")
         found = [entry for entry in self._providers if kind in (None, entry.provider.kind)]
         return sorted(found, key=lambda entry: (entry.provider.kind, entry.provider.name, entry.distribution))
+
+    def describe(self, error: BaseException) -> str:
+        """Return the type and text of an error, behind the plugin and line where it arose, if it was in one.
+
+        The plugin is the innermost in the traceback, known by the modules of its entry point and providers.
+        """
+        whose = ""
+        for frame, line in walk_tb(error.__traceback__):
+            owner = self._owners.get(frame.f_globals.get("__name__", ""))
+            if owner is not None:
+                code = frame.f_code
+                whose = f"{owner} ({Path(code.co_filename).name}, line {line}, in {code.co_name}): "
+        return whose + _described(error)
 
     def require_healthy(self) -> None:
         """Raise the error of the first plugin that cannot be used."""

@@ -14,7 +14,7 @@ from sagellm.core.protocols.eviction import (
 
 
 class AuditError(BaseException):
-    """A cache broke the order of calls. No Exception: those a cache takes for failures of the policy."""
+    """A cache broke the order of calls. Anything else that a policy raises is taken for its own failure."""
 
 
 class AuditingEvictionPolicy(EvictionPolicyProtocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,6 +16,11 @@ from sagellm.engines.server.answer_ids import request_of
 
 if TYPE_CHECKING:
     from sagellm.engines.serving import AdminClient
+    from sagellm.engines.text.calls import TokenCall
+    from sagellm.engines.text.limits import Limits
+
+_TIMEOUT_S = 5.0
+"""For each call of the model's template and tokenizer."""
 
 PREFIX_FLAGS = (
     make_flag("tokens", int, typer.Option(metavar="INT", min=1, help="Only so many of its first tokens.")),
@@ -61,23 +68,40 @@ def read_prefix(client: AdminClient, request: str | None, given: Mapping[str, An
 
 
 def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
-    """Make tokens with the tokenizer of the engine's model."""
+    """Make tokens with the template and tokenizer of the engine's model, in a process that can be ended.
+
+    Raises ForeignTextError for what either cannot do, or not within the time and memory that a server grants.
+    """
     from sagellm.engines.config.schema import EngineConfig
     from sagellm.engines.loading.source import resolve_tokenizer
-    from sagellm.engines.loading.tokenizer import load_tokenizer
-    from sagellm.engines.text import ChatMessage, ChatTemplate
+    from sagellm.engines.loading.tokenizer import TOKENIZER_FILES
+    from sagellm.engines.text import ChatMessage
+    from sagellm.engines.text.calls import Encode, Render
+    from sagellm.engines.text.limits import Limits
 
     config = EngineConfig().with_values(
         {key: value for key, value in client.hello.config.items() if key.startswith("model.")}
     )
-    tokenizer = load_tokenizer(resolve_tokenizer(config.model))
-    if tokenizer is None:
+    path = resolve_tokenizer(config.model)
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
         raise InvalidInputError("the engine's model has no tokenizer; name a request instead")
+    limits = Limits.of(client.hello.limits.max_model_len, timeout_s=_TIMEOUT_S)
     if kind == "prompt":
-        return list(tokenizer(text, verbose=False)["input_ids"])
+        return asyncio.run(_tokenize(path, limits, Encode([text], True)))[0]
     # What two chats have in common that differ in the first word of the user only.
-    template = ChatTemplate(tokenizer)
-    one, other = (
-        template.render([ChatMessage("system", text), ChatMessage("user", word)]) for word in ("a", "Z")
-    )
+    system = ChatMessage("system", text)
+    chats = [Render([system, ChatMessage("user", word)], True, {}) for word in ("a", "Z")]
+    one, other = asyncio.run(_tokenize(path, limits, *chats))
     return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+
+
+async def _tokenize(path: Path, limits: Limits, *calls: TokenCall) -> list[list[int]]:
+    """Return the token ids that each call makes."""
+    from sagellm.engines.text.process import TextProcess
+
+    texts = TextProcess(path)
+    try:
+        await texts.start(limits)
+        return [token_ids for call in calls for token_ids in await texts.token_ids(call)]
+    finally:
+        await texts.close()

@@ -19,6 +19,7 @@ from sagellm.core import (
     LifetimePredictorProtocol,
     NullTrace,
     OutOfBlocksError,
+    PluginError,
     PluginRegistry,
     PredictionRequest,
     RequestRecord,
@@ -83,7 +84,8 @@ class EngineCore(EngineProtocol):
 
     A fault anywhere else in a step leaves open what happened to which sequence, so all of them end
     with the reason "error", and the next request finds the engine empty. What an observer or the
-    predictor raises is logged, and nothing else happens.
+    predictor raises is logged, and nothing else happens. SystemExit of a module is a fault like any
+    other; of all that is raised only KeyboardInterrupt passes.
     """
 
     def __init__(self, parts: CoreParts) -> None:
@@ -128,8 +130,11 @@ class EngineCore(EngineProtocol):
                     output = self._advance(entry, results, started_ns)
                     if output is not None:
                         outputs.append(output)
-        except Exception as error:
-            logger.exception("a step failed; every request ends with an error")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            described = self.parts.registry.describe(error)
+            logger.exception("a step failed; every request ends with an error: %s", described)
             outputs += [self._fail(sequence_id, error) for sequence_id in self.scheduler.sequence_ids]
             self.kv.take_copies()  # what they were for has ended
         self._observe(started_ns, scheduled)
@@ -149,7 +154,7 @@ class EngineCore(EngineProtocol):
         asked = PredictionRequest(
             sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
         )
-        with _guessing():
+        with self._guessing():
             prediction = self.parts.predictor.predict(asked)
             sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
@@ -160,10 +165,11 @@ class EngineCore(EngineProtocol):
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End sequences before their time; those that have ended already are passed over."""
-        for sequence_id in sequence_ids:
-            if sequence_id in self.scheduler:
-                self._finish(sequence_id, finish_reason)
-        self.kv.tell_events()
+        with self._without_exits():
+            for sequence_id in sequence_ids:
+                if sequence_id in self.scheduler:
+                    self._finish(sequence_id, finish_reason)
+            self.kv.tell_events()
 
     def warm_up(self, sequence: Sequence) -> None:
         """Compute a prompt and one token after it, past the scheduler, the cache and all that counts.
@@ -185,22 +191,25 @@ class EngineCore(EngineProtocol):
 
     def close(self) -> None:
         """End all sequences, and let go of files and connections; nothing is asked of it any more."""
-        try:
-            self.abort(list(self.scheduler.sequence_ids))
-            self.parts.saves.close()
-        finally:
-            self._trace.close()
-            self.kv.close()
+        with self._without_exits():
+            try:
+                self.abort(list(self.scheduler.sequence_ids))
+                self.parts.saves.close()
+            finally:
+                self._trace.close()
+                self.kv.close()
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot with the metrics of every module."""
+        with self._without_exits():
+            modules = {kind: read() for kind, read in self.parts.metrics_of.items()}
         return replace(
             self._metrics,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
             steps_by_tokens=self._metrics.steps_by_tokens.copy(),
-            modules={kind: read() for kind, read in self.parts.metrics_of.items()},
+            modules=modules,
         )
 
     def report_progress(self, beat: Callable[[], None]) -> None:
@@ -279,13 +288,15 @@ class EngineCore(EngineProtocol):
             scheduled_ns=scheduled_ns,
         )
 
-    def _fail(self, sequence_id: SequenceId, error: Exception) -> TokenOutput:
+    def _fail(self, sequence_id: SequenceId, error: BaseException) -> TokenOutput:
         try:
             self._finish(sequence_id, "error")
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             logger.exception("request %s could not give back all its blocks", sequence_id)
             self._finish(sequence_id, "error")  # it has none any more
-        message = f"{type(error).__name__}: {error}"
+        message = self.parts.registry.describe(error)
         return TokenOutput(sequence_id, None, finish_reason="error", error=message)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
@@ -295,7 +306,7 @@ class EngineCore(EngineProtocol):
         self._metrics.num_finished += 1
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
-            with _guessing():
+            with self._guessing():
                 self.parts.predictor.update(
                     sequence_id=sequence_id,
                     actual_length=num_output_tokens,
@@ -353,11 +364,23 @@ class EngineCore(EngineProtocol):
             )
             self._step_observers.tell(record=record)
 
+    @contextmanager
+    def _without_exits(self) -> Iterator[None]:
+        """Raise PluginError for SystemExit and the like, which would end the caller's program."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise PluginError(self.parts.registry.describe(error)) from error
 
-@contextmanager
-def _guessing() -> Iterator[None]:
-    """Log what the lifetime predictor raises: it only guesses."""
-    try:
-        yield
-    except Exception:
-        logger.exception("the lifetime predictor failed; the engine goes on")
+    @contextmanager
+    def _guessing(self) -> Iterator[None]:
+        """Log what the lifetime predictor raises: it only guesses."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            described = self.parts.registry.describe(error)
+            logger.exception("the lifetime predictor failed; the engine goes on: %s", described)

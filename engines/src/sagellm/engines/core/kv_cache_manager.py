@@ -377,7 +377,7 @@ class KVCacheManager:
         self._pool.share(own)
         try:
             result = insert()
-        except Exception:
+        except BaseException:
             self._pool.free(own)
             raise
         taken = {*result.block_ids[len(result.block_ids) - result.num_new_blocks :], result.partial_block_id}

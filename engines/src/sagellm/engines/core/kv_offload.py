@@ -205,7 +205,9 @@ class KVOffload:
         targets = fetch.block_ids[fetch.num_done : fetch.num_done + num_good]
         try:
             self._memory.write_blocks(targets, fetch.buffers[:num_good])
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             _log.exception("fetched KV could not be written; it is computed")
             num_good = 0
         fetch.num_done += num_good

@@ -8,13 +8,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sagellm.core import ConfigError, KVTierProtocol, Runtime, StoreKey, nearest
+from sagellm.core import ConfigError, KVTierProtocol, Runtime, SageLLMError, StoreKey, nearest
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_offload import KVOffload
 from sagellm.engines.core.kv_saves import KVSaves
 from sagellm.engines.core.save_folder import SaveFolder, default_save_folder
 from sagellm.engines.modules import Modules
+from sagellm.engines.plugin_failure import plugin_failure
 from sagellm.engines.sizes import parse_bytes
 
 _JOINING = "tiered"
@@ -28,6 +29,7 @@ class TierPlan(NamedTuple):
     """One tier of `kv.tiers` as it is to be made."""
 
     key: str
+    label: str  # as errors call the provider
     factory: Callable[..., KVTierProtocol]
     max_bytes: int
     options: dict[str, Any]
@@ -77,7 +79,8 @@ def build_saves(
 
     def open_tier(max_bytes: int, name: str) -> KVTierProtocol:
         options = {"folder": str(folder), "name": name}
-        plan = TierPlan("kv.save_folder", modules.factory("kv_tier", "file"), max_bytes, options)
+        label, factory = modules.label("kv_tier", "file"), modules.factory("kv_tier", "file")
+        plan = TierPlan("kv.save_folder", label, factory, max_bytes, options)
         return _make_tier(plan, runtime, _store_key(modules))
 
     saves = SaveFolder(folder, runtime.files, parse_bytes(settings.max_saved, "kv.max_saved"))
@@ -97,7 +100,7 @@ def _plan(modules: Modules, name: str, given: object) -> TierPlan:
     else:
         max_bytes = parse_bytes(given, key)
     _check_options(factory, key, options)
-    return TierPlan(key, factory, max_bytes, options)
+    return TierPlan(key, modules.label("kv_tier", name), factory, max_bytes, options)
 
 
 def _check_options(factory: Callable[..., Any], key: str, options: Mapping[str, Any]) -> None:
@@ -132,3 +135,7 @@ def _make_tier(plan: TierPlan, runtime: Runtime, store_key: StoreKey | None) -> 
         raise ConfigError(f"{plan.key}: {error}") from error
     except (TypeError, ValueError, OverflowError, OSError, MemoryError) as error:
         raise ConfigError(f"{plan.key} cannot be made: {type(error).__name__}: {error}") from error
+    except (KeyboardInterrupt, SageLLMError):
+        raise
+    except BaseException as error:
+        raise plugin_failure(plan.label, "its factory", error) from error

@@ -11,7 +11,7 @@ class Observers:
     """Those that implement one hook when the engine starts; false if nobody does."""
 
     def __init__(self, registry: PluginRegistry, hook: str) -> None:
-        self._hook = hook
+        self._hook, self._registry = hook, registry
         self._callers = registry.callers(hook)
 
     def __len__(self) -> int:
@@ -24,5 +24,6 @@ class Observers:
                 call(**what)
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # even SystemExit: an observer must not stop the engine
-                logger.exception("an observer failed in %s; the engine goes on", self._hook)
+            except BaseException as error:  # even SystemExit: an observer must not stop the engine
+                described = self._registry.describe(error)
+                logger.exception("an observer failed in %s; the engine goes on: %s", self._hook, described)

@@ -25,7 +25,7 @@ class StepResults:
 
     tokens: dict[SequenceId, SampledToken] = field(default_factory=dict)
     scores: dict[SequenceId, list[SampledToken]] = field(default_factory=dict)  # of prompt tokens
-    errors: dict[SequenceId, Exception] = field(default_factory=dict)
+    errors: dict[SequenceId, BaseException] = field(default_factory=dict)
 
     def __or__(self, other: StepResults) -> StepResults:
         return StepResults(self.tokens | other.tokens, self.scores | other.scores, self.errors | other.errors)
@@ -52,13 +52,15 @@ class StepRunner:
         self._around = around
 
     def run(self, scheduled: list[ScheduledSequence]) -> StepResults:
-        """Compute what is scheduled. Never raises."""
+        """Compute what is scheduled. Raises nothing but KeyboardInterrupt."""
         if not scheduled:
             return StepResults()
         try:
             with self._around():
                 return self._forward_and_sample(scheduled)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             if len(scheduled) == 1:
                 sequence_id = scheduled[0].sequence.sequence_id
                 logger.error("request %s ends with an error", sequence_id, exc_info=error)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
+from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
 from sagellm.core import QuantizationOutput, QuantizerProtocol
 
@@ -55,12 +55,12 @@ class WideRows:
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight.T + bias, each row as planned; widens nothing if the rows are not the step's."""
         if not self._num_rows or len(x) != self._num_rows:
-            return functional.linear(x, weight, bias)
+            return padded_linear(x, weight, bias)
         if self._wide is None or self._narrow is None:
             return widened_product(x, weight, bias)
         product = x.new_empty(len(x), len(weight))
         product[self._wide] = widened_product(x[self._wide], weight, bias)
-        product[self._narrow] = functional.linear(x[self._narrow], weight, bias)
+        product[self._narrow] = padded_linear(x[self._narrow], weight, bias)
         return product
 
 
@@ -80,7 +80,7 @@ class Linear:
         """Multiply."""
         if self._wide_rows is not None:
             return self._wide_rows.multiply(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+        return padded_linear(x, self.weight, self.bias)
 
 
 class PackedLinear:

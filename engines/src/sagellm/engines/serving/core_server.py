@@ -127,7 +127,11 @@ class CoreServer:
         self._exchange(0 if is_busy else timeout_s)
         self._handle_backlog()
         if self._core.has_unfinished():
-            self._send_outputs(self._core.step())
+            try:
+                outputs = self._core.step()
+            except SystemExit as error:  # it would end this process without a word
+                raise EngineError(f"the engine called sys.exit({error.code!r}) in a step") from error
+            self._send_outputs(outputs)
 
     def close(self) -> None:
         """Close every connection, the listener and the core."""
@@ -235,7 +239,9 @@ class CoreServer:
         try:
             for sequence in sequences:
                 self._core.add(sequence)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             logger.exception("a request cannot be queued")
             self._abort(sequence_ids, "error")
             text = _described(error)
@@ -259,12 +265,16 @@ class CoreServer:
         self._forget(sequence_ids)
         try:
             self._core.abort(sequence_ids, finish_reason=finish_reason)
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             logger.exception("sequences could not be ended together")
             for sequence_id in sequence_ids:
                 try:
                     self._core.abort([sequence_id], finish_reason=finish_reason)
-                except Exception:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
                     logger.exception("sequence %s could not be ended", sequence_id)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
@@ -319,5 +329,5 @@ def _described(error: BaseException) -> str:
     """Return an exception's type and message, even if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:
+    except BaseException:
         return type(error).__name__

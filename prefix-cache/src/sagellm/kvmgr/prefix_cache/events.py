@@ -57,7 +57,9 @@ class Events:
             headers.append(BlockHeader.of(parent, tokens, node.namespace, self._identity))
         try:
             self.keep(EvictedBlocks(node.block_ids[-num_blocks:], headers))
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             _log.exception("what was evicted could not be kept; it is not tried again")
             self.keep = None
 
@@ -69,7 +71,9 @@ class Events:
         for sink in list(self.sinks):
             try:
                 sink(event)
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 _log.exception("a sink of KV events failed; it is told nothing more")
                 self.sinks.remove(sink)
 

@@ -16,7 +16,8 @@ class GuardedOrder:
     """Asks a policy, and `LeafLRU` in its place from the first call on that raises or names a wrong node.
 
     What it raised is logged and goes no further: in the middle of a change of the tree it would
-    leave blocks that are cached and free at once. An assertion of the policy is no exception from this.
+    leave blocks that are cached and free at once. That holds for an assertion of the policy and for
+    SystemExit too; only Ctrl-C passes, and AuditError, which accuses the cache.
     """
 
     def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
@@ -28,28 +29,28 @@ class GuardedOrder:
         """Pass it on."""
         try:
             self.current.on_insert(node)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error).on_insert(node)
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
         """Pass it on."""
         try:
             self.current.on_split(upper, lower)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error).on_split(upper, lower)
 
     def on_resize(self, node: CachedNode, num_more: int) -> None:
         """Pass it on."""
         try:
             self.current.on_resize(node, num_more)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error)
 
     def on_hit(self, node: CachedNode) -> None:
         """Pass it on."""
         try:
             self.current.on_hit(node)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error).on_hit(node)
 
     def leave(self, node: CachedNode) -> None:
@@ -57,38 +58,38 @@ class GuardedOrder:
         try:
             self.current.remove_candidate(node)
             self.current.on_remove(node)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error)
 
     def add_candidate(self, node: CachedNode) -> None:
         """Pass it on."""
         try:
             self.current.add_candidate(node)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error).add_candidate(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
         """Pass it on."""
         try:
             self.current.remove_candidate(node)
-        except Exception as error:
+        except BaseException as error:
             self._replace(error).remove_candidate(node)
 
     def victim(self) -> CachedNode | None:
         """Pass it on."""
         try:
             return self.current.victim()
-        except Exception as error:
+        except BaseException as error:
             return self._replace(error).victim()
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
         """Return what the policy yields; the caller passes errors raised by the iterator to `fail`."""
         try:
             return iter(self.current.victims(num_blocks))
-        except Exception as error:
+        except BaseException as error:
             return self._replace(error).victims(num_blocks)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Treat an error as a failure of the policy."""
         self._replace(error)
 
@@ -104,10 +105,14 @@ class GuardedOrder:
             if type(num_blocks) is not int:
                 raise TypeError(f"num_victim_blocks returned {num_blocks!r}; it must be an int")
             return num_blocks
-        except Exception as error:
+        except BaseException as error:
             return self._replace(error).num_victim_blocks(node, num_wanted)
 
-    def _replace(self, error: Exception) -> LeafLRU:
+    def _replace(self, error: BaseException) -> LeafLRU:
+        from sagellm.core.testing import AuditError
+
+        if isinstance(error, KeyboardInterrupt | AuditError):
+            raise error
         assert not isinstance(self.current, LeafLRU), f"the order of leaves is wrong: {error}"
         self.failure = f"{type(self.current).__qualname__}: {type(error).__name__}: {error}"
         _log.error(

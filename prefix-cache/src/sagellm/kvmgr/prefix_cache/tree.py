@@ -303,7 +303,7 @@ class RadixTree:
             while order.current is policy:
                 try:
                     node = next(victims, None)
-                except Exception as error:
+                except BaseException as error:  # Ctrl-C is raised again
                     order.fail(error)
                     break
                 if node is None:

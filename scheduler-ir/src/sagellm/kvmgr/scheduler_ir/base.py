@@ -72,7 +72,9 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         name = optimization_pass.name
         try:
             rewritten = optimization_pass.run(ir)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too
             raise EngineError(f"scheduler pass {name!r} failed: {type(error).__name__}: {error}") from error
         return verify_rewrite(name, ir, rewritten)
 

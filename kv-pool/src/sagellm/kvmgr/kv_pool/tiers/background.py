@@ -262,7 +262,7 @@ def _do(
 ) -> None:
     try:
         outcomes = run_to_end(tier, [request for request, _ in taken])
-    except Exception:
+    except BaseException:  # this thread gets no Ctrl-C
         _log.exception("a KV tier raised an error; its requests have failed")
         outcomes = _failed(len(taken))
     metrics = tier.metrics()
@@ -279,7 +279,7 @@ def _failed(num_requests: int) -> tuple[TierOutcome, ...]:
 def _search(work: _Work, tier: KVTierProtocol, search: Search) -> None:
     try:
         search_in_s = search()
-    except Exception:
+    except BaseException:
         _log.exception("a KV tier raised an error while it searched for blocks")
         search_in_s = None
     metrics = tier.metrics()
