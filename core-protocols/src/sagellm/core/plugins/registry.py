@@ -140,7 +140,7 @@ class PluginRegistry:
                 self._manager.unregister(plugin)
             raise PluginHookError(f"{distribution} cannot be registered: {error}") from error
         self._providers += found
-        if distribution not in BUILT_IN:
+        if distribution not in _BUILT_IN:
             own = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
             modules = [own, *(each.provider.target.partition(":")[0] for each in found)]
             modules = [each for each in modules if not each.startswith("sagellm.")]
