@@ -175,7 +175,7 @@ CALLS_IN_STEPS = {
     ("scheduler_pass", "run"): r"EngineError: scheduler pass 'null' failed: Quits: gone",
     ("forward_backend", "forward"): rf"{WHERE}Quits: gone",
     ("attention_backend", "forward"): rf"{WHERE}Quits: gone",
-    ("logits_processor", "apply"): r"logits_processor 'acme:null' of acme 3: apply\(\) failed; Quits: gone",
+    ("logits_processor", "apply"): r"logits_processor 'null' of acme 3: apply\(\) failed; Quits: gone",
 }
 """How requests end whose step a module ends, by kind and method."""
 
