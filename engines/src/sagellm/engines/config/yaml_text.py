@@ -68,7 +68,7 @@ class _BoundedLoader(yaml.SafeLoader):
             self._sizes[anchor] = self._num_values - before
         return node
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Build a mapping; one that has a key twice would drop a value without a word."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()

@@ -119,9 +119,10 @@ class Supervisor:
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
             if self._failure is None and len(deaths) > _MAX_RESTARTS:
                 self._failure = EngineDeadError(f"its process failed {len(deaths)} times within a minute")
+                logger.error("the engine's process%s", self._ending)
             if self._failure is not None:
                 if self.num_restarts:  # what fails at the first start is raised there
-                    logger.error("the engine stays down: %s", self._failure)
+                    logger.error("the engine stays down: %s; start the server again", self._failure)
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
