@@ -87,6 +87,12 @@ def test_a_key_that_is_not_there_is_an_error_that_says_how_to_make_one(tmp_path,
         ConfigError, match=r"kv\.store_key is 'env:MY_KEY', and the environment has no MY_KEY"
     ):
         StoreKey.named("env:MY_KEY")
+    (tmp_path / "short").write_text("zz")
+    (tmp_path / "short").chmod(0o600)
+    with pytest.raises(ConfigError) as caught:
+        StoreKey.named(str(tmp_path / "short"))
+    assert "64 hexadecimal digits are wanted" in str(caught.value)
+    assert str(caught.value).count("openssl rand -hex 32") == 1
     for odd in (str(tmp_path), "/dev/zero", "a\0b"):
         with pytest.raises(ConfigError):
             StoreKey.named(odd)

@@ -95,7 +95,7 @@ def test_what_another_key_sealed_is_not_there_and_is_counted(tmp_path, caplog):
     tier.close()
     tier = open_file(path, MINE)
     assert (tier.metrics().num_foreign, tier.metrics().num_corrupt, tier.metrics().num_blocks) == (5, 0, 0)
-    assert "5 records of another key or an older format" in caplog.text
+    assert f"the KV file {path} has 5 records of another key or an older format" in caplog.text
     assert put(tier, make_header(1), make_data(1)) == "done"  # where the first of theirs was
     assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
     assert get(tier, make_header(2))[0] == "missing"

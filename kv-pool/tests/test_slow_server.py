@@ -324,6 +324,23 @@ def test_a_put_that_is_given_up_stores_what_it_was_given_or_nothing():
     tier.close()
 
 
+def test_what_a_stuck_device_fails_is_told_by_name_and_ever_more_rarely(caplog):
+    device = Stuck()
+    tier = BackgroundTier(device, timeout_s=0.1, label="KV file x")
+    tier.submit([])  # nothing is asked, and nothing fails
+    assert caplog.messages == []
+    device.is_free.clear()
+    for number in range(8):
+        put(tier, make_header(number), make_data(number))
+    counts = [int(message.split("; ")[1].split()[0]) for message in caplog.messages]
+    assert counts == [1, 2, 4, 8]
+    assert all(
+        message.startswith("the KV file x has not answered within 0.1 s") for message in caplog.messages
+    )
+    device.is_free.set()
+    tier.close()
+
+
 def test_closing_waits_no_longer_than_a_second_for_a_stuck_device():
     device = Stuck()
     tier = BackgroundTier(device, timeout_s=30)

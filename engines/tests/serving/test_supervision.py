@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -266,7 +267,7 @@ def test_a_core_that_says_nonsense_is_an_error_and_not_an_endless_wait(speak, sa
     asyncio.run(use())
 
 
-def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch):
+def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch, caplog):
     """No beat is no beat, whether the process is stopped or hangs inside a step."""
     monkeypatch.setattr("sagellm.engines.serving.supervisor.RESPONSIVE_S", 0.5)
     monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.1)
@@ -288,6 +289,10 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
         assert str(error) == (
             "the engine's process made no progress for 2.5 s and was killed; send the request again"
         )
+        frozen, ended, again = [record.getMessage() for record in caplog.records]
+        assert frozen.endswith(f"was killed; it was process {pid} (server.frozen_after_s)")
+        assert ended == f"the engine's process {pid} ended (signal 9: Killed); it is started again"
+        assert re.fullmatch(r"the engine takes requests again, after \d+\.\d s", again)
         await supervisor.close()
 
     asyncio.run(asyncio.wait_for(use(), 60))

@@ -259,7 +259,8 @@ class ServerConfig(Checked):
         "users of the machine; SAGELLM_API_KEY and server.api_key_file are not",
     )
     api_key_file: PathOrName | None = Field(
-        default=None, description="file of more API keys, one per line, that only its owner may read"
+        default=None,
+        description="file of more API keys, one per line (# begins a comment), that only its owner may read",
     )
     allowed_hosts: Names = Field(
         default=(), description="values of the Host header that are accepted besides the address itself"

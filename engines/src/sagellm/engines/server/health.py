@@ -18,9 +18,18 @@ class EngineProbe:
         self._front = front
         self._asking: asyncio.Task[EngineMetrics] | None = None
         self.last = EngineMetrics()
+        self._num_restarts = front.num_restarts
 
     async def ask(self) -> None:
-        """Have `last` brought up to date; it stays as it is if the engine does not answer in time."""
+        """Have `last` brought up to date; it stays as it is if the engine does not answer in time.
+
+        One that makes no progress is not asked: a page is wanted most while it cannot answer. What a process
+        said of itself is forgotten with it.
+        """
+        if self._num_restarts != self._front.num_restarts:
+            self._num_restarts, self.last = self._front.num_restarts, EngineMetrics()
+        if not self._front.is_responsive:
+            return
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._front.metrics())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen

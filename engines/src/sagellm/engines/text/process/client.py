@@ -236,7 +236,11 @@ def _what(call: Call) -> str:
 
 
 def _too_long(call: Call, timeout_s: float) -> ForeignTextError:
-    logger.warning("%s took more than %g s for a request; its process was killed", _what(call), timeout_s)
+    logger.warning(
+        "%s took more than %g s (server.encoding_timeout) for a request; its process was killed",
+        _what(call),
+        timeout_s,
+    )
     return TextLimitError(
         f"{_what(call)} took more than {timeout_s:g} s (server.encoding_timeout) and had to be stopped"
     )

@@ -97,7 +97,9 @@ def redis_tier(
         raise ConfigError(
             "url is not a Redis URL; give redis://HOST:PORT/DB, rediss:// or unix://PATH"
         ) from None
-    beside = BackgroundTier(tier, timeout_s=timeout_s + _SLACK_S, search=tier.search, clock=runtime.clock)
+    beside = BackgroundTier(
+        tier, timeout_s=timeout_s + _SLACK_S, search=tier.search, clock=runtime.clock, label=tier.label
+    )
     beside.wait_for_search(min(timeout_s, _MAX_START_S))
     return beside
 
@@ -122,11 +124,11 @@ def default_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "sagellm" / "kv"
 
 
-def _in_background(tier: KVTierProtocol, runtime: Runtime, timeout_s: float) -> KVTierProtocol:
+def _in_background(tier: BackendTier, runtime: Runtime, timeout_s: float) -> KVTierProtocol:
     """Put a tier on a thread, but not on virtual time, on which nothing runs beside anything."""
     if isinstance(runtime.clock, VirtualClock):
         return tier
-    return BackgroundTier(tier, timeout_s=timeout_s, clock=runtime.clock)
+    return BackgroundTier(tier, timeout_s=timeout_s, clock=runtime.clock, label=tier.backend.label)
 
 
 def _check_timeout(timeout_s: object) -> None:
