@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -109,3 +114,20 @@ def framed(body: bytes | bytearray) -> bytes:
 @pytest.fixture(scope="session")
 def mutator() -> type[Mutator]:
     return Mutator
+
+
+@pytest.fixture(scope="session")
+def preloaded_python(tmp_path_factory) -> Iterator[str]:
+    """What runs `python -m` as Python does, in a process that has imported torch and transformers already."""
+    if not hasattr(os, "pidfd_open"):  # not on Linux
+        yield sys.executable
+        return
+    folder = tmp_path_factory.mktemp("preloaded")
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("preloaded.py")), str(folder)])
+    path = folder / "python"
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    yield str(path)
+    process.kill()
+    process.wait()
