@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+_FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 _LENGTH_BYTES = 4
 _STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, 3, 50, 400, -1, -5, 1 << 31, 1 << 62, 1 << 63, -(1 << 63)),
@@ -31,7 +32,7 @@ class Mutator:
     def __init__(self, frames: list[bytes], seed: int) -> None:
         self._bodies = [frame[_LENGTH_BYTES:] for frame in frames]
         self._trees = [msgspec.msgpack.decode(body) for body in self._bodies]
-        self._random = random.Random(seed)
+        self._random = random.Random(1000 * _FUZZ_SEED + seed)
         self._ways: tuple[Callable[[], bytes], ...] = (
             *(self._flip, self._cut, self._splice, self._insert, self._lie),
             *[self._swap] * 5,
