@@ -16,7 +16,8 @@ MEMBERS: list[str] = _HATCH["workspace"]["members"]
 META = "meta-package"
 """The folder of the distribution `sagellm`, which has no code."""
 QUICK = "not full and not matrix and not cuda"
-WORKERS = ("-n", "2", "--dist", "worksteal")
+WORKERS = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
+"""One more than there are CPUs: many tests wait for a process."""
 
 
 class Environment:
@@ -40,7 +41,7 @@ class Environment:
         run([self.python, str(script)], cwd=self.work)
 
     def pytest(self, *arguments: str, cwd: Path | None = None) -> None:
-        """Run the quick tests that the arguments name, on two workers."""
+        """Run the quick tests that the arguments name, on `WORKERS`."""
         options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-m", QUICK, *WORKERS]
         run([self.python, "-m", "pytest", *options, *arguments], cwd=cwd or self.work)
 

@@ -449,7 +449,10 @@ def main() -> int:
     plot(record, options.save.with_suffix(".png"))
     for name in ("front", "core"):
         slope = Slope(**record[name])
-        print(f"{name}: {slope.mib_per_min:+.3f} ± {slope.standard_error:.3f} MiB/min")
+        if math.isnan(slope.mib_per_min):
+            print(f"{name}: no slope was measured: {slope.num_samples} of 3 points; give it more --minutes")
+        else:
+            print(f"{name}: {slope.mib_per_min:+.3f} ± {slope.standard_error:.3f} MiB/min")
     print(f"requests: {record['requests']}")
     if record["wrong_answers"]["number"]:
         print(f"wrong answers: {json.dumps(record['wrong_answers'], indent=1)}")

@@ -10,6 +10,7 @@ Exit code 1 if a test passes with its bug, or fails without any.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -575,15 +577,27 @@ def _run_as_child(node_ids: Sequence[str], plant: Callable[[], None] | None, wri
 
 
 def import_what_tests_import() -> None:
-    """Import slow modules once, before any process is forked."""
+    """Import slow modules once, before any process is forked, by running a small model."""
+    import httpx  # noqa: F401
+    import hypothesis  # noqa: F401
     import torch
-    import transformers  # noqa: F401
+    import uvicorn  # noqa: F401
+    from transformers import AutoModelForCausalLM
 
     import sagellm.engines.server
-    import sagellm.engines.serving
-    import sagellm.engines.testing  # noqa: F401
+    import sagellm.engines.serving  # noqa: F401
+    from sagellm.engines import LLMEngine, SamplingParams
+    from sagellm.engines.testing import make_checkpoint
 
     torch.set_num_threads(1)  # no pool of threads, which a forked process would not have
+    with TemporaryDirectory() as folder:
+        checkpoint = str(make_checkpoint(Path(folder), family="qwen3", seed=7))
+        engine = LLMEngine(model=checkpoint, dtype="float32", device="cpu", num_blocks=64)
+        engine.generate("the river", SamplingParams(max_tokens=2))
+        reference = AutoModelForCausalLM.from_pretrained(checkpoint)
+        reference.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    gc.collect()
+    gc.freeze()  # the collector of a forked process would copy every page
 
 
 def outcomes(bugs: Sequence[Bug]) -> Iterator[tuple[str, bool, Outcome]]:

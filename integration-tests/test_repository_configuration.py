@@ -35,3 +35,11 @@ def test_a_setting_is_documented_with_flag_default_and_meaning(key):
 def test_no_setting_is_documented_that_does_not_exist():
     documented = re.findall(r"^\| `(\w+\.\w+)` \|", TEXT, re.MULTILINE)
     assert documented == list(EngineConfig().values())
+
+
+def test_every_variable_that_is_read_is_listed():
+    sources = [path.read_text() for path in ROOT.glob("*/src/**/*.py")]
+    named = {name for text in sources for name in re.findall(r'"(SAGELLM_[A-Z_]*[A-Z])"', text)}
+    settings = {name for name in named if "__" in name}
+    assert len(named) > 6
+    assert [name for name in sorted(named - settings - {"SAGELLM_API"}) if f"`{name}`" not in TEXT] == []

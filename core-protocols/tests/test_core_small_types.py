@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 
@@ -70,6 +71,22 @@ def test_a_second_configuration_replaces_the_first(
     assert capsys.readouterr().err.endswith("WARNING sagellm.test: loud\n")
     assert len(root_logger.handlers) == 1
     assert getattr(root_logger.handlers[0], "stream", None) is sys.stderr
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_the_environment_says_in_which_format_records_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure("warning")
+    get_logger("sagellm.test").warning("loud")
+    assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d WARNING sagellm.test: loud\n", capsys.readouterr().err)
+    monkeypatch.setenv("SAGELLM_LOG_FORMAT", "json")
+    configure("warning")
+    get_logger("sagellm.test").warning("loud")
+    assert json.loads(capsys.readouterr().err)["message"] == "loud"
+    monkeypatch.setenv("SAGELLM_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="SAGELLM_LOG_FORMAT is 'xml'; it must be plain or json"):
+        configure("warning")
 
 
 def test_a_level_that_is_none_is_told() -> None:

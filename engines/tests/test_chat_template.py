@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
+from sagellm.engines.server.prompts import PromptEncoder
 from sagellm.engines.testing.tokenizers import make_tokenizer
 from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.chat import ChatTemplateError
@@ -152,6 +155,19 @@ def test_a_template_that_fails_is_reported_with_its_error_and_line(tokenizer, te
     assert "(line " in str(told.value)
     assert told.value.__cause__ is None
     assert told.value.summary == "the model's chat template cannot render these messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("{% if %}", ["TemplateSyntaxError"]), ("{{ messages[0].content }}", []), (None, [])],
+)
+def test_a_server_tells_its_operator_of_a_broken_template_before_anyone_chats(
+    tokenizer, source, expected, caplog
+):
+    tokenizer.chat_template = source
+    asyncio.run(PromptEncoder(tokenizer, max_model_len=64).try_template())
+    assert len(caplog.messages) == len(expected)
+    assert all(word in message for word, message in zip(expected, caplog.messages, strict=True))
 
 
 def test_without_a_template_that_is_said(tokenizer):

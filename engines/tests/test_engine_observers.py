@@ -73,6 +73,18 @@ def test_an_observer_that_raises_keeps_nothing_from_the_others(watched):
     assert before.num_records == after.num_records == alone.num_records
 
 
+def test_an_observer_that_raises_at_every_step_is_named_and_logged_ever_more_rarely(watched, caplog):
+    engine = watched(Broken())
+    with caplog.at_level("ERROR", "sagellm.engines.core.observers"):
+        engine.generate(PROMPT, GREEDY)
+    logged = [record for record in caplog.records if "steps" in record.getMessage()]
+    place = "test_engine_observers.Broken.sagellm_step_finished failed,"
+    assert all(place in record.getMessage() for record in logged)
+    times = [int(record.getMessage().split(" failed, ")[1].split()[0]) for record in logged]
+    assert times == [1, 2, 4, 8]  # one prefill step, seven of decoding
+    assert [bool(record.exc_info) for record in logged] == [True, False, False, False]
+
+
 def test_what_leaves_an_idle_engine_is_told_at_once(watched):
     observer = Observer()
     engine = watched(observer)

@@ -40,6 +40,7 @@ BEYOND_A_LIMIT = {
     "digits of a fraction": (f"{{a: 0.{'9' * 60_000}}}", "a number of 60002 digits"),
     "a digit with a tag": (f"{{a: !!int '{'9' * 20_000}'}}", "a number of 20000 digits"),
     "values": (f"[{'1,' * 30_000}]", "more than 5000 values"),
+    "a key twice": ("{kv: {block_size: 8}, kv: {num_blocks: 64}}", "the key 'kv' twice in one mapping"),
     "a long key": (f"{{? {'k' * 70_000} : 1}}", "longer than 65536 bytes"),
     "a long anchor": (f"{{a: &{'k' * 70_000} 1}}", "longer than 65536 bytes"),
 }

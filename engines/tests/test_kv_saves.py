@@ -29,6 +29,7 @@ from sagellm.engines.core.kv_copier import joined_runs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(5)
 SYSTEM = [_random.randrange(5, 200) for _ in range(40)]
+FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 PROMPTS = [[*SYSTEM, *(_random.randrange(5, 200) for _ in range(60))] for _ in range(4)]
 
 
@@ -42,8 +43,8 @@ def make(make_engine, tmp_path):
     return make
 
 
-def answers(engine, **options):
-    found = [engine.generate(prompt, GREEDY, **options)[0] for prompt in PROMPTS]
+def answers(engine, num_prompts=4, **options):
+    found = [engine.generate(prompt, GREEDY, **options)[0] for prompt in PROMPTS[:num_prompts]]
     return [output.outputs[0].token_ids for output in found], [output.num_cached_tokens for output in found]
 
 
@@ -458,3 +459,59 @@ def test_a_slow_file_makes_no_step_wait(make, monkeypatch):
     assert longest_s < 0.3
     assert load(second := make()).num_left_out == 0
     assert answers(second) == (expected, [99] * 4)
+
+
+def mutate(save: bytearray, heads: list[int], rng: random.Random) -> None:
+    """Change a save in one place, mostly in a block's head."""
+    kind = rng.random()
+    place = rng.choice(heads) + rng.randrange(300) if kind < 0.5 else rng.randrange(len(save))
+    if kind < 0.7:
+        save[place] ^= 1 << rng.randrange(8)
+    elif kind < 0.8:
+        source, target = rng.sample(heads, 2)
+        size = rng.choice((96, 300, heads[1]))
+        save[target : target + size] = save[source : source + size]
+    elif kind < 0.9:
+        save[place : place + 4] = struct.pack("<I", rng.choice((0, 1, 1 << 20, 2**31 - 1, 2**32 - 1)))
+    else:
+        save[place:] = bytes(len(save) - place)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_saves", [20, pytest.param(5_000, marks=pytest.mark.full)])
+def test_mutated_saves_change_no_token_and_lose_no_block(make, tmp_path, all_blocks_are_back, num_saves):
+    first = make()
+    expected, _ = answers(first, 2)
+    save(first)
+    path = tmp_path / "kv" / "first.kv"
+    sound = path.read_bytes()
+    heads = [place for place in range(0, len(sound), 4096) if sound.startswith(b"sKV2", place)]
+    second, rng = make(), random.Random(FUZZ_SEED)
+    kv, saves = second.client.core.kv, saves_of(second)
+    num_loaded = num_left_out = num_refused = 0
+    for number in range(num_saves):
+        mutated = bytearray(sound)
+        for _ in range(rng.choice((1, 2, 4, 16))):
+            mutate(mutated, heads, rng)
+        if rng.random() < 0.1:
+            del mutated[rng.randrange(len(mutated)) :]
+        with path.open("r+b") as file:
+            file.write(mutated)
+            file.truncate()
+        try:
+            loaded = load(second)
+            num_loaded += loaded.num_blocks - loaded.num_left_out
+            num_left_out += loaded.num_left_out
+        except InvalidInputError:
+            num_refused += 1
+        if number % 100 == 0:
+            kv.check_integrity()
+            assert answers(second, 2)[0] == expected, f"seed {FUZZ_SEED}, save {number}"
+            assert all_blocks_are_back(second)
+        kv.evict(kv.total_blocks)
+    assert saves.saves()
+    assert num_loaded > num_saves
+    assert num_left_out > num_saves / 2
+    path.write_bytes(sound)
+    assert load(second).num_left_out == 0
+    assert answers(second, 2) == (expected, [99] * 2)

@@ -120,7 +120,7 @@ def test_what_somebody_changed_on_the_server_is_a_miss(server):
     tier.close()
 
 
-def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path):
+def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path, caplog):
     server = Server(tmp_path)
     tier = make_tier(server)
     assert put(tier, make_header(1), make_data(1)) == "done"
@@ -133,6 +133,11 @@ def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path):
     time.sleep(1.1)
     assert put(tier, make_header(3), make_data(3)) == "done"
     assert get(tier, make_header(3)) == ("done", bytes(make_data(3)))
+    given_up, again = caplog.messages
+    assert given_up.startswith("the KV server ")
+    assert "given up, 1 times so far" in given_up
+    assert "tried again in 1 s" in given_up
+    assert again.endswith(" answers again")
     tier.close()
     server.stop()
 

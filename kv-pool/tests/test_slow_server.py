@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -13,6 +16,7 @@ import pytest
 from sagellm.core import Randomness, StoreKey, SystemClock
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest
 from sagellm.core.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
+from sagellm.kvmgr.kv_pool.tiers import resp
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend
 from sagellm.kvmgr.kv_pool.tiers.background import BackgroundTier
@@ -20,6 +24,7 @@ from sagellm.kvmgr.kv_pool.tiers.providers import redis_tier
 from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
+FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 TIMEOUT_S = 0.8
 LONGEST_CALL_S = 0.6
 """Of a machine that is busy with other tests; alone it is under a millisecond."""
@@ -241,9 +246,23 @@ def test_any_reply_is_a_failure_or_a_miss_and_takes_little_memory(server, reply)
     tier.close()
 
 
-@pytest.mark.parametrize("num_replies", [300, pytest.param(100_000, marks=pytest.mark.full)])
-def test_mutated_replies_give_no_wrong_block(server, num_replies):
-    random, tier = Randomness(0).stream("replies"), make_tier(server)
+def mutated(reply: bytes, random) -> bytes:
+    """Change a reply in one to three places."""
+    changed = bytearray(reply)
+    for _ in range(random.randint(1, 3)):
+        place, kind = random.randrange(len(changed)), random.random()
+        if kind < 0.6:
+            changed[place] ^= 1 << random.randrange(8)
+        elif kind < 0.8:
+            del changed[place : place + random.randint(1, 20)]
+            changed += b"\r\n"
+        else:
+            changed[place:place] = random.choice((b"$", b"*9\r\n", b"\r\n", b"$-1\r\n", b"0"))
+    return bytes(changed)
+
+
+def test_mutated_replies_give_no_wrong_block(server):
+    random, tier = Randomness(FUZZ_SEED).stream("replies"), make_tier(server)
     sound, is_mutated = server.answer, True
     spoilt: set[bytes] = set()
     server.closes_after = (
@@ -251,24 +270,16 @@ def test_mutated_replies_give_no_wrong_block(server, num_replies):
     )  # so that the test does not wait for the rest of a raised length
 
     def answer(command: list[bytes]) -> bytes:
-        reply = bytearray(sound(command))
+        reply = sound(command)
         if is_mutated:
-            for _ in range(random.randint(1, 3)):
-                place, kind = random.randrange(len(reply)), random.random()
-                if kind < 0.6:
-                    reply[place] ^= 1 << random.randrange(8)
-                elif kind < 0.8:
-                    del reply[place : place + random.randint(1, 20)]
-                    reply += b"\r\n"
-                else:
-                    reply[place:place] = random.choice((b"$", b"*9\r\n", b"\r\n", b"$-1\r\n", b"0"))
+            reply = mutated(reply, random)
             spoilt.clear()
-            spoilt.add(bytes(reply))
-        return bytes(reply)
+            spoilt.add(reply)
+        return reply
 
     server.answer = answer
     inner = tier.tier
-    for number in range(num_replies):
+    for number in range(300):
         inner._retry_ns = -(1 << 62)  # no pauses between failures
         is_mutated = number % 3 > 0
         put(tier, make_header(number % 5), make_data(number % 5))
@@ -276,6 +287,69 @@ def test_mutated_replies_give_no_wrong_block(server, num_replies):
         assert outcome != "done" or data == bytes(make_data(number % 5))
     tier.check_integrity()
     tier.close()
+
+
+class Wire:
+    """In the place of a socket: replies are there at once, in pieces; after the last one it is closed."""
+
+    def __init__(self, answer: Callable[[list[bytes]], bytes], random) -> None:
+        self._answer, self._random = answer, random
+        self._replies = bytearray()
+
+    def settimeout(self, _timeout_s: float) -> None:
+        pass
+
+    def send(self, data: memoryview) -> int:
+        reading = io.BytesIO(data)
+        while line := reading.readline():
+            sizes = (int(reading.readline()[1:]) for _ in range(int(line[1:])))
+            self._replies += self._answer([reading.read(size + 2)[:-2] for size in sizes])
+        return len(data)
+
+    def recv(self, size: int) -> bytes:
+        size = min(size, self._random.choice((1, 7, 64, 1 << 16)))
+        data = bytes(self._replies[:size])
+        del self._replies[:size]
+        return data
+
+    def recv_into(self, buffer: memoryview) -> int:
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_replies", [1_000, pytest.param(150_000, marks=pytest.mark.full)])
+def test_many_mutated_replies_give_no_wrong_block(server, monkeypatch, num_replies):
+    random = Randomness(FUZZ_SEED).stream("many replies")
+    num_mutated, is_mutated = 0, True
+    outcomes: Counter[str] = Counter()
+
+    def answer(command: list[bytes]) -> bytes:
+        nonlocal num_mutated
+        num_mutated += is_mutated
+        reply = server._answer(command)
+        return mutated(reply, random) if is_mutated else reply
+
+    monkeypatch.setattr(resp, "_connect", lambda *_: Wire(answer, random))
+    tier = RedisTier(1 << 20, url=server.url, store_key=StoreKey(bytes(32)))
+    headers, blocks = [make_header(n) for n in range(5)], [bytes(make_data(n)) for n in range(5)]
+    while num_mutated < num_replies:
+        number = random.randrange(5)
+        tier._retry_ns = -(1 << 62)  # no pauses between failures
+        is_mutated = random.random() < 0.4
+        tier.search()
+        put(tier, headers[number], memoryview(blocks[number]))
+        is_mutated = random.random() < 0.8
+        outcome, data = get(tier, headers[number])
+        assert outcome != "done" or data == blocks[number], num_mutated
+        outcomes[outcome] += 1
+    tier.check_integrity()
+    tier.close()
+    assert min(outcomes[each] for each in ("done", "corrupt", "missing", "failed")) > num_replies / 100
 
 
 class Stuck(BackendTier):
@@ -323,6 +397,23 @@ def test_a_put_that_times_out_stores_its_data_or_nothing():
     while not tier.contains(make_header(1).key):
         time.sleep(0.001)
     assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
+    tier.close()
+
+
+def test_what_a_stuck_device_fails_is_told_by_name_and_ever_more_rarely(caplog):
+    device = Stuck()
+    tier = BackgroundTier(device, timeout_s=0.1, label="KV file x")
+    tier.submit([])  # nothing is asked, and nothing fails
+    assert caplog.messages == []
+    device.is_free.clear()
+    for number in range(8):
+        put(tier, make_header(number), make_data(number))
+    counts = [int(message.split("; ")[1].split()[0]) for message in caplog.messages]
+    assert counts == [1, 2, 4, 8]
+    assert all(
+        message.startswith("the KV file x has not answered within 0.1 s") for message in caplog.messages
+    )
+    device.is_free.set()
     tier.close()
 
 

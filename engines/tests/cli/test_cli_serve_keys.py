@@ -33,7 +33,7 @@ def served(sage, monkeypatch):
 @pytest.fixture
 def key_file(tmp_path):
     path = tmp_path / "keys"
-    path.write_text("one\n\n  two \n")
+    path.write_text("# of two teams\none\n\n  two \n")
     path.chmod(0o600)
     return path
 

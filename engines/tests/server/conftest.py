@@ -163,7 +163,7 @@ class ScriptedFront:
     def __init__(self, *script: Any) -> None:
         self.script = script
         self.is_ready = self.is_responsive = True
-        self.closed = 0
+        self.closed = self.num_restarts = 0
         self.requests: list[dict[str, Any]] = []
         self.metrics_error: Exception | None = None
 

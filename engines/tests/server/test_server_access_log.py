@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from sagellm.core import EngineDeadError
 from sagellm.engines.server.access import access_line, logger
 
 COMPLETION = {"prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -42,6 +43,17 @@ def test_a_stream_and_many_prompts_are_counted_whole(server, lines, until):
     server.http.post("/v1/completions", json=body).read()
     until(lambda: lines)
     assert re.match(r"POST /v1/completions 200, 5 tokens in \(\d cached\), 16 out, ", lines[0][1])
+
+
+def test_a_stream_that_ends_with_an_error_has_its_code_beside_its_status(scripted, lines, until):
+    server = scripted("a", EngineDeadError("gone"))
+    server.http.post("/v1/completions", json={"prompt": [1], "stream": True}).read()
+    server.http.post("/v1/completions", json={"prompt": [1], "n": 0}).read()
+    server.http.post("/tokenize", json={"prompt": "a", "model": "another"}).read()
+    until(lambda: len(lines) == 3)
+    assert lines[0][1].startswith("POST /v1/completions 200, engine_dead, 1 tokens in")
+    assert lines[1][1].startswith("POST /v1/completions 400, invalid_value, 0.")
+    assert lines[2][1].startswith("POST /tokenize 404, model_not_found, 0.")
 
 
 def test_neither_prompts_nor_keys_nor_queries_are_logged(serve, lines, until):

@@ -183,6 +183,25 @@ def test_what_is_refused_is_no_request(server):
         )
 
 
+def test_an_engine_that_makes_no_progress_is_shown_so_and_not_asked(scripted):
+    server = scripted()
+    server.front.num_restarts = 2
+    families = read(server)
+    assert value(families, "engine_up", "engine_up") == 1
+    assert value(families, "engine_restarts", "engine_restarts_total") == 2
+    server.front.is_responsive = False
+    asked = []
+    server.front.metrics = lambda: asked.append(1)  # would not return
+    families = read(server)
+    assert not asked
+    assert value(families, "engine_up", "engine_up") == 0
+    assert value(families, "num_requests_running", "num_requests_running") == 3  # as it was last known
+    server.front.num_restarts = 3
+    families = read(server)
+    assert value(families, "engine_restarts", "engine_restarts_total") == 3
+    assert value(families, "num_requests_running", "num_requests_running") == 0
+
+
 def test_a_model_name_is_escaped(scripted):
     server = scripted(served_model_name=('a"b\\c\nd',))
     samples = read(server)["sagellm:num_requests_running"].samples

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+_FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 _LENGTH_BYTES = 4
 _STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, 3, 50, 400, -1, -5, 1 << 31, 1 << 62, 1 << 63, -(1 << 63)),
@@ -26,7 +32,7 @@ class Mutator:
     def __init__(self, frames: list[bytes], seed: int) -> None:
         self._bodies = [frame[_LENGTH_BYTES:] for frame in frames]
         self._trees = [msgspec.msgpack.decode(body) for body in self._bodies]
-        self._random = random.Random(seed)
+        self._random = random.Random(1000 * _FUZZ_SEED + seed)
         self._ways: tuple[Callable[[], bytes], ...] = (
             *(self._flip, self._cut, self._splice, self._insert, self._lie),
             *[self._swap] * 5,
@@ -109,3 +115,20 @@ def framed(body: bytes | bytearray) -> bytes:
 @pytest.fixture(scope="session")
 def mutator() -> type[Mutator]:
     return Mutator
+
+
+@pytest.fixture(scope="session")
+def preloaded_python(tmp_path_factory) -> Iterator[str]:
+    """What runs `python -m` as Python does, in a process that has imported torch and transformers already."""
+    if not hasattr(os, "pidfd_open"):  # not on Linux
+        yield sys.executable
+        return
+    folder = tmp_path_factory.mktemp("preloaded")
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("preloaded.py")), str(folder)])
+    path = folder / "python"
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    yield str(path)
+    process.kill()
+    process.wait()

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -249,7 +248,7 @@ async def drain(server: Server, client: httpx.AsyncClient, case: Case) -> None:
 
 
 @pytest.fixture
-def survive(checkpoint, cases, tmp_path, redis_url) -> Callable[..., str]:
+def survive(checkpoint, cases, tmp_path, redis_url, preloaded_python) -> Callable[..., str]:
     """Run the whole scenario under a seed, None for no chaos, and return what the processes logged."""
 
     def run(seed: int | None, *, deadline_s: float = DEADLINE_S, **variables: str) -> str:
@@ -264,7 +263,7 @@ def survive(checkpoint, cases, tmp_path, redis_url) -> Callable[..., str]:
             **chaos,
             **variables,
         }
-        command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", "--config", str(settings)]
+        command = [preloaded_python, "-m", "sagellm.engines.cli", "llm", "serve", "--config", str(settings)]
         with log.open("w") as errors:
             process = subprocess.Popen(command, env=environment, stderr=errors, text=True)
         try:
@@ -349,4 +348,4 @@ def test_planted_bugs_pass_without_faults(survive, plant):
 @pytest.mark.parametrize("point", PLANTED)
 def test_a_planted_bug_is_caught(survive, plant, point):
     with pytest.raises((AssertionError, Refused, TimeoutError, httpx.TransportError)):
-        survive(wild_seed(point), deadline_s=45, **plant(PLANTED[point]))
+        survive(wild_seed(point), deadline_s=25, **plant(PLANTED[point]))

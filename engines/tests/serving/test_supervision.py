@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,55 +113,75 @@ def core_frames(scripted) -> list[bytes]:
     return [encode(message) for message in messages]
 
 
-async def attack(scripted: Scripted, frames) -> int:
-    """Give a link frames as if a core had sent them; return how many ended it. Nothing else may happen."""
+class Transport(asyncio.Transport):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def attack(scripted: Scripted, frames) -> tuple[int, int]:
+    """Give links frames as if a core had sent them, about requests that are under way.
+
+    Return how many frames ended their link, and how many requests they ended. Nothing else may happen.
+    """
     from sagellm.engines.serving.supervisor import _Link
 
-    num_ended = 0
+    def receive(message):
+        if isinstance(message, Hello):
+            scripted.config.with_values(message.config)
+            scripted._greet(message)
+            scripted._greet(hello)
+        else:
+            scripted._receive(message)
+
+    hello = Hello({}, scripted._engine._input.limits, SamplingParams(), 7)
+    scripted._greet(hello)
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, n=2, logprobs=2)
+    streams = {}
+    num_links = num_requests = 0
     for frame in frames:
-        closed = []
-        scripted._greet(Hello({}, scripted._engine._input.limits, SamplingParams(), 7))
-
-        class Transport(asyncio.Transport):
-            def close(self, closed=closed) -> None:
-                closed.append(True)
-
-        def receive(message):
-            if isinstance(message, Hello):
-                scripted.config.with_values(message.config)
-                scripted._greet(message)
-            else:
-                scripted._receive(message)
-
-        link = _Link(receive)
-        link.connection_made(Transport())
-        link.first.set_result(None)
         for request_id in ("a", "b"):
             if request_id not in scripted._output:
-                await scripted.add_request([5, 6, 7], SamplingParams(n=2, logprobs=2), request_id=request_id)
+                streams[request_id] = await scripted.add_request([5, 6, 7], params, request_id=request_id)
+                num_requests += 1
+        link, transport = _Link(receive), Transport()
+        link.connection_made(transport)
+        link.first.set_result(None)
         link.data_received(frame)
-        num_ended += bool(closed)
-        if closed:  # the core is started again
+        if transport.is_closed:  # the core is started again
+            num_links += 1
             scripted._fail_all(EngineDeadError("the engine's process died"))
             assert scripted.num_live == 0
-    return num_ended
+    return num_links, num_requests - 2
 
 
+@pytest.fixture
+def _quiet(monkeypatch):
+    """Keep the thousands of warnings from being collected."""
+    monkeypatch.setattr(logging.getLogger("sagellm.engines.serving.supervisor"), "disabled", True)
+
+
+@pytest.mark.usefixtures("_quiet")
 def test_the_front_survives_whatever_a_core_sends(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=1)
-    assert asyncio.run(attack(scripted, [mutate() for _ in range(1000)])) > 200
+    num_links, num_requests = asyncio.run(attack(scripted, (mutate() for _ in range(1000))))
+    assert num_links > 200
+    assert num_requests > 2 * num_links, "frames were about requests that were under way"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("_quiet")
 def test_the_front_survives_many_mutated_frames(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=2)
-    assert asyncio.run(attack(scripted, (mutate() for _ in range(50_000)))) > 10_000
+    num_links, _ = asyncio.run(attack(scripted, (mutate() for _ in range(260_000))))
+    assert num_links > 50_000
 
 
 def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
     step = encode(Step([TokenOutput("a#0", SampledToken(1 << 40))]))
-    assert asyncio.run(attack(scripted, [step])) == 1
+    assert asyncio.run(attack(scripted, [step]))[0] == 1
 
 
 def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
@@ -267,7 +289,7 @@ def test_a_core_that_sends_nonsense_is_an_error_and_not_an_endless_wait(speak, s
     asyncio.run(use())
 
 
-def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch):
+def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch, caplog):
     """The heartbeat stops whether the process is suspended or hangs inside a step."""
     monkeypatch.setattr("sagellm.engines.serving.supervisor.RESPONSIVE_S", 0.5)
     monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.1)
@@ -289,6 +311,10 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
         assert str(error) == (
             "the engine's process made no progress for 2.5 s and was killed; send the request again"
         )
+        frozen, ended, again = [record.getMessage() for record in caplog.records]
+        assert frozen.endswith(f"was killed; it was process {pid} (server.frozen_after_s)")
+        assert ended == f"the engine's process {pid} ended (signal 9: Killed) and is restarted"
+        assert re.fullmatch(r"the engine takes requests again, after \d+\.\d s", again)
         await supervisor.close()
 
     asyncio.run(asyncio.wait_for(use(), 60))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 
 from sagellm.core.errors import ConfigError
 
 ROOT = "sagellm"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_FORMAT = "SAGELLM_LOG_FORMAT"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -36,15 +38,18 @@ class JSONFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-def configure(level: str = "WARNING", *, as_json: bool = False) -> None:
+def configure(level: str = "WARNING", *, as_json: bool | None = None) -> None:
     """Send the records of all sageLLM packages to standard error. A second call replaces the first.
 
-    Raises ConfigError for a level that is none of LEVELS; case does not matter.
+    With `as_json` None the variable SAGELLM_LOG_FORMAT decides: plain, which is the default, or json. Raises
+    ConfigError for another value, and for a level that is none of LEVELS; case does not matter.
     """
+    if as_json is None:
+        as_json = _is_json_wanted(os.environ.get(_FORMAT, "plain"))
     if level.upper() not in LEVELS:
         raise ConfigError(f"log level {level!r}; it must be one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%m-%d %H:%M:%S")
     handler.setFormatter(JSONFormatter() if as_json else plain)
     logger = logging.getLogger(ROOT)
     for old in list(logger.handlers):
@@ -52,3 +57,9 @@ def configure(level: str = "WARNING", *, as_json: bool = False) -> None:
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def _is_json_wanted(value: str) -> bool:
+    if value not in ("plain", "json"):
+        raise ConfigError(f"the environment variable {_FORMAT} is {value!r}; it must be plain or json")
+    return value == "json"

@@ -96,6 +96,8 @@ class StoreKey:
             return cls._parsed(text, f"the environment variable {name}")
         try:
             return cls._read(Path(source).expanduser(), is_named=True)
+        except ConfigError as error:  # which says how a key is made
+            raise ConfigError(f"kv.store_key is {source!r}: {error}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(

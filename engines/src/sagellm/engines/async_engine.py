@@ -126,6 +126,11 @@ class AsyncLLMEngine:
         is_late = self._is_working and time.monotonic() - self._beat_s > RESPONSIVE_S
         return not self._closed and not is_late
 
+    @property
+    def num_restarts(self) -> int:
+        """0: it lives in this process, and is not started again."""
+        return 0
+
     async def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine between two steps."""
         self._require_open()

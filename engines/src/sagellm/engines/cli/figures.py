@@ -17,6 +17,7 @@ _TIER_FIGURES = {
     "GETS": "num_gets",
     "HITS": "num_hits",
     "CORRUPT": "num_corrupt",
+    "FOREIGN": "num_foreign",
     "FAILED": "num_failed",
 }
 _MAX_TENANTS = 20

@@ -67,6 +67,17 @@ class _BoundedLoader(yaml.SafeLoader):
             self._sizes[anchor] = self._num_values - before
         return node
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Build a mapping; one that has a key twice would drop a value without a word."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise ConfigError(f"it has the key {key.value[:80]!r} twice in one mapping; keep one")
+                seen.add((key.tag, key.value))
+        return node
+
     def construct_number(self, node: yaml.ScalarNode) -> float:
         """Read an integer or a float of YAML, which may be in base 2, 8, 16 or 60."""
         if len(node.value) > _MAX_DIGITS:

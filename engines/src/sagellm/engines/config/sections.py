@@ -259,7 +259,8 @@ class ServerConfig(Checked):
         "machine can see flags; SAGELLM_API_KEY and server.api_key_file stay private",
     )
     api_key_file: PathOrName | None = Field(
-        default=None, description="file with more API keys, one per line, readable only by its owner"
+        default=None,
+        description="file with more API keys, one per line (# begins a comment), readable only by its owner",
     )
     allowed_hosts: Names = Field(
         default=(), description="values of the Host header that are accepted besides the address itself"

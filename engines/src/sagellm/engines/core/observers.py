@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sagellm.core import PluginRegistry, get_logger
+
+if TYPE_CHECKING:
+    from pluggy import HookCaller
 
 logger = get_logger(__name__)
 
@@ -11,19 +16,37 @@ class Observers:
     """Those that implement one hook when the engine starts; false if nobody does."""
 
     def __init__(self, registry: PluginRegistry, hook: str) -> None:
-        self._hook, self._registry = hook, registry
+        self._registry = registry
         self._callers = registry.callers(hook)
+        self._num_failures = [0] * len(self._callers)
 
     def __len__(self) -> int:
         return len(self._callers)
 
     def tell(self, **what: object) -> None:
-        """Tell each of them once; what one raises is logged and keeps nothing from the others."""
-        for call in self._callers:
+        """Tell each of them once; what one raises is logged and keeps nothing from the others.
+
+        Of one that fails at every step the first, second, fourth, eighth … failure is logged, the first with
+        its traceback.
+        """
+        for number, call in enumerate(self._callers):
             try:
                 call(**what)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # even SystemExit: an observer must not stop the engine
-                described = self._registry.describe(error)
-                logger.exception("an observer failed in %s; the engine goes on: %s", self._hook, described)
+            except BaseException as error:  # SystemExit too: an observer ends nothing
+                self._num_failures[number] += 1
+                self._log(call, self._num_failures[number], error)
+
+    def _log(self, call: HookCaller, count: int, error: BaseException) -> None:
+        if count & (count - 1):
+            return
+        function = call.get_hookimpls()[0].function
+        logger.error(
+            "the observer %s.%s failed, %d times so far: %s; the engine goes on",
+            function.__module__,
+            function.__qualname__,
+            count,
+            self._registry.describe(error),
+            exc_info=error if count == 1 else None,
+        )

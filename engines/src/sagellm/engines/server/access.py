@@ -25,9 +25,9 @@ _MAX_SHOWN = 100  # characters of a path or an id, which callers choose
 class AccessLog:
     """ASGI middleware around all others: refused requests are logged too.
 
-    Method, path without its query, status, tokens, seconds, and the id of the answer. Successful probes
-    and scrapes are logged at DEBUG, all else at INFO. Endpoints that generate leave their timers in
-    `scope["state"]["timers"]`.
+    Method, path without its query, status, the error's code, tokens, seconds, the answer's id. Successful
+    probes and scrapes are logged at DEBUG, all else at INFO. Endpoints that generate leave their timers in
+    `scope["state"]["timers"]`, and what failed in `scope["state"]["failure"]`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -57,8 +57,11 @@ class AccessLog:
 
 def access_line(scope: MutableMapping[str, Any], status: int, seconds: float) -> str:
     """Return the line of a request; status 0 stands for a client that left before there was an answer."""
-    timers: Sequence[RequestTimer] = scope.get("state", {}).get("timers", ())
+    state = scope.get("state", {})
+    timers: Sequence[RequestTimer] = state.get("timers", ())
     parts = [f"{_shown(scope['method'])} {_shown(scope['path'])} {status or 'left'}"]
+    if failure := state.get("failure"):  # of a stream, too, whose status was sent before
+        parts.append(_shown(failure))
     if timers:
         num_prompt, num_cached, num_output = (
             sum(getattr(one, name) for one in timers) for name in ("num_prompt", "num_cached", "num_tokens")

@@ -16,8 +16,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> ServerConfig:
     """Return the settings with the file's keys added to `api_keys`, and `api_key_file` unset.
 
-    The file is read once, so it may be a pipe. `warn` is called if others may access it. Raises ConfigError
-    for a file that cannot be read, has no key or is longer than 1 MiB.
+    A line that begins with '#' is a comment. The file is read once, so it may be a pipe. `warn` is called if
+    others may access it. Raises ConfigError for a file that cannot be read, has no key or exceeds 1 MiB.
     """
     path = settings.api_key_file
     if path is None:
@@ -29,7 +29,8 @@ def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> Server
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"server.api_key_file is {path!r}, which cannot be read: {reason}") from None
-    keys = tuple(key for line in text.splitlines() if (key := line.strip()))
+    lines = [line.strip() for line in text.splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys or len(text) > _MAX_BYTES:
         found = "no key" if not keys else f"more than {_MAX_BYTES} characters"
         raise ConfigError(f"server.api_key_file is {path!r}, which has {found}; write one key per line")

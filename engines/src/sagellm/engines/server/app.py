@@ -135,9 +135,13 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     async def metrics(_: Request) -> Response:
         await probe.ask()
-        return Response(
-            service.metrics.render(probe.last, service.front.config), headers={"content-type": _METRICS_TYPE}
+        page = service.metrics.render(
+            probe.last,
+            service.front.config,
+            is_up=service.front.is_responsive,
+            num_restarts=service.front.num_restarts,
         )
+        return Response(page, headers={"content-type": _METRICS_TYPE})
 
     pages = {"/health": health, "/ping": health, "/ready": ready, "/version": version, "/metrics": metrics}
     for path, endpoint in pages.items():

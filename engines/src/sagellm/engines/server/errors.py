@@ -93,7 +93,7 @@ def as_api_error(error: BaseException) -> APIError:
         param = named[1] or named[2] if named else None
         return APIError(400, str(error), param=param, code="invalid_value")
     if isinstance(error, EngineDeadError):
-        logger.error("the engine is gone: %s", error)
+        logger.debug("the engine is gone: %s", error)  # its end was logged once, for all requests
         return APIError(
             503, "the engine stopped, or is not running; send the request again", code="engine_dead"
         )

@@ -71,6 +71,11 @@ class EngineFront(Protocol):
         """Whether the engine has made progress within the last 4 s, even inside a long step. Never waits."""
         ...
 
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was started again because it had ended or made no progress."""
+        ...
+
     async def add_request(
         self,
         prompt: Prompt,

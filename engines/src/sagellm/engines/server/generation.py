@@ -76,6 +76,7 @@ class Generation(ABC, Generic[B]):
             return
         except Exception as error:
             told = as_api_error(error)
+            scope["state"]["failure"] = told.code or told.param  # for the access log
             logger.info("a request is answered with %d (%s)", told.status, told.code or told.param)
             await reply.fail(told)
 

@@ -18,9 +18,17 @@ class EngineProbe:
         self._front = front
         self._asking: asyncio.Task[EngineMetrics] | None = None
         self.last = EngineMetrics()
+        self._num_restarts = front.num_restarts
 
     async def ask(self) -> None:
-        """Update `last`, unless the engine does not answer within 4 s."""
+        """Update `last`, unless the engine does not answer within 4 s.
+
+        An unresponsive engine is not asked, as the page is needed most then. A restart resets `last`.
+        """
+        if self._num_restarts != self._front.num_restarts:
+            self._num_restarts, self.last = self._front.num_restarts, EngineMetrics()
+        if not self._front.is_responsive:
+            return
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._front.metrics())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen

@@ -93,13 +93,17 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._engine, self._config = EngineMetrics(), EngineConfig()
+        self._is_up, self._num_restarts = True, 0
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)
 
-    def render(self, engine: EngineMetrics, config: EngineConfig) -> bytes:
+    def render(
+        self, engine: EngineMetrics, config: EngineConfig, *, is_up: bool = True, num_restarts: int = 0
+    ) -> bytes:
         """Return the page, with what the engine says of itself."""
         self._engine, self._config = engine, config
+        self._is_up, self._num_restarts = is_up, num_restarts
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -111,6 +115,10 @@ class ServerMetrics(Collector):
         engine = self._engine
         pool, cache = engine.modules.get("kv_pool"), engine.modules.get("prefix_cache")
         total = read(pool, "total_blocks")
+        yield self._gauge("engine_up", "1 while /health says 200, else 0", self._is_up)
+        yield self._counter(
+            "engine_restarts", "times that the engine's process was started again", self._num_restarts
+        )
         yield self._gauge("num_requests_running", "sequences that run", engine.num_running)
         yield self._gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
         yield self._gauge(

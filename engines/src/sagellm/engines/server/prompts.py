@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sagellm.core import InvalidRequestError, get_logger
+from sagellm.core import EngineError, InvalidRequestError, get_logger
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.server.errors import APIError, invalid, printable
 from sagellm.engines.server.schema import MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
@@ -56,6 +56,24 @@ class PromptEncoder:
     def has_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._template.exists
+
+    async def try_template(self) -> None:
+        """Render a question, and log why that fails: a broken template is the operator's to mend.
+
+        Said when the server starts, as callers are only told that their messages are refused.
+        """
+        if not self.has_template:
+            return
+        question = Render([ChatMessage("user", "Hello")], add_generation_prompt=True, options={})
+        try:
+            await self._text_runner.token_ids(question)
+        except ForeignTextError as error:
+            logger.warning(
+                "a plain question fails, so chats may be refused (400); completions work: %s",
+                printable(str(error)),
+            )
+        except EngineError as error:  # all are busy, or it ends
+            logger.debug("the chat template was not tried: %s", error)
 
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
         """Return the prompts of a completion: one of a text or of ids, many of a list. Raises APIError."""

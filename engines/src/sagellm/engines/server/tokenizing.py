@@ -69,6 +69,7 @@ class _Tokenizing(ABC, Generic[B]):
                 written = await asyncio.to_thread(encode_json, answer) if is_long else encode_json(answer)
         except Exception as error:
             told = as_api_error(error)
+            scope["state"]["failure"] = told.code or told.param  # for the access log
             logger.info("a request is answered with %d (%s)", told.status, told.code or told.param)
             await send_error(send, told)
             return

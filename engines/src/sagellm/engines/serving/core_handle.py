@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,12 @@ class CoreHandle:
     def pid(self) -> int:
         """The process id of the core."""
         return self._process.pid
+
+    @property
+    def ending(self) -> str:
+        """How the process ended; call it after `stop`."""
+        code = self._process.returncode
+        return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
     @classmethod
     @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)

@@ -100,6 +100,11 @@ class Front:
         return self.supervisor.is_responsive
 
     @property
+    def num_restarts(self) -> int:
+        """How often the core was started again."""
+        return self.supervisor.num_restarts
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._output)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sagellm.engines.serving.front import Front
+    from sagellm.engines.text.process import ProcessTextRunner
 
 logger = get_logger(__name__)
 
@@ -93,6 +94,17 @@ def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     return load_tokenizer(resolve_tokenizer(config.model))
 
 
+async def _load(front: Front, text_runner: ProcessTextRunner | None, encoding_timeout_s: float) -> None:
+    """Have the core load the model, and the text workers the tokenizer meanwhile."""
+    from sagellm.engines.text.limits import TextLimits
+
+    if text_runner is not None:
+        text_runner.load()
+    await front.supervisor.start()
+    if text_runner is not None:
+        await text_runner.start(TextLimits.of(front.max_model_len, timeout_s=encoding_timeout_s))
+
+
 def _log_start(front: Front) -> None:
     """Log what was loaded, and how much fits."""
     config = front.config
@@ -120,7 +132,6 @@ async def _serve(
     from sagellm.engines.loading.source import resolve_tokenizer
     from sagellm.engines.server import create_app, make_server
     from sagellm.engines.serving.front import Front
-    from sagellm.engines.text.limits import TextLimits
     from sagellm.engines.text.process import ProcessTextRunner
 
     def enter(state: EngineState) -> None:
@@ -133,15 +144,11 @@ async def _serve(
     is_forced = False
     try:
         with _cancelled_by_signals():
-            if text_runner is not None:
-                text_runner.load()  # while the core loads the model
-            await front.supervisor.start()
-            if text_runner is not None:
-                timeout_s = config.server.encoding_timeout
-                await text_runner.start(TextLimits.of(front.max_model_len, timeout_s=timeout_s))
+            await _load(front, text_runner, config.server.encoding_timeout)
         app = create_app(
             front, config.server, max_num_seqs=config.scheduler.max_num_seqs, text_runner=text_runner
         )
+        trying = asyncio.create_task(app.state.service.encoder.try_template())
         server = make_server(app, config.server, on_drain=lambda: enter("draining"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
@@ -150,6 +157,7 @@ async def _serve(
             _log_start(front)
             enter("ready")
         await serving
+        trying.cancel()
         is_forced = server.force_exit
     finally:
         with _cancelled_by_signals():

@@ -43,7 +43,9 @@ class Supervisor:
     ) -> None:
         self.config = config  # with what the core chose for "auto", so that a second one chooses the same
         self.num_restarts = 0
+        self._ended_s = 0.0
         self.core: CoreHandle | None = None
+        self._ending = " ended"
         self._socket, self._log_level = socket, log_level
         self._on_hello, self._on_message, self._on_death = on_hello, on_message, on_death
         self._watching: asyncio.Task[None] | None = None
@@ -117,13 +119,14 @@ class Supervisor:
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
             if self._failure is None and len(deaths) > _MAX_RESTARTS:
                 self._failure = EngineDeadError(f"its process failed {len(deaths)} times within a minute")
+                logger.error("the engine's process%s", self._ending)
             if self._failure is not None:
                 if self.num_restarts:  # what fails at the first start is raised there
-                    logger.error("the engine stays down: %s", self._failure)
+                    logger.error("the engine stays down: %s; start the server again", self._failure)
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
-            logger.error("the engine's process ended and is restarted")
+            logger.error("the engine's process%s and is restarted", self._ending)
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
@@ -138,12 +141,17 @@ class Supervisor:
                 self.config = self.config.with_values(first.config)
                 self._on_hello(first)
                 self._ready.set()
+                if self.num_restarts:
+                    away_s = time.monotonic() - self._ended_s
+                    logger.warning("the engine takes requests again, after %.1f s", away_s)
                 reason = await self._watch(core, link.lost)
         finally:
+            self._ended_s = time.monotonic()
             self._ready.clear()
             if not self._is_closing:
                 self._on_death(EngineDeadError(f"{reason}; send the request again"))
             await core.stop()
+            self._ending = f" {core.pid} ended ({core.ending})"
 
     async def _watch(self, core: CoreHandle, lost: asyncio.Future[None]) -> str:
         """Wait until the core is gone and return why; kill it if it makes no progress.
@@ -160,7 +168,7 @@ class Supervisor:
             if 0 < limit_s <= stalled_s:
                 core.kill()
                 reason = f"the engine's process made no progress for {limit_s:g} s and was killed"
-                logger.error("%s", reason)
+                logger.error("%s; it was process %d (server.frozen_after_s)", reason, core.pid)
                 return reason
         return _DIED
 

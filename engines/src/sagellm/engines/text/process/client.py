@@ -230,7 +230,11 @@ def _subject(call: Call) -> str:
 
 
 def _too_long(call: Call, timeout_s: float) -> ForeignTextError:
-    logger.warning("%s took more than %g s for a request; its process was killed", _subject(call), timeout_s)
+    logger.warning(
+        "%s took more than %g s (server.encoding_timeout) for a request; its process was killed",
+        _subject(call),
+        timeout_s,
+    )
     return TextLimitError(
         f"{_subject(call)} took more than {timeout_s:g} s (server.encoding_timeout) and had to be stopped"
     )

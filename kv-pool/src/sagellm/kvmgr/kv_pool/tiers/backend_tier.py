@@ -178,8 +178,8 @@ class BackendTier(KVTierProtocol):
         ranges.restore(found)
         if self._metrics.num_foreign or self._metrics.num_corrupt:
             _log.warning(
-                "a KV file has %d records of another key or an older format and %d damaged ones, which are "
-                "not used",
+                "the %s has %d records of another key or an older format and %d damaged ones; none is used",
+                self.backend.label,
                 self._metrics.num_foreign,
                 self._metrics.num_corrupt,
             )
@@ -218,7 +218,11 @@ class BackendTier(KVTierProtocol):
                 self._metrics.num_failed += 1
                 if is_logged(self._metrics.num_failed):
                     _log.warning(
-                        "a KV tier failed to %s a block: %s", request.action, error.strerror or error
+                        "the %s failed to %s a block, %d times so far: %s",
+                        self.backend.label,
+                        request.action,
+                        self._metrics.num_failed,
+                        error.strerror or error,
                     )
                 self._drop(request.header.key)
                 return "failed"
@@ -261,7 +265,11 @@ class BackendTier(KVTierProtocol):
         ):
             self._metrics.num_corrupt += 1
             if is_logged(count := self._metrics.num_corrupt):
-                _log.warning("a KV tier has dropped %d blocks that were not what was stored", count)
+                _log.warning(
+                    "the %s had %d blocks that were not what was stored; they are dropped and computed again",
+                    self.backend.label,
+                    count,
+                )
             self._drop(key)
             return "corrupt"
         took_ns = self._clock.now_ns() - started_ns

@@ -24,6 +24,9 @@ class TierBackend(ABC):
     `write` and `read` go to ranges that `allocate` returned; nobody else checks.
     """
 
+    label = "KV tier"
+    """What the log calls it."""
+
     leaves_process = False
     """Whether other processes may read or write the bytes, which must then be sealed."""
 
@@ -170,6 +173,7 @@ class NVMeBackend(TierBackend):
     ) -> None:
         super().__init__(total_bytes, alignment)
         self._is_persistent = is_persistent
+        self.label = f"KV file {path}"
         files = SystemFiles() if files is None else files
         try:
             self.file = files.open(path, is_new=True)

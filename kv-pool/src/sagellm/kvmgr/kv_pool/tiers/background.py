@@ -23,7 +23,6 @@ from sagellm.core.protocols.kv_tier import (
     run_to_end,
 )
 from sagellm.core.runtime import Clock, SystemClock
-from sagellm.kvmgr.kv_pool.tiers.faults import is_logged
 
 _BATCH_BYTES = 4 << 20
 """KV handed to the tier in one operation, which has one deadline; at least one job."""
@@ -70,9 +69,11 @@ class BackgroundTier(KVTierProtocol):
         timeout_s: float,
         search: Search | None = None,
         clock: Clock | None = None,
+        label: str = "KV tier",
     ) -> None:
         self.tier = tier
-        self._work = _Work(SystemClock() if clock is None else clock, round(timeout_s * 1e9), tier.metrics())
+        clock = SystemClock() if clock is None else clock
+        self._work = _Work(label, clock, round(timeout_s * 1e9), tier.metrics())
         self._work.search_in_s = None if search is None else 0.0
         self._thread = Thread(target=_run, args=(self._work, tier, search), name="kv-tier", daemon=True)
         self._thread.start()
@@ -131,6 +132,7 @@ class BackgroundTier(KVTierProtocol):
 class _Work:
     """The queue and results that callers and the thread share; `changed` guards them all."""
 
+    label: str  # for the log
     clock: Clock
     timeout_ns: int
     metrics: KVTierMetrics
@@ -219,11 +221,18 @@ class _Work:
         self.started_ns, self.is_stuck = None, False
 
     def _fail(self, jobs: Sequence[_Job]) -> None:
+        before = self.num_given_up
         for job in jobs:
             self.num_given_up += len(job.requests)
             self.results.append(TierResult(job.ticket, _failed(len(job.requests))))
-        if jobs and is_logged(self.num_given_up):
-            _log.warning("a KV tier did not answer in time; %d requests failed so far", self.num_given_up)
+        if self.num_given_up.bit_length() > before.bit_length():  # at each power of two, however many at once
+            _log.warning(
+                "the %s has not answered within %g s (timeout_s); %d requests failed so far, and what it has "
+                "is computed",
+                self.label,
+                self.timeout_ns / 1e9,
+                self.num_given_up,
+            )
 
     def _with_own_buffer(self, request: TierRequest) -> tuple[TierRequest, memoryview | None]:
         if request.data is None:

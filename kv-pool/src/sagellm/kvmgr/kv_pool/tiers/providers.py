@@ -97,7 +97,9 @@ def redis_tier(
         raise ConfigError(
             "url is not a Redis URL; give redis://HOST:PORT/DB, rediss:// or unix://PATH"
         ) from None
-    background = BackgroundTier(tier, timeout_s=timeout_s + _SLACK_S, search=tier.search, clock=runtime.clock)
+    background = BackgroundTier(
+        tier, timeout_s=timeout_s + _SLACK_S, search=tier.search, clock=runtime.clock, label=tier.label
+    )
     background.wait_for_search(min(timeout_s, _MAX_START_S))
     return background
 
@@ -122,11 +124,11 @@ def default_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "sagellm" / "kv"
 
 
-def _in_background(tier: KVTierProtocol, runtime: Runtime, timeout_s: float) -> KVTierProtocol:
+def _in_background(tier: BackendTier, runtime: Runtime, timeout_s: float) -> KVTierProtocol:
     """Run a tier on a thread, except on virtual time, where everything runs on one thread."""
     if isinstance(runtime.clock, VirtualClock):
         return tier
-    return BackgroundTier(tier, timeout_s=timeout_s, clock=runtime.clock)
+    return BackgroundTier(tier, timeout_s=timeout_s, clock=runtime.clock, label=tier.backend.label)
 
 
 def _check_timeout(timeout_s: object) -> None:

@@ -63,6 +63,7 @@ class RedisTier(KVTierProtocol):
     ) -> None:
         """Connect to nothing yet. Raises ValueError if the URL is not a Redis URL."""
         self._server = parse_url(url)
+        self.label = f"KV server {self._server.address}"
         self._prefix = prefix.encode() + b":"
         self._records = RecordFormat(store_key or StoreKey.of_user())
         self._timeout_s = timeout_s
@@ -121,7 +122,7 @@ class RedisTier(KVTierProtocol):
             for header, num_bytes in found.blocks:
                 self._note(header.key, num_bytes)
                 self._found[header.key] = (header, num_bytes)
-            self._num_failures = 0
+            self._answered()
             return SEARCH_PAUSE_S
 
     def contains(self, key: BlockKey) -> bool:
@@ -183,7 +184,7 @@ class RedisTier(KVTierProtocol):
             for place in asked:
                 outcomes[place] = "failed"
             return outcomes
-        self._num_failures = 0
+        self._answered()
         self._measure(requests, outcomes, self._clock.now_ns() - started_ns)
         return outcomes
 
@@ -220,7 +221,12 @@ class RedisTier(KVTierProtocol):
         if isinstance(reply, Refusal):  # such as being out of memory
             self._metrics.num_failed += 1
             if is_logged(self._metrics.num_failed):
-                _log.warning("a KV tier's server refused a command: %r", reply.text)
+                _log.warning(
+                    "the %s refused a request, %d times so far: %r",
+                    self.label,
+                    self._metrics.num_failed,
+                    reply.text,
+                )
             self._forget(request.header.key)
             return "failed"
         match request.action:
@@ -248,7 +254,11 @@ class RedisTier(KVTierProtocol):
         ):
             self._metrics.num_corrupt += 1
             if is_logged(count := self._metrics.num_corrupt):
-                _log.warning("a KV tier's server returned %d blocks that differ from what was stored", count)
+                _log.warning(
+                    "the %s had %d blocks that were not what was stored; they are deleted and computed again",
+                    self.label,
+                    count,
+                )
             self._forget(header.key)
             return "corrupt"
         request.data.cast("B")[:] = data
@@ -306,18 +316,27 @@ class RedisTier(KVTierProtocol):
             self._connection = RespConnection(self._server, deadline or self._deadline())
             self._scan = StoreScan(self._connection, self._prefix, self._records).run(self._deadline)
 
+    def _answered(self) -> None:
+        """Note that the server is well, and say so if its absence was told."""
+        if self._num_failures and is_logged(self._num_lost):
+            _log.warning("the %s answers again", self.label)
+        self._num_failures = 0
+
     def _fail(self, error: Exception) -> None:
         """Disconnect, and schedule the next attempt."""
         if not self._is_down:
             self._num_failures += 1
             self._num_lost += 1
+            pause_ns = min(_RECONNECT_AFTER_NS << min(self._num_failures - 1, 6), _MAX_PAUSE_NS)
             if is_logged(self._num_lost):
                 _log.warning(
-                    "a KV tier lost its server: %s; %d times so far",
-                    type(error).__name__,
+                    "the %s was given up, %d times so far: %s; it is tried again in %d s, and what it has is "
+                    "computed meanwhile",
+                    self.label,
                     self._num_lost,
+                    type(error).__name__,
+                    pause_ns // 1_000_000_000,
                 )
-            pause_ns = min(_RECONNECT_AFTER_NS << min(self._num_failures - 1, 6), _MAX_PAUSE_NS)
             self._retry_ns = self._clock.now_ns() + pause_ns
         self._disconnect()
 

@@ -52,8 +52,13 @@ class Server(NamedTuple):
     password: str
     tls: Mapping[str, str] | None  # options; None without TLS
 
+    @property
+    def address(self) -> str:
+        """Where it is, without user and password."""
+        return self.path or f"{self.host}:{self.port}"
+
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.path or f'{self.host}:{self.port}'}>"
+        return f"<{type(self).__name__} {self.address}>"
 
 
 class Deadline:
