@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sagellm.core import EngineDeadError, EngineError, get_logger
 from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.serving.core_handle import CoreHandle
+from sagellm.engines.serving.core_handle import CoreHandle, Stall
 from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
 from sagellm.engines.serving.pulse import RESPONSIVE_S
 
@@ -101,24 +102,16 @@ class Supervisor:
     async def _keep_running(self) -> None:
         deaths: list[float] = []
         while True:
-            try:
-                await self._run_once()
-            except EngineError as error:
-                self._failure = error
-            except OSError as error:  # no memory or descriptors for a process
-                if self.num_restarts:  # what is lacking may be there again soon
-                    logger.error("the engine's process cannot be started again yet: %s", error)
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                self._failure = EngineError(f"its process cannot be started: {error}")
-            except Exception:  # what it said has no meaning
-                logger.exception("the engine's process cannot be followed")
+            failed = await self._attempt()
             if self._is_closing:
                 return
             now = time.monotonic()
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
-            if self._failure is None and len(deaths) > _MAX_RESTARTS:
-                self._failure = EngineDeadError(f"its process failed {len(deaths)} times within a minute")
+            if failed is not None and not self.num_restarts:  # who waits for the first start is told
+                self._failure = failed
+            elif len(deaths) > _MAX_RESTARTS:
+                why = f"its process failed {len(deaths)} times within a minute"
+                self._failure = EngineDeadError(why if failed is None else f"{why}, at last: {failed}")
                 logger.error("the engine's process%s", self._ending)
             if self._failure is not None:
                 if self.num_restarts:  # what fails at the first start is raised there
@@ -126,7 +119,28 @@ class Supervisor:
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
-            logger.error("the engine's process%s; it is started again", self._ending)
+            if failed is None:
+                logger.error("the engine's process%s; it is started again", self._ending)
+            else:  # what is lacking, memory or a folder, may be there again soon
+                logger.error("the engine cannot start: %s; it is tried again", failed)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _attempt(self) -> EngineError | None:
+        """Run a core until it is gone. Return why it could not start, if that is so."""
+        while True:
+            try:
+                await self._run_once()
+            except EngineError as error:
+                return error
+            except OSError as error:  # no memory or descriptors for a process
+                if not self.num_restarts:
+                    return EngineError(f"its process cannot be started: {error}")
+                logger.error("the engine's process cannot be started again yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except Exception:  # what it said has no meaning
+                logger.exception("the engine's process cannot be followed")
+            return None
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
@@ -134,7 +148,8 @@ class Supervisor:
         core = self.core = await CoreHandle.start(self.config, self._socket, link, log_level=self._log_level)
         reason = _DIED
         try:
-            first = await link.first
+            stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
+            first = None if stalled else await link.first
             if isinstance(first, Failed):
                 raise EngineError(first.message)
             if isinstance(first, Hello):
@@ -144,7 +159,8 @@ class Supervisor:
                 if self.num_restarts:
                     away_s = time.monotonic() - self._ended_s
                     logger.warning("the engine takes requests again, after %.1f s", away_s)
-                reason = await self._watch(core, link.lost)
+                stalled = await self._watch(core, link.lost, lambda: core.pulse.last_ns)
+            reason = stalled or reason
         finally:
             self._ended_s = time.monotonic()
             self._ready.clear()
@@ -153,24 +169,19 @@ class Supervisor:
             await core.stop()
             self._ending = f" {core.pid} ended ({core.ending})"
 
-    async def _watch(self, core: CoreHandle, lost: asyncio.Future[None]) -> str:
-        """Return why the core is gone when it is; kill one that makes no progress.
-
-        Time counts only in ticks of this process: where both were stopped for an hour, and go on together,
-        one tick has passed.
-        """
+    async def _watch(
+        self, core: CoreHandle, awaited: asyncio.Future[Any], progress: Callable[[], int | None]
+    ) -> str | None:
+        """Wait for what a core does; kill one that makes no progress meanwhile, and return that it was."""
         limit_s = self.config.server.frozen_after_s
-        last_ns, stalled_s = core.pulse.last_ns, 0.0
-        while not (await asyncio.wait({lost}, timeout=_TICK_S))[0]:
-            beaten_ns = core.pulse.last_ns
-            stalled_s = stalled_s + _TICK_S if beaten_ns == last_ns else 0.0
-            last_ns = beaten_ns
-            if 0 < limit_s <= stalled_s:
+        stall = Stall(limit_s, _TICK_S)
+        while not (await asyncio.wait({awaited}, timeout=_TICK_S))[0]:
+            if stall.is_over(progress()):
                 core.kill()
                 reason = f"the engine's process made no progress for {limit_s:g} s and was killed"
                 logger.error("%s; it was process %d (server.frozen_after_s)", reason, core.pid)
                 return reason
-        return _DIED
+        return None
 
 
 class _Link(asyncio.Protocol):
