@@ -19,13 +19,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sagellm.core import CheckpointError, InvalidRequestError
+from sagellm.core import CheckpointError, EngineError, InvalidRequestError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import ServerConfig
 from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
 from sagellm.engines.server import create_app, make_server
 from sagellm.engines.testing import make_tokenizer
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
+from sagellm.engines.text.calls import Encode
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
 from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.process import ProcessTextRunner
@@ -303,6 +304,25 @@ def test_a_tokenizer_whose_decoder_multiplies_text_is_refused(tmp_path, decoder,
     file.write_text(json.dumps(saved))
     with pytest.raises(CheckpointError, match=message):
         check_tokenizer(load_tokenizer(tmp_path), 2000, tmp_path)
+
+
+@pytest.mark.full  # it loads two
+def test_a_fork_server_that_does_not_answer_is_replaced(hostile, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.text.process.client._FORK_S", 0.2)
+    call = Encode(["The river"], add_special_tokens=False)
+
+    async def use():
+        texts = ProcessTextRunner(hostile)
+        await texts.start(TextLimits.of(64, timeout_s=TIMEOUT_S))
+        (stopped,) = texts.pids
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="cannot be tokenized"):
+            await texts.token_ids(call)  # plain texts have no worker yet
+        assert await texts.token_ids(call)
+        assert texts.pids != [stopped]
+        await texts.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
 
 
 @pytest.fixture

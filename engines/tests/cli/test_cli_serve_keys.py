@@ -42,6 +42,18 @@ def test_a_key_may_come_from_a_file(served, key_file):
     assert served("--api-key-file", key_file) == (("one", "two"), "")
 
 
+def test_a_byte_order_mark_is_not_part_of_a_key(served, key_file):
+    key_file.write_bytes(b"\xef\xbb\xbfone\n")
+    assert served("--api-key-file", key_file) == (("one",), "")
+
+
+@pytest.mark.parametrize("text", [" ", ",", " , \n"])
+def test_a_variable_without_a_key_does_not_open_the_server(sage, monkeypatch, text):
+    monkeypatch.setenv("SAGELLM_API_KEY", text)
+    result = sage("llm", "serve", "model")
+    assert (result.code, "SAGELLM_API_KEY is set and has no key" in result.err) == (2, True)
+
+
 def test_a_key_file_that_others_may_read_is_a_warning(served, key_file):
     key_file.chmod(0o640)
     keys, told = served("--api-key-file", key_file)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from sagellm.engines import SamplingParams
+from sagellm.engines.server.completion import CompletionShape
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
 from sagellm.engines.server.prompts import PromptEncoder
@@ -60,3 +62,28 @@ def test_a_prompt_of_the_wrong_length_is_told_what_is_allowed(prompt, advice):
     with pytest.raises(APIError) as caught:
         asyncio.run(encoder.encode_completion(CompletionBody(prompt=prompt)))
     assert told(caught, "prompt").startswith(advice)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [[5, 6, 7, 8] * 4] * 20, "prompt_logprobs": 3},
+        {"prompt": [[5, 6, 7, 8] * 4] * 20, "logprobs": 3, "echo": True},
+    ],
+)
+def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
+    server, complete, monkeypatch, fields
+):
+    """With the most that may be asked for it took 2.7 s, in which nobody else was answered."""
+    writers, real = [], CompletionShape.encoded
+
+    def encoded(self, requests):
+        writers.append(threading.get_ident())
+        return real(self, requests)
+
+    monkeypatch.setattr(CompletionShape, "encoded", encoded)
+    choices = complete(max_tokens=1, **fields)["choices"]
+    (few,) = complete(max_tokens=1, **(fields | {"prompt": [5, 6, 7, 8] * 4}))["choices"]
+    assert len(choices) == 20
+    assert all({**each, "index": 0} == few for each in choices)
+    assert writers[0] != server.thread.ident == writers[1]

@@ -281,3 +281,14 @@ def test_health_answers_beside_300_idle_connections_with_64_files(connections, t
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_answer_of_no_known_length_has_no_chunks_in_http_1_0(server):
+    """HTTP/1.0 does not know them: their sizes would stand between the events."""
+    body = b'{"prompt": [1], "stream": true}'
+    head = POST.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\nContent-Length: %d\r\n\r\n" % len(body)
+    answer, _, events = exchange(server, head + body).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer.lower()
+    assert b"connection: close" in answer.lower()
+    assert all(line[:6] in (b"", b"data: ") for line in events.split(b"\n"))
+    assert events.endswith(b"data: [DONE]\n\n")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import time
 
 import pytest
 
-from sagellm.core import EngineDeadError, SampledToken, TokenOutput
+from sagellm.core import ConfigError, EngineDeadError, EngineError, SampledToken, TokenOutput
+from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.serving import CoreServer, Front
 from sagellm.engines.serving.core_process import listen
 from sagellm.engines.serving.heartbeat import Heartbeat
 from sagellm.engines.serving.messages import Add, Failed, Hello, Reply, Step, encode
 from sagellm.engines.serving.operations import core_operations
+from sagellm.engines.serving.service import serve
 from sagellm.engines.serving.supervisor import Supervisor
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -352,3 +355,133 @@ def test_a_second_close_does_not_wait_for_a_stopped_core(speak):
             os.kill(pid, 0)
 
     asyncio.run(use())
+
+
+# A core whose starts go as {starts} says, one letter each, the last one again and again: `s` speaks, `x`
+# exits before it listens, `t` is stopped then, `l` is stopped while it loads, `f` says that it cannot start.
+_UNLUCKY = """
+import json, os, signal, socket, sys
+from pathlib import Path
+starts, count = {starts!r}, Path({count!r})
+number = len(count.read_text()) if count.exists() else 0
+count.write_text("." * (number + 1))
+what = starts[min(number, len(starts) - 1)]
+order = json.loads(sys.stdin.readline())
+if what == "x":
+    sys.exit(7)
+if what == "t":
+    os.kill(os.getpid(), signal.SIGSTOP)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(order["socket"])
+listener.listen()
+peer, _ = listener.accept()
+if what == "l":
+    os.kill(os.getpid(), signal.SIGSTOP)
+peer.sendall(bytes.fromhex({failed!r} if what == "f" else {said!r}))
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def unlucky(speak, tmp_path, monkeypatch):
+    """Start a supervisor of cores that start as the letters of a text say."""
+    monkeypatch.setattr("sagellm.engines.serving.supervisor._RETRY_S", 0.01)
+    monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.05)
+
+    def start(starts: str, **settings):
+        supervisor, heard = speak(b"", **settings)
+        failed, said = encode(Failed("no memory")).hex(), hello().hex()
+        count = str(tmp_path / "count")
+        program = _UNLUCKY.format(starts=starts, count=count, failed=failed, said=said)
+        (tmp_path / "core.py").write_text(program)
+        return supervisor, heard
+
+    return start
+
+
+async def replaced(supervisor) -> None:
+    """Kill the core and wait for the next one."""
+    before = supervisor.num_restarts
+    supervisor.core.kill()
+    while supervisor.num_restarts == before:
+        await asyncio.sleep(0.01)
+    await supervisor.wait_until_ready()
+
+
+@pytest.mark.parametrize("starts", ["sxxs", "sffs"], ids=["before it listens", "while it loads"])
+def test_a_core_that_fails_to_start_again_is_tried_again(unlucky, starts):
+    """What was lacking when the last one died, such as memory, may be there again."""
+
+    async def use():
+        supervisor, _ = unlucky(starts)
+        await supervisor.start()
+        await replaced(supervisor)
+        assert supervisor.num_restarts == 3
+        await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_a_core_that_never_starts_again_stays_down_and_says_why(unlucky):
+    async def use():
+        supervisor, _ = unlucky("sf")
+        await supervisor.start()
+        with pytest.raises(EngineDeadError, match="4 times within a minute, at last: no memory"):
+            await replaced(supervisor)
+        await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_a_core_that_is_frozen_while_it_starts_is_replaced(unlucky):
+    async def use():
+        supervisor, _ = unlucky("stls", frozen_after_s=0.5)
+        await supervisor.start()
+        await replaced(supervisor)
+        assert supervisor.num_restarts == 3
+        await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_a_core_starts_again_when_its_folder_was_removed(unlucky, tmp_path):
+    """Where the system removes a session's files, as at the end of a login, servers may live on."""
+
+    async def use():
+        supervisor, _ = unlucky("s")
+        supervisor._socket = tmp_path / "runtime" / "core.sock"
+        await supervisor.start()
+        shutil.rmtree(tmp_path / "runtime")
+        await replaced(supervisor)
+        assert (tmp_path / "runtime").stat().st_mode & 0o777 == 0o700
+        await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_no_core_is_started_in_a_folder_of_others(unlucky, tmp_path):
+    async def use():
+        supervisor, _ = unlucky("s")
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        supervisor._socket = tmp_path / "open" / "core.sock"
+        with pytest.raises(EngineError, match="open must be yours alone"):
+            await supervisor.start()
+        await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_a_socket_path_that_is_too_long_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    monkeypatch.setenv("SAGELLM_RUNTIME_DIR", str(folder))
+    with pytest.raises(ConfigError, match=r"a socket's path has at most .* name a shorter folder"):
+        serve(EngineConfig.from_flat(port=0), log_level="WARNING", on_state=print)
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_runtime_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, folder):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SAGELLM_RUNTIME_DIR", str(tmp_path / folder))
+    with pytest.raises(ConfigError, match=r"cannot be made: .* name another in SAGELLM_RUNTIME_DIR"):
+        runtime_folder()

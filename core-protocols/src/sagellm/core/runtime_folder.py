@@ -13,10 +13,7 @@ VARIABLE = "SAGELLM_RUNTIME_DIR"
 
 
 def runtime_folder() -> Path:
-    """Return the folder, created with mode 0700 if missing.
-
-    Raises ConfigError if another user owns it or has any access to it.
-    """
+    """Return the folder, as `own_folder` does. Raises ConfigError."""
     given, system = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if given:
         folder = Path(given)
@@ -24,8 +21,21 @@ def runtime_folder() -> Path:
         folder = Path(system) / "sagellm"
     else:
         folder = Path(tempfile.gettempdir()) / f"sagellm-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.lstat()
+    return own_folder(folder)
+
+
+def own_folder(folder: Path) -> Path:
+    """Return a folder, made if it is not there; only its owner can look into it.
+
+    Raises ConfigError if it cannot be made, or if somebody else owns it or may write to it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"the runtime folder {folder} cannot be made: {error.strerror}; name another in {VARIABLE}"
+        ) from error
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise ConfigError(
             f"the runtime folder {folder} must be yours alone: chmod 700 it, or name another in {VARIABLE}"

@@ -139,6 +139,8 @@ def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
         if not variable.startswith(PREFIX) or not text or variable in _OF_PLUGINS:
             continue
         if variable == API_KEY_VARIABLE:
+            if not text.strip(", \t\r\n"):  # else a secret that was not filled in would open the server
+                raise ConfigError(f"{variable} is set and has no key; put one in, or unset it")
             yield _Layer(Origin("environment", variable), {"server.api_keys": text})
             continue
         section, separator, name = variable.removeprefix(PREFIX).lower().partition("__")

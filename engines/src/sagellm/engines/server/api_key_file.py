@@ -23,7 +23,7 @@ def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> Server
     if path is None:
         return settings
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(_MAX_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from sagellm.engines.server.events import EventReply
 from sagellm.engines.server.metrics import RequestTimer
 from sagellm.engines.server.params import chat_params, check_budget, completion_params
 from sagellm.engines.server.prompts import EncodedPrompt
-from sagellm.engines.server.reply import send_json
+from sagellm.engines.server.reply import send_bytes
 from sagellm.engines.server.run import ClientGoneError, Run, running
 from sagellm.engines.server.schema import Body, ChatBody, CompletionBody, StreamOptions
 from sagellm.engines.server.service import Service
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=Body)
 
+_MANY_SCORED = 256
+"""Tokens with log-probabilities from which on an answer is written on another thread."""
 
 logger = get_logger(__name__)
 
@@ -151,7 +154,16 @@ class Chats(Generation[ChatBody]):
 
 async def _whole(run: Run, shape: Shape, send: Send) -> None:
     last = await _last_outputs(run)
-    await send_json(send, shape.whole(last))
+    if sum(map(_num_scored, last)) > _MANY_SCORED:  # seconds of work for the most that may be asked for
+        answer = await asyncio.to_thread(shape.encoded, last)
+    else:
+        answer = shape.encoded(last)
+    await send_bytes(send, answer)
+
+
+def _num_scored(request: RequestOutput) -> int:
+    """Return of how many tokens an answer has log-probabilities."""
+    return len(request.prompt_logprobs or ()) + sum(len(output.logprobs or ()) for output in request.outputs)
 
 
 async def _last_outputs(run: Run) -> Sequence[RequestOutput]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sagellm.core.chaos import in_pieces
 from sagellm.engines.server.connections import Connections, peer_of
@@ -113,6 +114,8 @@ class BoundedHTTP(HttpToolsProtocol):
         super().on_headers_complete()
         if self._is_probe_only:
             self.cycle.keep_alive = False
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment,method-assign]
 
     def on_message_complete(self) -> None:
         """Finish a request that was not refused."""
@@ -187,6 +190,23 @@ class BoundedHTTP(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         wait_s = min(2 * waited_s, _MAX_HALF_CLOSED_S)
         self._probe = self.loop.call_later(wait_s, self._probe_client, wait_s)
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Return a `send` for HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
+    send, is_open = cycle.send, False
+
+    async def answer(message: Any) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if is_open:
+                cycle.chunked_encoding = False  # the connection is not kept alive anyway
+        elif is_open:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    return answer
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Raw
+
 from sagellm.core import EngineError
 from sagellm.engines.outputs import CompletionOutput, RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
@@ -100,20 +102,22 @@ class Shape(ABC):
             for which in range(num)
         ]
 
-    def whole(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the whole answer."""
+    def encoded(self, requests: Sequence[RequestOutput]) -> bytes:
+        """Return the whole answer as JSON; each choice is encoded by itself, as one may have megabytes."""
         num = self.job.num_choices
         choices = [
-            self.choice(position * num + rank, output, request)
+            Raw(encode_json(self.choice(position * num + rank, output, request)))
             for position, request in enumerate(requests)
             for rank, output in enumerate(likeliest(request.outputs, num))
         ]
-        return {
-            **self._head(self.object_name),
-            "choices": choices,
-            "usage": usage(requests, self.job),
-            **self.extras(requests),
-        }
+        return encode_json(
+            {
+                **self._head(self.object_name),
+                "choices": choices,
+                "usage": usage(requests, self.job),
+                **self.extras(requests),
+            }
+        )
 
     def extras(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return what else stands in a whole answer."""

@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sagellm.core import EngineDeadError
+from sagellm.core import ConfigError, EngineDeadError
 from sagellm.core.chaos import child_environment, flaky
+from sagellm.core.runtime_folder import own_folder
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.heartbeat import RESPONSIVE_S, Heartbeat
 from sagellm.engines.serving.messages import ToCore, encode
@@ -23,6 +24,26 @@ from sagellm.engines.serving.messages import ToCore, encode
 _POLL_S = 0.02
 _STOP_S = 10.0
 _PROGRAM = ["-m", "sagellm.engines.serving.core_process"]
+
+
+class Stall:
+    """Finds out that something makes no progress, by a number that changes when it does.
+
+    Time counts only in ticks of this process: where both were stopped for an hour, and go on together,
+    one tick has passed. A limit of 0 is none.
+    """
+
+    def __init__(self, limit_s: float, tick_s: float) -> None:
+        self._limit_s, self._tick_s = limit_s, tick_s
+        self._last: int | None = None
+        self._stalled_s = 0.0
+
+    def is_over(self, progress: int | None) -> bool:
+        """Take what the number is at this tick, None if nobody knows; say whether the limit is reached."""
+        is_same = progress is not None and progress == self._last
+        self._stalled_s = self._stalled_s + self._tick_s if is_same else 0.0
+        self._last = progress
+        return 0 < self._limit_s <= self._stalled_s
 
 
 class CoreHandle:
@@ -46,6 +67,11 @@ class CoreHandle:
         code = self._process.returncode
         return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
+    @property
+    def num_cpu_ticks(self) -> int | None:
+        """How much the process has computed: it does not beat while it loads. None if that is not known."""
+        return _num_cpu_ticks(self.pid)
+
     @classmethod
     @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)
     async def start(
@@ -53,12 +79,17 @@ class CoreHandle:
     ) -> CoreHandle:
         """Start a core and connect to it; it sends Hello or Failed once its model is loaded or has failed.
 
-        Raises EngineDeadError if the process ends before it listens.
+        Raises EngineDeadError if the process ends, or comes no further, before it listens.
         """
+        try:
+            own_folder(socket.parent)  # sessions and temporary files are cleaned up behind a server's back
+        except ConfigError as error:
+            raise EngineDeadError(f"its process cannot be started: {error}") from error
         socket.unlink(missing_ok=True)  # of a core that was killed
         values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
         process, heartbeat = _start_process({"config": values, "socket": str(socket), "log_level": log_level})
         loop = asyncio.get_running_loop()
+        stall = Stall(config.server.frozen_after_s, _POLL_S)
         try:
             while True:
                 with suppress(OSError):
@@ -69,6 +100,8 @@ class CoreHandle:
                     raise EngineDeadError(
                         f"the engine's process ended at its start, with {process.returncode}"
                     )
+                if stall.is_over(_num_cpu_ticks(process.pid)):
+                    raise EngineDeadError("the engine's process made no progress at its start")
                 await asyncio.sleep(_POLL_S)
         except BaseException:
             process.kill()
@@ -105,6 +138,16 @@ class CoreHandle:
             if self._process.stdin is not None:
                 with suppress(BrokenPipeError):
                     self._process.stdin.close()
+
+
+def _num_cpu_ticks(pid: int) -> int | None:
+    """Return the CPU time of a process with all its threads, in the system's ticks; None except on Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
+        user, system = fields.split()[11:13]
+    except (OSError, ValueError):
+        return None
+    return int(user) + int(system)
 
 
 def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Heartbeat]:

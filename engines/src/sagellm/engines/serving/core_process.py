@@ -38,7 +38,11 @@ def main() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     configure(order["log_level"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the front's to answer
-    listener = listen(Path(order["socket"]))
+    try:
+        listener = listen(Path(order["socket"]))
+    except OSError as error:
+        logger.error("the engine cannot listen at %s: %s", order["socket"], error)
+        sys.exit(1)
     try:
         server = _load(EngineConfig.from_values(order["config"]), listener, Heartbeat(order["heartbeat"]))
     except Exception as error:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError, get_logger
+from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.serving.running_engine import EngineLock, EngineState, RunningEngine, check_name
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _BACKLOG = 2048
+_MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -54,12 +56,23 @@ def serve(
             model=config.model.name,
             state="starting",
         )
+        _check_socket_path(engine)
         with EngineLock(engine.name):
             engine.announce()
             tokenizer = _prepare(config)
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
                 runner.run(serving)
+
+
+def _check_socket_path(engine: RunningEngine) -> None:
+    """Raise ConfigError if the system has no room for the path of an engine's socket."""
+    size = len(os.fsencode(engine.socket))
+    if size > _MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"the engine's socket would be {engine.socket}, {size} bytes; a socket's path has at most "
+            f"{_MAX_SOCKET_PATH}: name a shorter folder in {VARIABLE}"
+        )
 
 
 def bind(settings: ServerConfig) -> socket.socket:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sagellm.core import EngineDeadError, EngineError, get_logger
 from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.serving.core_handle import CoreHandle
+from sagellm.engines.serving.core_handle import CoreHandle, Stall
 from sagellm.engines.serving.heartbeat import RESPONSIVE_S
 from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
 
@@ -101,24 +102,16 @@ class Supervisor:
     async def _keep_running(self) -> None:
         deaths: list[float] = []
         while True:
-            try:
-                await self._run_once()
-            except EngineError as error:
-                self._failure = error
-            except OSError as error:  # no memory or descriptors for a process
-                if self.num_restarts:  # what is lacking may be there again soon
-                    logger.error("the engine's process cannot be started again yet: %s", error)
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                self._failure = EngineError(f"its process cannot be started: {error}")
-            except Exception:  # it sent something invalid
-                logger.exception("the engine's process sent an invalid message")
+            failed = await self._attempt()
             if self._is_closing:
                 return
             now = time.monotonic()
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
-            if self._failure is None and len(deaths) > _MAX_RESTARTS:
-                self._failure = EngineDeadError(f"its process failed {len(deaths)} times within a minute")
+            if failed is not None and not self.num_restarts:  # who waits for the first start is told
+                self._failure = failed
+            elif len(deaths) > _MAX_RESTARTS:
+                why = f"its process failed {len(deaths)} times within a minute"
+                self._failure = EngineDeadError(why if failed is None else f"{why}, at last: {failed}")
                 logger.error("the engine's process%s", self._ending)
             if self._failure is not None:
                 if self.num_restarts:  # what fails at the first start is raised there
@@ -126,7 +119,28 @@ class Supervisor:
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
-            logger.error("the engine's process%s and is restarted", self._ending)
+            if failed is None:
+                logger.error("the engine's process%s and is restarted", self._ending)
+            else:  # the lacking memory or folder may be back soon
+                logger.error("the engine cannot start: %s; trying again", failed)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _attempt(self) -> EngineError | None:
+        """Run a core until it is gone; return the error if it could not start."""
+        while True:
+            try:
+                await self._run_once()
+            except EngineError as error:
+                return error
+            except OSError as error:  # no memory or descriptors for a process
+                if not self.num_restarts:
+                    return EngineError(f"its process cannot be started: {error}")
+                logger.error("the engine's process cannot be started again yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except Exception:  # it sent something invalid
+                logger.exception("the engine's process sent an invalid message")
+            return None
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
@@ -134,7 +148,8 @@ class Supervisor:
         core = self.core = await CoreHandle.start(self.config, self._socket, link, log_level=self._log_level)
         reason = _DIED
         try:
-            first = await link.first
+            stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
+            first = None if stalled else await link.first
             if isinstance(first, Failed):
                 raise EngineError(first.message)
             if isinstance(first, Hello):
@@ -144,7 +159,8 @@ class Supervisor:
                 if self.num_restarts:
                     away_s = time.monotonic() - self._ended_s
                     logger.warning("the engine takes requests again, after %.1f s", away_s)
-                reason = await self._watch(core, link.lost)
+                stalled = await self._watch(core, link.lost, lambda: core.heartbeat.last_ns)
+            reason = stalled or reason
         finally:
             self._ended_s = time.monotonic()
             self._ready.clear()
@@ -153,24 +169,19 @@ class Supervisor:
             await core.stop()
             self._ending = f" {core.pid} ended ({core.ending})"
 
-    async def _watch(self, core: CoreHandle, lost: asyncio.Future[None]) -> str:
-        """Wait until the core is gone and return why; kill it if it makes no progress.
-
-        Time is counted in ticks of this process: if both processes are suspended for an hour and resumed
-        together, one tick has passed.
-        """
+    async def _watch(
+        self, core: CoreHandle, awaited: asyncio.Future[Any], progress: Callable[[], int | None]
+    ) -> str | None:
+        """Wait for a core's message or end; if it makes no progress, kill it and return that reason."""
         limit_s = self.config.server.frozen_after_s
-        last_ns, stalled_s = core.heartbeat.last_ns, 0.0
-        while not (await asyncio.wait({lost}, timeout=_TICK_S))[0]:
-            beaten_ns = core.heartbeat.last_ns
-            stalled_s = stalled_s + _TICK_S if beaten_ns == last_ns else 0.0
-            last_ns = beaten_ns
-            if 0 < limit_s <= stalled_s:
+        stall = Stall(limit_s, _TICK_S)
+        while not (await asyncio.wait({awaited}, timeout=_TICK_S))[0]:
+            if stall.is_over(progress()):
                 core.kill()
                 reason = f"the engine's process made no progress for {limit_s:g} s and was killed"
                 logger.error("%s; it was process %d (server.frozen_after_s)", reason, core.pid)
                 return reason
-        return _DIED
+        return None
 
 
 class _Link(asyncio.Protocol):

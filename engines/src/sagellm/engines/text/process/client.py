@@ -32,6 +32,7 @@ from sagellm.engines.text.process.messages import Answer, Failure
 logger = get_logger(__name__)
 
 _START_S = 60.0  # the fork server loads the tokenizer before its first worker
+_FORK_S = 10.0  # once it has: a fork takes milliseconds
 _STOP_S = 1.0
 _MAX_WAIT_S = 30.0
 _WORKERS_PER_POOL = 2  # so that a call that runs into its limit delays no other
@@ -199,10 +200,13 @@ class _Worker:
         ours.setblocking(False)
         self._streams = await asyncio.open_unix_connection(sock=ours)
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(_FORK_S if self._server.has_forked else _START_S):
                 await self._exchange(encode(self._limits))
+            self._server.has_forked = True
         except BaseException as error:
             self.end()
+            if isinstance(error, TimeoutError):
+                self._server.kill()  # so that the next call gets another one
             if isinstance(error, OSError | EOFError):  # TimeoutError is one
                 raise EngineError(f"texts cannot be tokenized: {self._server.state}") from error
             raise
@@ -252,6 +256,7 @@ class _ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_stopped = False
+        self.has_forked = False  # a worker that has answered, so the tokenizer is loaded
 
     @property
     def state(self) -> str:
@@ -267,6 +272,7 @@ class _ForkServer:
         if self._process is not None and self._process.poll() is None:
             return
         self._release()
+        self.has_forked = False
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-m", "sagellm.engines.text.process.fork_server", str(self._path)]
         with theirs:
@@ -285,6 +291,12 @@ class _ForkServer:
         if self._control is not None:
             with suppress(OSError):
                 self._control.send(bytes([number]))
+
+    def kill(self) -> None:
+        """End the process, which does not answer; its workers end with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     async def stop(self) -> None:
         """End the process and all its workers."""
