@@ -89,7 +89,7 @@ def test_a_missing_key_is_an_error_that_says_how_to_make_one(tmp_path, monkeypat
     (tmp_path / "short").chmod(0o600)
     with pytest.raises(ConfigError) as caught:
         StoreKey.named(str(tmp_path / "short"))
-    assert "64 hexadecimal digits are wanted" in str(caught.value)
+    assert "it must be 64 hexadecimal digits" in str(caught.value)
     assert str(caught.value).count("openssl rand -hex 32") == 1
     for odd in (str(tmp_path), "/dev/zero", "a\0b"):
         with pytest.raises(ConfigError):

@@ -284,7 +284,7 @@ def survive(checkpoint, cases, tmp_path, redis_url, preloaded_python) -> Callabl
 def check_log(said: str) -> None:
     """The core died of injected losses alone, and nothing was logged that only an error of ours can cause."""
     assert not [word for word in UNWANTED if word in said], said
-    assert said.count("is started again") <= sum(map(int, LOSSES.findall(said))), said
+    assert said.count("is restarted") <= sum(map(int, LOSSES.findall(said))), said
 
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
