@@ -1,4 +1,4 @@
-"""What vouching for a block costs where it stays in memory (xxh3) and where it leaves it (keyed BLAKE2b).
+"""The cost of authenticating a block: xxh3 in memory, keyed BLAKE2b in files and servers.
 
 python benchmarks/sealing.py [--json] [--save FILE]: microseconds for one block of 16 tokens of Qwen3-0.6B's
 shape and for 1 MiB, by the code that tiers run: the digest of the data, the head of the record, reading that
@@ -27,7 +27,7 @@ NUM_RUNS = 200
 
 
 def times_us(work: Callable[[], object], num_runs: int = NUM_RUNS) -> dict[str, Any]:
-    """Return microseconds a call."""
+    """Return microseconds per call."""
     work()
     times = []
     for _ in range(num_runs):
@@ -38,7 +38,7 @@ def times_us(work: Callable[[], object], num_runs: int = NUM_RUNS) -> dict[str, 
 
 
 def measure(records: RecordFormat) -> dict[str, Any]:
-    """Return what one way of vouching for records costs."""
+    """Return the costs of one record format."""
     identity = KVIdentity("0" * 32, "v1:28x8x128:b16:bfloat16", "bfloat16")
     header = BlockHeader.of(bytes(16), pack(list(range(BLOCK_TOKENS))), Namespace("tenant"), identity)
     found: dict[str, Any] = {}

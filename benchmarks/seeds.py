@@ -1,9 +1,9 @@
 """Random operations against models, from many seeds: `python benchmarks/seeds.py`, or `hatch run seeds`.
 
-A seed runs one of the machines: the allocators, the pool, the radix tree, tiers that are late and fail, the
+A seed runs one of the machines: the allocators, the pool, the radix tree, tiers that are late or fail, the
 KV manager under compaction, and a whole engine over such tiers on virtual time. All integrity checks run
-after every operation (every tenth of a tier or engine). A violation is printed with the command that
-repeats it. Exit code 1 if there is any.
+after every operation (every tenth of a tier or engine). A violation is printed with the flags that
+reproduce it, and makes the exit code 1.
 
     python benchmarks/seeds.py --machine "radix tree" --first 137 --seeds 1
 """
@@ -48,14 +48,14 @@ PROGRESS_S = 10.0
 
 
 class Machine(NamedTuple):
-    """What a seed runs, and how many operations of it."""
+    """A random-operations test, and its number of operations per seed."""
 
     run: Callable[[int, int], None]
     num_operations: int
 
 
 class Violation(NamedTuple):
-    """A seed that found something."""
+    """A failure that a seed found."""
 
     machine: str
     seed: int
@@ -97,7 +97,7 @@ def run_radix_tree(seed: int, num_operations: int) -> None:
 
 
 def run_tiers(seed: int, num_operations: int) -> None:
-    """Run host memory over a file, both late; on odd seeds one operation in twenty fails."""
+    """Run host memory over a file, both with delays; on odd seeds one operation in twenty fails."""
     failures = 0.05 * (seed % 2)
     tiers = {
         name: LateKVTier(BackendTier(backend), Randomness(seed).stream(name), failure_rate=failures)
@@ -153,7 +153,7 @@ def suite(name: str) -> ModuleType:
 
 
 def registry() -> PluginRegistry:
-    """Return the plugins, read once a process."""
+    """Return the plugin registry, read once per process."""
     return _loaded.setdefault("", PluginRegistry.load())  # type: ignore[no-any-return]
 
 
@@ -164,7 +164,7 @@ def run_seed(job: tuple[str, int]) -> tuple[str, float, Violation | None]:
     machine, violation = MACHINES[name], None
     try:
         machine.run(seed, machine.num_operations)
-    except (Exception, pytest.fail.Exception):  # the kit says with the latter what was not raised
+    except (Exception, pytest.fail.Exception):  # the latter comes from pytest.raises in the kit
         violation = Violation(name, seed, traceback.format_exc())
     return name, time.process_time() - started_s, violation
 
@@ -172,14 +172,14 @@ def run_seed(job: tuple[str, int]) -> tuple[str, float, Violation | None]:
 def run_seeds(
     jobs: list[tuple[str, int]], num_processes: int
 ) -> Iterator[tuple[str, float, Violation | None]]:
-    """Run jobs in processes of their own, in no order."""
-    context = multiprocessing.get_context("spawn")  # torch does not survive a fork in all its states
+    """Run jobs in other processes and yield their results as they finish."""
+    context = multiprocessing.get_context("spawn")  # torch is not safe to fork
     with context.Pool(num_processes) as pool:
         yield from pool.imap_unordered(run_seed, jobs, chunksize=4)
 
 
 def main() -> int:
-    """Run, show how far it is, and print a table."""
+    """Run the seeds, showing progress, and print a table."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument(
@@ -205,7 +205,9 @@ def main() -> int:
         if violation is not None:
             violations.append(violation)
             again = f'--machine "{name}" --first {violation.seed} --seeds 1'
-            print(f"{violation.error}seed {violation.seed} of {name}: repeat with {again}", file=sys.stderr)
+            print(
+                f"{violation.error}seed {violation.seed} of {name}: reproduce with {again}", file=sys.stderr
+            )
         if time.monotonic() - shown_s > PROGRESS_S:
             shown_s = time.monotonic()
             done = f"{num_done.total()} of {len(jobs)} seeds, {len(violations)} violations"

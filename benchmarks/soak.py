@@ -38,7 +38,7 @@ from served import served
 from sagellm.core import EngineMetrics
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.serving.admin_client import AdminClient
-from sagellm.engines.serving.runtime_folder import RunningEngine
+from sagellm.engines.serving.running_engine import RunningEngine
 
 KEYS = ("soak-key-one", "soak-key-two", "soak-key-three")
 MAX_SLOPE_MIB_PER_MIN = 1.0
@@ -86,7 +86,7 @@ BAD: tuple[tuple[bytes, int], ...] = (
 
 
 class Sample(NamedTuple):
-    """The server at one moment of the load."""
+    """A sample of the server under load."""
 
     at_s: float
     front_mib: float
@@ -108,7 +108,7 @@ class Slope(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether memory grows by less than a MiB a minute, as far as the samples tell."""
+        """Whether memory grows by less than `MAX_SLOPE_MIB_PER_MIN`."""
         return self.mib_per_min < MAX_SLOPE_MIB_PER_MIN
 
 
@@ -136,7 +136,7 @@ class Client:
                 await asyncio.sleep(1)
 
     def words(self, fewest: int, most: int) -> str:
-        """Return a text that nobody else sends."""
+        """Return a text that no other request has."""
         return " ".join(self.random.choices(VOCABULARY, k=self.random.randint(fewest, most)))
 
     def headers(self) -> dict[str, str]:
@@ -181,7 +181,7 @@ async def several(client: Client) -> None:
 
 
 async def turn(client: Client) -> None:
-    """Go on with a conversation, up to eight turns."""
+    """Continue a conversation, up to eight turns."""
     if len(client.chat) > 16:
         client.chat.clear()
     client.chat.append({"role": "user", "content": client.words(5, 60)})
@@ -210,7 +210,7 @@ async def stop_reading(client: Client) -> None:
 
 
 async def leave(client: Client) -> None:
-    """Go away before the first byte of the answer."""
+    """Disconnect before the first byte of the answer."""
     body = {"prompt": client.words(600, 1500), "max_tokens": 200}
     with suppress(TimeoutError):
         async with asyncio.timeout(client.random.uniform(0.001, 0.3)):
@@ -218,7 +218,7 @@ async def leave(client: Client) -> None:
 
 
 async def bad(client: Client) -> None:
-    """Send what is refused."""
+    """Send an invalid request."""
     body, status = client.random.choice(BAD)
     headers = {**client.headers(), "Content-Type": "application/json"}
     client.expect(await client.http.post("/v1/completions", content=body, headers=headers), status, body)
@@ -280,7 +280,7 @@ class Server:
         )
 
     def leftovers(self) -> dict[str, int]:
-        """Return what is in use though nobody asks for anything: all zeros where nothing leaks."""
+        """Return what the idle server still holds: all zeros unless something leaks."""
         metrics = self.ask().metrics
         pool, cache = metrics.modules["kv_pool"], metrics.modules["prefix_cache"]
         return {
@@ -292,7 +292,7 @@ class Server:
 
     @property
     def is_the_first(self) -> bool:
-        """Whether both processes are those that were started."""
+        """Whether neither process has been restarted."""
         return self.front.is_running() and self.core.is_running() and self.ask().hello_pid == self.core.pid
 
 
@@ -321,7 +321,7 @@ def settled_s(samples: Sequence[Sample], num_blocks: int) -> float | None:
 
 
 async def answers(http: httpx.AsyncClient) -> list[list[str]]:
-    """Return what the server says to the canaries, one after another."""
+    """Return the server's answers to the canaries, asked one after another."""
     found = []
     for body in CANARIES:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -360,7 +360,7 @@ async def put_load(server: Server, http: httpx.AsyncClient, options: argparse.Na
 
 
 async def wait_until_idle(server: Server) -> dict[str, int]:
-    """Give what clients left behind ten seconds to end; return what has not."""
+    """Wait up to ten seconds for the clients' last requests to end; return what is left."""
     deadline_s = time.monotonic() + 10
     while any((left := await asyncio.to_thread(server.leftovers)).values()) and time.monotonic() < deadline_s:
         await asyncio.sleep(0.2)
@@ -368,7 +368,7 @@ async def wait_until_idle(server: Server) -> dict[str, int]:
 
 
 async def soak(engine: RunningEngine, options: argparse.Namespace) -> dict[str, Any]:
-    """Put load on a server and say what became of it."""
+    """Load a server and return the record."""
     server = Server(engine)
     limits = httpx.Limits(max_connections=4 * options.clients)
     async with httpx.AsyncClient(base_url=engine.url, timeout=120, limits=limits) as http:
@@ -433,7 +433,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Serve, put load on it, print the verdicts."""
+    """Serve, run the load, print the verdicts."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--minutes", type=float, default=30)

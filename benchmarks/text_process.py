@@ -1,4 +1,4 @@
-"""What it costs to render and tokenize in another process, which can be ended, instead of in one's own.
+"""The cost of rendering and tokenizing in a worker process instead of the caller's.
 
 `python benchmarks/text_process.py`: a conversation of ten messages, a short text and a text of 32 KiB, each
 here and through a worker in turn; how long the processes take to start; and how soon a call is answered
@@ -18,10 +18,10 @@ from common import foreign_cores, report, spread
 from sagellm.engines.embedded import embedded_model
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.text.calls import Encode, Render
-from sagellm.engines.text.limits import Limits
-from sagellm.engines.text.local import LocalText
+from sagellm.engines.text.limits import TextLimits
+from sagellm.engines.text.local import LocalTextRunner
 from sagellm.engines.text.messages import ChatMessage
-from sagellm.engines.text.process import TextProcess
+from sagellm.engines.text.process import ProcessTextRunner
 
 SENTENCE = "The river has three names: one at the spring, one in the valley, and one where it meets the sea. "
 CALLS = {
@@ -35,9 +35,9 @@ CALLS = {
 
 async def measure(path: Path, rounds: int) -> dict[str, Any]:
     """Return the figures."""
-    here, apart = LocalText(load_tokenizer(path)), TextProcess(path)
+    here, apart = LocalTextRunner(load_tokenizer(path)), ProcessTextRunner(path)
     begin = time.perf_counter()
-    await apart.start(Limits.of(32_768, timeout_s=60.0))
+    await apart.start(TextLimits.of(32_768, timeout_s=60.0))
     start_s = time.perf_counter() - begin
     us: dict[str, Any] = {}
     for name, call in CALLS.items():

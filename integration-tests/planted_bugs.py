@@ -1,6 +1,6 @@
-"""Bugs that can be planted in the product, and the test of this suite that has to fail for each of them.
+"""Bugs to plant in the product, each with the test of this suite that must fail because of it.
 
-    python integration-tests/planted_bugs.py            # plant each in a process of its own, run its test
+    python integration-tests/planted_bugs.py            # plant each in a separate process, run its test
     python integration-tests/planted_bugs.py NAME...    # only these
     python integration-tests/planted_bugs.py --list     # name, what it breaks, and the test
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """A small change of the product that makes it wrong."""
+    """A small change that breaks the product."""
 
     name: str
     breaks: str
@@ -40,15 +40,15 @@ class Bug:
 
 
 class Outcome(NamedTuple):
-    """How the tests of one process went."""
+    """The result of running tests in one process."""
 
     exit_code: int  # of pytest: 0 all passed, 1 some failed
-    failures: list[tuple[str, str]]  # test and exception, of the tests themselves, not of their fixtures
+    failures: list[tuple[str, str]]  # test and exception type; failing fixtures do not count
     duration_s: float
 
     @property
     def is_caught(self) -> bool:
-        """Whether a test failed because what it checks is not so."""
+        """Whether a test itself failed."""
         return self.exit_code == 1 and bool(self.failures)
 
 
@@ -56,7 +56,7 @@ BUGS: list[Bug] = []
 
 
 def bug(breaks: str, *, caught_by: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Add what plants a bug to `BUGS`, under its own name."""
+    """Register the decorated function, which plants a bug, in `BUGS` under its own name."""
 
     def add(plant: Callable[[], None]) -> Callable[[], None]:
         name = plant.__name__.replace("_", "-")
@@ -531,7 +531,7 @@ def a_foreign_host_answered() -> None:
 
 
 class _Watch:
-    """Takes note of tests that fail; a fixture that fails says nothing about the product."""
+    """A pytest plugin that collects failing tests, but not failing fixtures."""
 
     def __init__(self) -> None:
         self.failures: list[tuple[str, str]] = []
@@ -542,7 +542,7 @@ class _Watch:
 
 
 def run_tests(node_ids: Sequence[str], plant: Callable[[], None] | None = None) -> Outcome:
-    """Run tests of this suite in a process of their own, which has a bug in it or not."""
+    """Run tests of this suite in a separate process, with a bug planted or without."""
     reading, writing = os.pipe()
     started_s = time.monotonic()
     child = os.fork()
@@ -554,7 +554,7 @@ def run_tests(node_ids: Sequence[str], plant: Callable[[], None] | None = None) 
         said = pipe.read()
     os.waitpid(child, 0)
     if not said:
-        raise RuntimeError(f"the process that ran {' '.join(node_ids)} ended without a word")
+        raise RuntimeError(f"the process that ran {' '.join(node_ids)} ended without a result")
     exit_code, failures = json.loads(said)
     return Outcome(exit_code, [tuple(each) for each in failures], time.monotonic() - started_s)
 
@@ -577,7 +577,7 @@ def _run_as_child(node_ids: Sequence[str], plant: Callable[[], None] | None, wri
 
 
 def import_what_tests_import() -> None:
-    """Import it once, before any process is forked, by what most of them do first: run a small model."""
+    """Import slow modules once, before any process is forked, by running a small model."""
     import httpx  # noqa: F401
     import hypothesis  # noqa: F401
     import torch
@@ -601,7 +601,7 @@ def import_what_tests_import() -> None:
 
 
 def outcomes(bugs: Sequence[Bug]) -> Iterator[tuple[str, bool, Outcome]]:
-    """Yield what became of each bug, after "none" for the tests as they are, and whether it is as wanted."""
+    """Yield for "none", then for each bug, whether the outcome is the expected one, and the outcome."""
     import_what_tests_import()
     clean = run_tests(sorted({each.caught_by for each in bugs}))
     yield "none", clean.exit_code == 0, clean
@@ -614,7 +614,7 @@ def main() -> int:
     """Print a line for each bug."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("names", nargs="*", help="of bugs; all of them if none is given")
+    parser.add_argument("names", nargs="*", help="of bugs; default: all")
     parser.add_argument("--list", action="store_true", help="list the bugs and plant none")
     options = parser.parse_args()
     known = {each.name: each for each in BUGS}
@@ -625,13 +625,13 @@ def main() -> int:
         for each in bugs:
             print(f"{each.name}\n  {each.breaks}\n  {each.caught_by}")
         return 0
-    is_right = True
-    for name, is_as_wanted, outcome in outcomes(bugs):
-        is_right &= is_as_wanted
+    all_expected = True
+    for name, is_expected, outcome in outcomes(bugs):
+        all_expected &= is_expected
         found = "; ".join(f"{error} in {node_id}" for node_id, error in outcome.failures) or "all passed"
-        mark = "" if is_as_wanted else f"WRONG (pytest said {outcome.exit_code}): "
+        mark = "" if is_expected else f"WRONG (pytest exit code {outcome.exit_code}): "
         print(f"{name}: {mark}{found} ({outcome.duration_s:.1f} s)", flush=True)
-    return 0 if is_right else 1
+    return 0 if all_expected else 1
 
 
 if __name__ == "__main__":

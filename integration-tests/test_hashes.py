@@ -150,7 +150,7 @@ def test_kv_in_a_file_is_found_by_a_process_with_another_hash_seed(tmp_path):
     assert (first, num_cached, num_found) == (second, 0, 240)
 
 
-def test_python_s_own_hash_stays_in_memory():
+def test_pythons_own_hash_stays_in_memory():
     found = set()
     for path in ROOT.glob("*/src/sagellm/**/*.py"):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))

@@ -78,7 +78,7 @@ def run_in(group: Path, program: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_an_engine_in_a_control_group_of_3_gib_takes_no_more_than_its_share_of_it(
+def test_an_engine_in_a_control_group_of_3_gib_keeps_to_its_share(
     memory_group: Path,
 ) -> None:
     found = run_in(memory_group, ENGINE_IN_A_GROUP)
@@ -122,7 +122,7 @@ def all_blocks_are_back(engine: LLMEngine) -> bool:
 
 @pytest.mark.parametrize("kind", ["Python", "numpy", "torch"])
 @pytest.mark.parametrize("stage", ["prepare_inputs", "execute_model", "sample"])
-def test_a_request_for_which_there_is_no_memory_ends_alone(
+def test_a_request_without_memory_ends_alone(
     checkpoint: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
     engine = make(checkpoint)
@@ -152,7 +152,7 @@ def test_a_request_for_which_there_is_no_memory_ends_alone(
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
-def test_without_memory_for_what_tiers_exchange_it_is_computed_and_tried_again(
+def test_without_memory_for_tier_buffers_kv_is_computed_and_the_tier_retried(
     checkpoint: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     engine = make(checkpoint, num_blocks=40, kv_tiers={"host": "1MiB"}, kv_fetch="always")

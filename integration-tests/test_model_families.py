@@ -16,7 +16,7 @@ from sagellm.core import ModelFamilyProtocol, PluginRegistry, UnsupportedModelEr
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.loading import installed_families, select_family
 from sagellm.engines.loading.json_file import read_json
-from sagellm.engines.models.hf_keys import known_entries
+from sagellm.engines.models.hf_allowlist import allowed_entries
 from sagellm.engines.testing import make_checkpoint
 
 pytestmark = pytest.mark.full
@@ -143,7 +143,7 @@ def test_every_value_that_a_class_saves_comes_back(model_type: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     saved = read_json(tmp_path / "config.json")
     theirs = type(config).from_dict(copy.deepcopy(saved)).to_dict()
-    found = type(config).from_dict(known_entries(saved, type(config))).to_dict()
+    found = type(config).from_dict(allowed_entries(saved, type(config))).to_dict()
     labels = ("id2label", "label2id", "output_hidden_states", "return_dict", "problem_type")
     assert {key: value for key, value in found.items() if key not in labels} == {
         key: value for key, value in theirs.items() if key not in labels

@@ -39,7 +39,7 @@ def test_random_operations_from_some_seeds_find_nothing():
         ("radix tree", RadixTree, "evict", lambda self, *_, **__: []),
     ],
 )
-def test_a_bug_is_found_and_the_seed_is_told(monkeypatch, name, owner, method, broken):
+def test_a_bug_is_found_and_its_seed_reported(monkeypatch, name, owner, method, broken):
     _, _, violation = seeds.run_seed((name, 4))
     assert violation is None
     monkeypatch.setattr(owner, method, broken)

@@ -24,17 +24,17 @@ from sagellm.core.chaos import (
     flaky_socket,
     flaky_vector,
     in_pieces,
-    note,
+    notice,
 )
 
 NUM_CALLS = 2000
 
 
 def wild(name: str) -> Chaos:
-    """Return the first seed whose weather at a place is the wildest."""
+    """Return the first seed under which a point is wild."""
     for seed in range(1, 100):
-        place = Chaos(str(seed)).place(name, errno.EIO)
-        if any(place.draw().error for _ in range(1000)):
+        point = Chaos(str(seed)).point(name, errno.EIO)
+        if any(point.draw().error for _ in range(1000)):
             return Chaos(str(seed))
     raise AssertionError("no seed does anything")
 
@@ -47,11 +47,11 @@ def test_without_the_variable_a_mark_returns_what_it_was_given():
     with socket.socket() as given, selectors.DefaultSelector() as selector:
         assert flaky_socket("d", given) is given
         assert flaky_selector("e", selector) is selector
-    assert (note(), child_environment()) == ("", None)
+    assert (notice(), child_environment()) == ("", None)
 
 
 @pytest.mark.parametrize("seed", ["0", "-1", "1.", "on", "true", "7 ", "1e3", ".5", "٣", "9" * 19])
-def test_what_is_not_a_seed_switches_nothing_on(seed, caplog):
+def test_an_invalid_seed_injects_nothing(seed, caplog):
     with caplog.at_level(logging.WARNING):
         assert Chaos.of({VARIABLE: seed}) is None
     assert f"{VARIABLE}={seed!r} is not a seed" in caplog.text
@@ -62,42 +62,42 @@ def test_an_empty_variable_counts_as_not_set(caplog):
     assert caplog.text == ""
 
 
-def test_a_seed_shows_the_same_faults_again():
-    def strikes(seed: str, name: str) -> list[str]:
-        place = Chaos(seed).place(name, errno.EIO, TimeoutError)
-        return [repr(place.draw()) for _ in range(NUM_CALLS)]
+def test_a_seed_reproduces_its_faults():
+    def injections(seed: str, name: str) -> list[str]:
+        point = Chaos(seed).point(name, errno.EIO, TimeoutError)
+        return [repr(point.draw()) for _ in range(NUM_CALLS)]
 
     name = "file.read"
     seed = wild(name).seed
-    assert strikes(seed, name) == strikes(seed, name)
-    assert strikes(seed, name) != strikes(f"{seed}.1", name)
-    assert strikes(seed, name) != strikes(seed, "file.write")
+    assert injections(seed, name) == injections(seed, name)
+    assert injections(seed, name) != injections(f"{seed}.1", name)
+    assert injections(seed, name) != injections(seed, "file.write")
 
 
 def test_every_kind_of_fault_happens_and_most_calls_are_whole():
     chaos = wild("a")
-    place = chaos.place("a", errno.ECONNRESET)
-    strikes = [place.draw() for _ in range(NUM_CALLS)]
-    errors = [strike.error for strike in strikes if strike.error]
+    point = chaos.point("a", errno.ECONNRESET)
+    injections = [point.draw() for _ in range(NUM_CALLS)]
+    errors = [injection.error for injection in injections if injection.error]
     assert {type(error) for error in errors} == {ConnectionResetError}
     assert 0 < len(errors) < NUM_CALLS / 10
-    assert 0 < sum(strike.delay_s is not None for strike in strikes) < NUM_CALLS / 4
-    sizes = {strike.size(1 << 20) for strike in strikes}
+    assert 0 < sum(injection.delay_s is not None for injection in injections) < NUM_CALLS / 4
+    sizes = {injection.size(1 << 20) for injection in injections}
     assert {1, 2, 3, 1 << 20} <= sizes
     assert min(sizes) == 1
 
 
-def test_one_place_in_three_is_calm():
+def test_one_point_in_three_is_calm():
     chaos = Chaos("1")
     calm = 0
     for number in range(300):
-        place = chaos.place(f"place {number}", errno.EIO)
-        strikes = [place.draw() for _ in range(50)]
-        calm += not any(strike.share or strike.error or strike.delay_s for strike in strikes)
+        point = chaos.point(f"point {number}", errno.EIO)
+        injections = [point.draw() for _ in range(50)]
+        calm += not any(injection.share or injection.error or injection.delay_s for injection in injections)
     assert 70 < calm < 130
 
 
-def test_a_function_fails_before_it_has_done_anything():
+def test_a_function_fails_before_it_has_any_effect():
     chaos, done = wild("a"), []
     work = flaky("a", errno.ENOSPC, chaos=chaos)(done.append)
     failed = 0
@@ -113,8 +113,8 @@ def test_a_function_fails_before_it_has_done_anything():
 
 def test_the_first_calls_are_spared():
     chaos = wild("a")
-    place = chaos.place("a", errno.EIO, num_spared=NUM_CALLS)
-    assert not any(place.draw().error for _ in range(NUM_CALLS))
+    point = chaos.point("a", errno.EIO, num_spared=NUM_CALLS)
+    assert not any(point.draw().error for _ in range(NUM_CALLS))
 
 
 def test_a_coroutine_function_stays_one():
@@ -136,7 +136,7 @@ def test_a_coroutine_function_stays_one():
     assert chaos.injected()["a delay"]
 
 
-def test_what_comes_together_comes_in_pieces_until_the_transport_is_closed():
+def test_received_data_is_delivered_in_pieces_until_the_transport_is_closed():
     class Protocol:
         closes_at = 1 << 30
 
@@ -156,7 +156,7 @@ def test_what_comes_together_comes_in_pieces_until_the_transport_is_closed():
     assert len(protocol.pieces) == 1
 
 
-def test_a_vector_is_read_in_part_and_from_the_right_place(tmp_path):
+def test_a_vector_is_read_in_part_and_at_the_right_offset(tmp_path):
     path = tmp_path / "file"
     data = os.urandom(5000)
     path.write_bytes(data)
@@ -204,7 +204,7 @@ def test_a_socket_keeps_the_bytes_and_their_order():
     assert chaos.injected()["a.recv short"]
 
 
-def test_a_socket_that_does_not_wait_has_nothing_now_and_then():
+def test_a_non_blocking_socket_sometimes_has_no_data():
     chaos = wild("a.recv")
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -237,13 +237,13 @@ def test_a_selector_loses_no_event():
         assert selector.unregister(ours).data == "data"
 
 
-def test_a_process_says_that_chaos_is_on_and_what_it_did():
+def test_a_process_logs_its_seed_and_what_it_injected():
     source = (
         "from sagellm.core.chaos import *\n"
         "from sagellm.core import chaos\n"
         "work = chaos.flaky('work')(int)\n"
         "for _ in range(500): work()\n"
-        "print(chaos.note(), chaos.child_environment()['SAGELLM_CHAOS'])\n"
+        "print(chaos.notice(), chaos.child_environment()['SAGELLM_CHAOS'])\n"
         "print(chaos.child_environment()['SAGELLM_CHAOS'])\n"
     )
     seed = wild("work").seed

@@ -302,9 +302,7 @@ def test_a_provider_hook_that_raises_is_refused(install: Install) -> None:
 
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "GeneratorExit()", "BaseException('moon')"])
-def test_a_provider_hook_that_ends_the_process_is_an_error_of_its_plugin_alone(
-    install: Install, raised: str
-) -> None:
+def test_a_provider_hook_that_exits_breaks_only_its_plugin(install: Install, raised: str) -> None:
     install("acme-broken", f"{HOOK}def sagellm_providers():\n    raise {raised}\n")
     install("acme-mru", good())
     registry = PluginRegistry.load()
@@ -314,13 +312,13 @@ def test_a_provider_hook_that_ends_the_process_is_an_error_of_its_plugin_alone(
     assert registry.find("eviction_policy", "mru").distribution == "acme-mru"
 
 
-def test_ctrl_c_while_plugins_are_loaded_ends_the_loading(install: Install) -> None:
+def test_ctrl_c_interrupts_the_loading_of_plugins(install: Install) -> None:
     install("acme-slow", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         PluginRegistry.load()
 
 
-def test_a_module_that_fails_when_it_is_looked_at_is_listed_with_its_error(install: Install) -> None:
+def test_a_module_that_fails_on_attribute_access_is_listed_with_its_error(install: Install) -> None:
     install("acme-broken", "def __getattr__(name):\n    raise SystemExit(name)\n")
     error = error_of(PluginRegistry.load(), "acme-broken")
     assert isinstance(error, PluginImportError)
@@ -345,7 +343,7 @@ def test_a_provider_of_other_types_is_refused(install: Install, entry: str) -> N
     assert registry.providers()
 
 
-def test_a_target_that_ends_the_process_is_named(install: Install) -> None:
+def test_a_target_that_exits_is_named(install: Install) -> None:
     module = install("acme-mru", good(target="acme_exit:MRU"), version="0.9")
     Path(sys.path[0], "acme_exit.py").write_text("raise SystemExit(4)")
     assert module
@@ -353,7 +351,7 @@ def test_a_target_that_ends_the_process_is_named(install: Install) -> None:
         PluginRegistry.load().resolve("eviction_policy", "mru")
 
 
-def test_a_name_of_ours_stays_ours_and_the_plugin_is_listed_with_the_clash(install: Install) -> None:
+def test_a_built_in_name_stays_built_in_and_the_plugin_is_listed_with_the_clash(install: Install) -> None:
     source = good("null").replace(
         "return [", "return [Provider('eviction_policy', 'mru', 'sagellm.core:NullEvictionPolicy', ''), "
     )

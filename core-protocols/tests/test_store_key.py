@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "runtime"
 
 
-def test_the_users_key_is_made_once_and_nobody_else_can_read_it(folder):
+def test_the_users_key_is_created_once_and_only_its_owner_can_read_it(folder):
     previous = os.umask(0)
     try:
         first = StoreKey.of_user()
@@ -34,7 +34,7 @@ def test_the_users_key_is_made_once_and_nobody_else_can_read_it(folder):
     assert StoreKey.of_user().id != first.id
 
 
-def test_of_many_that_start_at_once_one_makes_the_key(folder):
+def test_of_many_concurrent_starts_one_creates_the_key(folder):
     with ThreadPoolExecutor(16) as threads:
         ids = {key.id for key in threads.map(lambda _: StoreKey.of_user(), range(64))}
     assert len(ids) == 1
@@ -45,7 +45,7 @@ def test_of_many_that_start_at_once_one_makes_the_key(folder):
 def test_a_key_that_others_can_read_or_write_is_refused(folder, mode):
     StoreKey.of_user()
     (folder / "kv.key").chmod(mode)
-    with pytest.raises(ConfigError, match=rf"kv.key, must be a file of yours .* mode 0{mode:o} .*chmod 600"):
+    with pytest.raises(ConfigError, match=rf"kv.key, has mode 0{mode:o} .*chmod 600"):
         StoreKey.of_user()
 
 
@@ -53,12 +53,12 @@ def test_a_link_in_the_runtime_folder_is_not_followed(folder, tmp_path):
     StoreKey.of_user()
     (folder / "kv.key").rename(tmp_path / "elsewhere")
     (folder / "kv.key").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"cannot be read or made: .*symbolic links"):
+    with pytest.raises(ConfigError, match=r"cannot be read or created: .*symbolic links"):
         StoreKey.of_user()
 
 
 @pytest.mark.parametrize("content", ["", "x" * 64, SECRET[:-1], SECRET + "0", "é" * 64, SECRET * 1000])
-def test_what_is_no_key_is_refused_and_not_shown(tmp_path, monkeypatch, content):
+def test_an_invalid_key_is_refused_and_not_shown(tmp_path, monkeypatch, content):
     path = tmp_path / "mine"
     path.write_text(content)
     path.chmod(0o600)
@@ -79,31 +79,29 @@ def test_a_named_key_may_be_a_link_that_a_group_can_read(tmp_path):
         StoreKey.named(str(tmp_path / "mine"))
 
 
-def test_a_key_that_is_not_there_is_an_error_that_says_how_to_make_one(tmp_path, monkeypatch):
+def test_a_missing_key_is_an_error_that_says_how_to_make_one(tmp_path, monkeypatch):
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"which cannot be read: No such file .*openssl rand -hex 32"):
         StoreKey.named(str(tmp_path / "none"))
-    with pytest.raises(
-        ConfigError, match=r"kv\.store_key is 'env:MY_KEY', and the environment has no MY_KEY"
-    ):
+    with pytest.raises(ConfigError, match=r"kv\.store_key is 'env:MY_KEY', and MY_KEY is not set"):
         StoreKey.named("env:MY_KEY")
     (tmp_path / "short").write_text("zz")
     (tmp_path / "short").chmod(0o600)
     with pytest.raises(ConfigError) as caught:
         StoreKey.named(str(tmp_path / "short"))
-    assert "64 hexadecimal digits are wanted" in str(caught.value)
+    assert "it must be 64 hexadecimal digits" in str(caught.value)
     assert str(caught.value).count("openssl rand -hex 32") == 1
     for odd in (str(tmp_path), "/dev/zero", "a\0b"):
         with pytest.raises(ConfigError):
             StoreKey.named(odd)
 
 
-def test_a_key_shows_its_id_alone():
+def test_a_key_shows_only_its_id():
     key = StoreKey(bytes.fromhex(SECRET))
     assert repr(key) == f"<StoreKey {key.id.hex()}>"
     assert SECRET[:16].lower() not in repr(key)
     assert key.id != StoreKey.fresh().id
-    with pytest.raises(ConfigError, match="32 bytes, not 16"):
+    with pytest.raises(ConfigError, match="is 16 bytes; it must be 32"):
         StoreKey(bytes(16))
 
 
@@ -121,7 +119,7 @@ def test_digests_depend_on_key_purpose_and_every_byte():
     assert digest not in others
 
 
-def test_what_is_enciphered_comes_back_and_does_not_show_through():
+def test_the_cipher_round_trips_and_hides_its_input():
     random = Randomness(0).stream("cipher")
     key = StoreKey.fresh()
     for size in (0, 1, 63, 64, 65, 1000):

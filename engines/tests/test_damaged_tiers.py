@@ -1,4 +1,4 @@
-"""Whatever happens to KV in a tier costs time, is counted, and changes no token (R5)."""
+"""Whatever happens to KV in a tier costs time, is counted, and changes no token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(engine):
     tokens = [engine.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
     engine.client.core.kv.evict(20)
     deadline_s = time.monotonic() + 10
-    while engine.client.core.kv.offload._puts:  # on their way to a tier that works on a thread of its own
+    while engine.client.core.kv.offload._puts:  # being stored by a tier on its own thread
         assert time.monotonic() < deadline_s
         engine.client.core.kv.poll()
         time.sleep(0.0005)
@@ -180,7 +180,7 @@ def test_whole_records_may_be_others_or_halves(make_engine, expected, store, kin
 
 
 def negate(record):
-    """Change the sign of every float32 of a block, and reseal it as somebody without the key can."""
+    """Change the sign of every float32 of a block, and reseal it as an attacker without the key can."""
     size = int.from_bytes(record[8:16], "little")
     start = -(-(96 + int.from_bytes(record[4:8], "little")) // 64) * 64
     data = bytearray(record[start : start + size])
@@ -193,7 +193,7 @@ def negate(record):
 
 @pytest.mark.parametrize("store", ["file", "redis"], indirect=True)
 @pytest.mark.parametrize("is_new_engine", [False, True])
-def test_negated_kv_with_fresh_checksums_changes_no_token(make_engine, expected, store, is_new_engine):
+def test_negated_kv_with_recomputed_checksums_changes_no_token(make_engine, expected, store, is_new_engine):
     engine = make(make_engine, store.tiers)
     run(engine)
     for place, record in store.records(engine).items():
@@ -209,7 +209,9 @@ def test_negated_kv_with_fresh_checksums_changes_no_token(make_engine, expected,
 
 
 @pytest.mark.parametrize("store", ["file", "redis"], indirect=True)
-def test_an_engine_with_another_key_finds_nothing_and_says_so(make_engine, expected, store, tmp_path_factory):
+def test_an_engine_with_another_key_finds_nothing_and_reports_it(
+    make_engine, expected, store, tmp_path_factory
+):
     keys = tmp_path_factory.mktemp("keys")
     for name in ("old", "new"):
         (keys / name).write_text(name.encode().hex().ljust(64, "0"))
@@ -227,7 +229,7 @@ def test_an_engine_with_another_key_finds_nothing_and_says_so(make_engine, expec
 
 
 @pytest.mark.parametrize("store", ["file", "redis"], indirect=True)
-def test_no_store_shows_tokens_or_whose_they_are(make_engine, store):
+def test_no_store_reveals_tokens_or_tenants(make_engine, store):
     engine = make(make_engine, store.tiers)
     for prompt in PROMPTS:
         engine.generate(prompt, GREEDY, namespace=Namespace("the-tenant", "the-salt"))
@@ -412,7 +414,7 @@ def test_a_file_system_that_is_really_full_loses_nothing(make_engine, expected, 
 
 
 @pytest.mark.parametrize("fails_at", ["put", "get"])
-def test_a_host_without_memory_for_kv_on_its_way_computes_it_again(
+def test_a_host_without_memory_for_kv_in_transit_recomputes_it(
     make_engine, expected, all_blocks_are_back, monkeypatch, fails_at
 ):
     def fail(_):

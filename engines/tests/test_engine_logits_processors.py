@@ -247,8 +247,8 @@ def fail():
     [
         (fail, "failed; RuntimeError: no moon"),
         (lambda: None, "returned None; TypeError: "),
-        (lambda: [1, "x"], r"returned \[1, 'x'\]; TypeError: 1 is no ExtraArg with a string as its name"),
-        (lambda: [ExtraArg(name=2, type="int")], r"ExtraArg\(name=2, .* is no ExtraArg with a string"),
+        (lambda: [1, "x"], r"returned \[1, 'x'\]; TypeError: 1 is not an ExtraArg with a string as its name"),
+        (lambda: [ExtraArg(name=2, type="int")], r"ExtraArg\(name=2, .* is not an ExtraArg with a string"),
     ],
 )
 def test_one_that_declares_nonsense_is_named_with_its_plugin(

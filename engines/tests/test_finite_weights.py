@@ -38,7 +38,7 @@ def test_one_value_in_half_a_million_is_found(tmp_path, dtype, bad, place):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_largest_and_smallest_values_are_no_false_alarm(tmp_path, dtype):
+def test_the_largest_and_smallest_finite_values_are_accepted(tmp_path, dtype):
     about, count = torch.finfo(dtype), 1000
     values = [about.max, about.min, about.tiny, -about.tiny, about.smallest_normal / 2, 0.0, -0.0]
     tensor = torch.tensor(values * count, dtype=dtype)
@@ -46,7 +46,7 @@ def test_the_largest_and_smallest_values_are_no_false_alarm(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
-def test_integers_have_no_such_values(tmp_path, dtype):
+def test_integers_are_not_checked(tmp_path, dtype):
     tensor = torch.tensor([-1, 0, 1]).to(dtype)
     assert WeightReader(read_header(stored(tmp_path, tensor)), torch.float32).load("w").equal(tensor)
 
@@ -82,7 +82,7 @@ def test_an_engine_does_not_start_with_such_a_weight(checkpoint, spoilt, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nor_through_a_class_of_transformers(spoilt, tmp_path, dtype):
+def test_the_transformers_backend_refuses_such_a_weight_too(spoilt, tmp_path, dtype):
     path = make_checkpoint(tmp_path / "made", family="mixtral")
     name = next(each for each in sorted(load_file(path / "model.safetensors")) if "experts" in each)
     path = spoilt(path, name, -float("inf"))

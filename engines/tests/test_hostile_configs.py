@@ -58,7 +58,7 @@ class Fetched(AssertionError):
 
 @pytest.fixture(autouse=True)
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect what is fetched; nothing may be."""
+    """Collect what is fetched, which must stay empty."""
     calls: list[str] = []
 
     def trap(name: str) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ OLDER_SPELLINGS = [
 
 
 @pytest.mark.parametrize("config", OLDER_SPELLINGS, ids=lambda config: str(config["model_type"]))
-def test_older_spellings_reach_transformers_as_they_are(config):
+def test_older_spellings_reach_transformers_unchanged(config):
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
     assert read_hf_config(config).to_dict() == theirs.to_dict()
 
@@ -201,7 +201,7 @@ def test_no_model_type_fetches_anything_for_its_configuration(fetched):
     assert num_read > 700
 
 
-def test_labels_are_not_made_by_the_million():
+def test_a_huge_num_labels_creates_no_labels():
     hf = read_hf_config({"model_type": "llama", "num_labels": 10**9, "num_hidden_layers": 1})
     assert hf.num_labels == 2
     with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000"):
@@ -235,7 +235,7 @@ def edit_json(path: Path, **changes: object) -> None:
     "name", ["Qwen3ForCausalLM", "RagTokenizer", "pipeline", "AutoModel", "AutoTokenizer"]
 )
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_what_is_not_a_tokenizer_is_no_tokenizer_class(copy, name, file, fetched):
+def test_a_tokenizer_class_that_is_not_a_tokenizer_is_refused(copy, name, file, fetched):
     edit_json(copy / file, tokenizer_class=name)
     with pytest.raises(CheckpointError, match=f"tokenizer_class is '{name}', which is not a tokenizer"):
         load_tokenizer(copy)

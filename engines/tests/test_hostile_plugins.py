@@ -64,9 +64,7 @@ def registry_with(monkeypatch, *kinds: str) -> PluginRegistry:
 
 
 @pytest.mark.parametrize("kind", KINDS_AND_SETTINGS)
-def test_a_factory_that_ends_the_process_is_an_error_that_names_its_distribution(
-    make_engine, monkeypatch, kind
-):
+def test_a_factory_that_exits_is_an_error_that_names_its_distribution(make_engine, monkeypatch, kind):
     registry = registry_with(monkeypatch, kind)
     with pytest.raises(PluginError, match=rf"{kind} 'exit' of acme 3: its factory failed; SystemExit: 7"):
         make_engine(registry=registry, **KINDS_AND_SETTINGS[kind])
@@ -81,7 +79,7 @@ def test_model_families_that_fail_are_left_out(monkeypatch, caplog):
     assert len(families) == len(PluginRegistry.load().providers("model_family"))
 
 
-def test_a_family_that_ends_the_process_when_asked_is_passed_over(make_engine):
+def test_a_model_family_that_exits_is_skipped(make_engine):
     class Ends:
         is_fallback = False
 
@@ -103,12 +101,12 @@ def test_a_topology_reader_and_a_trace_reader_are_named(monkeypatch, tmp_path, c
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 3, "output_length": 2, "hash_ids": [0]}\n')
     assert len(read_trace(path)) == 1
-    assert "trace_reader 'acme:exit' of acme 3: its factory failed; SystemExit: 7" in caplog.text
+    assert "trace_reader 'exit' of acme 3: its factory failed; SystemExit: 7" in caplog.text
     with pytest.raises(PluginError, match="trace_reader 'exit' of acme 3"):
         read_trace(path, name="exit")
 
 
-def test_an_engine_starts_beside_broken_plugins_and_says_so(make_engine, monkeypatch, caplog):
+def test_an_engine_starts_beside_broken_plugins_and_warns(make_engine, monkeypatch, caplog):
     registry = PluginRegistry.load()
     registry.plugins.append(
         type(registry.plugins[0])("acme", "3", "acme.plugin", PluginError("acme ends the process"))
@@ -120,7 +118,7 @@ def test_an_engine_starts_beside_broken_plugins_and_says_so(make_engine, monkeyp
         make_engine(registry=registry, eviction_policy="moon")
 
 
-def test_an_observer_that_ends_the_process_ends_nothing(make_engine):
+def test_an_observer_that_exits_stops_nothing(make_engine):
     class Observer:
         @hookimpl
         def sagellm_step_finished(self, record):
@@ -133,7 +131,7 @@ def test_an_observer_that_ends_the_process_ends_nothing(make_engine):
     assert output.outputs[0].finish_reason in ("length", "stop")
 
 
-def test_a_logits_processor_that_ends_the_process_ends_its_request(make_engine, monkeypatch):
+def test_a_logits_processor_that_exits_ends_only_its_request(make_engine, monkeypatch):
     from sagellm.core import NullLogitsProcessor
 
     class Ends(NullLogitsProcessor):
@@ -151,7 +149,7 @@ def test_a_logits_processor_that_ends_the_process_ends_its_request(make_engine, 
     assert "logits_processor 'exit' of acme 3: start() failed; SystemExit: 10" in output.outputs[0].error
 
 
-def test_the_default_policy_stays_ours_beside_one_of_its_name(make_engine):
+def test_a_plugin_of_the_same_name_does_not_replace_the_default_policy(make_engine):
     class Imitator:
         @hookimpl
         def sagellm_providers(self) -> list[Provider]:
@@ -177,7 +175,7 @@ CALLS_IN_STEPS = {
     ("scheduler_pass", "run"): r"EngineError: scheduler pass 'null' failed: Quits: gone",
     ("forward_backend", "forward"): rf"{WHERE}Quits: gone",
     ("attention_backend", "forward"): rf"{WHERE}Quits: gone",
-    ("logits_processor", "apply"): r"logits_processor 'acme:null' of acme 3: apply\(\) failed; Quits: gone",
+    ("logits_processor", "apply"): r"logits_processor 'null' of acme 3: apply\(\) failed; Quits: gone",
 }
 """How requests end whose step a module ends, by kind and method."""
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from sagellm.core import CheckpointError, ConfigError
-from sagellm.engines.config.json_text import parse_json
+from sagellm.engines import EngineConfig
+from sagellm.engines.config.bounded_json import parse_json
+from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
-from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 from sagellm.engines.loading import Checkpoint
 from sagellm.engines.simulation.costs import read_costs
 
@@ -29,7 +30,7 @@ def laughs(num_levels: int) -> str:
 BEYOND_A_LIMIT = {
     "billion laughs": (laughs(9), "more than 5000 values"),
     "merged laughs": (laughs(4).replace("[", "{<<: [").replace("]", "]}"), "more than 5000 values"),
-    "an alias of itself": ("{a: &a [1, *a]}", "inside of what it stands for"),
+    "an alias of itself": ("{a: &a [1, *a]}", "refers to a value that contains it"),
     "sequences": ("{a: " + "[" * 20_000 + "]" * 20_000 + "}", "nested more than 32 deep"),
     "mappings": ("{a: " * 10_000 + "1" + "}" * 10_000, "nested more than 32 deep"),
     "digits": (f"{{a: {'9' * 20_000}}}", "a number of 20000 digits"),
@@ -107,7 +108,7 @@ def test_yaml_beyond_a_limit_is_named_in_files_variables_and_flags(text: str, tm
 
 
 @pytest.mark.parametrize("text", NOT_YAML.values(), ids=NOT_YAML.keys())
-def test_what_is_not_yaml_is_a_short_error_of_ours(text: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_a_short_config_error(text: str, tmp_path: Path) -> None:
     with WithinASecond(), pytest.raises(ConfigError) as caught:
         parse_yaml(text)
     assert 0 < len(str(caught.value)) < 400
@@ -164,3 +165,8 @@ def test_a_file_of_costs_has_the_same_limits(tmp_path: Path) -> None:
 def test_ordinary_json_is_read() -> None:
     values = {"model_max_length": 10**30, "layers": [[1.5, None, {"a": "b"}]]}
     assert parse_json(json.dumps(values).encode()) == values
+
+
+def test_a_huge_integer_is_a_short_error() -> None:
+    with pytest.raises(ConfigError, match=r"block_size.* is an integer of \d+ bits; it must be"):
+        EngineConfig.from_flat(block_size=10**5_000)

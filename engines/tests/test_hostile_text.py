@@ -28,8 +28,8 @@ from sagellm.engines.testing import make_tokenizer
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
 from sagellm.engines.text.calls import Encode
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
-from sagellm.engines.text.limits import Limits
-from sagellm.engines.text.process import TextProcess
+from sagellm.engines.text.limits import TextLimits
+from sagellm.engines.text.process import ProcessTextRunner
 
 SETTINGS = ServerConfig(port=0, served_model_name=("small",))
 TIMEOUT_S = 1.0
@@ -79,12 +79,12 @@ def hostile(checkpoint, tmp_path_factory) -> Path:
 def with_server(hostile, make_engine):
     """Run a coroutine function with a client of one server, which all tests here attack."""
     with asyncio.Runner() as runner:
-        texts = TextProcess(hostile)
+        texts = ProcessTextRunner(hostile)
         front = AsyncLLMEngine(make_engine(model=str(hostile)))
 
         async def start():
-            await texts.start(Limits.of(front.max_model_len, timeout_s=TIMEOUT_S))
-            server = make_server(create_app(front, SETTINGS, texts=texts), SETTINGS)
+            await texts.start(TextLimits.of(front.max_model_len, timeout_s=TIMEOUT_S))
+            server = make_server(create_app(front, SETTINGS, text_runner=texts), SETTINGS)
             serving = asyncio.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.01)
@@ -110,7 +110,7 @@ def with_server(hostile, make_engine):
 
         yield run
         runner.run(stop())
-        assert not any(map(is_alive, texts.pids))
+        assert not is_alive(texts._server._process.pid)
 
 
 def is_alive(pid: int) -> bool:
@@ -142,7 +142,7 @@ def refused(answer, param, code="invalid_value"):
 
 
 @pytest.mark.parametrize("asked", ["loops", "power"])
-def test_a_template_that_does_not_end_costs_its_own_request(with_server, asked):
+def test_an_endless_template_fails_only_its_request(with_server, asked):
     """Others are answered meanwhile, chats too."""
 
     async def use(client):
@@ -177,11 +177,11 @@ def test_a_template_that_does_not_end_costs_its_own_request(with_server, asked):
         ("recursion", "invalid_value", "cannot render these messages"),
     ],
 )
-def test_a_template_gets_no_more_than_its_share(with_server, asked, code, message):
+def test_a_template_cannot_exceed_its_limits(with_server, asked, code, message):
     assert re.search(message, refused(with_server(lambda client: chat(client, asked)), "messages", code))
 
 
-def test_a_panic_in_encoding_is_an_error_of_its_request(with_server):
+def test_a_panic_in_encoding_fails_only_its_request(with_server):
     async def use(client):
         completion = await client.post("/v1/completions", json={"prompt": PANICS_TO_ENCODE})
         bad_words = {"prompt": "The", "bad_words": [PANICS_TO_ENCODE]}
@@ -196,7 +196,7 @@ def test_a_panic_in_encoding_is_an_error_of_its_request(with_server):
         assert message.endswith(": the model's tokenizer cannot encode this text")
 
 
-def test_a_panic_in_decoding_is_an_error_of_its_request(with_server):
+def test_a_panic_in_decoding_fails_only_its_request(with_server):
     async def use(client):
         q = (await client.post("/tokenize", json={"prompt": PANICS_TO_DECODE})).json()["tokens"]
         echo = {"prompt": q, "echo": True, "max_tokens": 1}
@@ -224,7 +224,7 @@ def test_bad_words_are_avoided(with_server):
     assert not set(words) & set(tokens)
 
 
-def test_what_is_tokenized_apart_is_what_the_tokenizer_makes(with_server, checkpoint):
+def test_workers_return_the_tokens_that_the_tokenizer_returns(with_server, checkpoint):
     tokenizer = load_tokenizer(checkpoint)
     long = "The river has three names: 船は港にある. ⚓🌊 " * 200
 
@@ -244,7 +244,7 @@ def test_what_is_tokenized_apart_is_what_the_tokenizer_makes(with_server, checkp
     with_server(use)
 
 
-def test_a_panic_in_this_process_is_an_error_of_its_request(hostile, make_engine, all_blocks_are_back):
+def test_a_panic_in_this_process_fails_only_its_request(hostile, make_engine, all_blocks_are_back):
     engine = make_engine(model=str(hostile))
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
     expected = engine.generate("The river", greedy)[0].outputs[0].token_ids
@@ -262,7 +262,7 @@ def test_a_panic_in_this_process_is_an_error_of_its_request(hostile, make_engine
     assert all_blocks_are_back(engine)
 
 
-def test_a_request_ends_that_is_aborted_when_its_text_fails(make_engine, monkeypatch):
+def test_an_aborted_request_ends_even_if_its_text_cannot_be_decoded(make_engine, monkeypatch):
     def fail(_):
         raise RuntimeError("no text")
 
@@ -275,7 +275,7 @@ def test_a_request_ends_that_is_aborted_when_its_text_fails(make_engine, monkeyp
     assert request_id not in engine._output
 
 
-def test_ctrl_c_in_a_tokenizer_stays_ctrl_c(make_engine, monkeypatch):
+def test_ctrl_c_in_a_tokenizer_propagates(make_engine, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -292,7 +292,7 @@ def test_ctrl_c_in_a_tokenizer_stays_ctrl_c(make_engine, monkeypatch):
         ([], "a token of 20,000 characters"),
     ],
 )
-def test_a_tokenizer_whose_text_would_grow_without_end_is_refused(tmp_path, decoder, message):
+def test_a_tokenizer_whose_decoder_multiplies_text_is_refused(tmp_path, decoder, message):
     """Tokens become text in the process that serves, so how much each may become is checked at the start."""
     make_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -312,8 +312,8 @@ def test_a_fork_server_that_does_not_answer_is_replaced(hostile, monkeypatch):
     call = Encode(["The river"], add_special_tokens=False)
 
     async def use():
-        texts = TextProcess(hostile)
-        await texts.start(Limits.of(64, timeout_s=TIMEOUT_S))
+        texts = ProcessTextRunner(hostile)
+        await texts.start(TextLimits.of(64, timeout_s=TIMEOUT_S))
         (stopped,) = texts.pids
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(EngineError, match="cannot be tokenized"):
@@ -357,7 +357,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_ends_while_a_template_hangs_and_leaves_no_process(process, number):
+def test_a_server_stops_while_a_template_hangs_and_leaves_no_process(process, number):
     serving, url = process
     body = {"messages": [{"role": "user", "content": "power"}], "max_tokens": 4}
     asking = threading.Thread(target=lambda: _ignoring(url, body))

@@ -168,8 +168,8 @@ def test_every_tenant_gets_its_own_and_no_other(make):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dtype": "bfloat16"}, "of another dtype: 'float32', and 'bfloat16' is wanted"),
-        ({"block_size": 16}, "of another layout: 'v1:.*:b8:.*', and 'v1:.*:b16:.*' is wanted"),
+        ({"dtype": "bfloat16"}, "of another dtype: 'float32' instead of 'bfloat16'"),
+        ({"block_size": 16}, "of another layout: 'v1:.*:b8:.*' instead of 'v1:.*:b16:.*'"),
         ({"quantization": "int8"}, "of another model: "),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_save_of_anything_else_is_refused_with_the_reason(make, options, reaso
     answers(first := make())
     save(first)
     other = make(**options)
-    with pytest.raises(InvalidInputError, match=f"the save 'first' is {reason}.*; nothing of it is loaded"):
+    with pytest.raises(InvalidInputError, match=f"the save 'first' is {reason}.*; nothing is loaded"):
         load(other)
     assert other.client.core.kv.cache.metrics().num_blocks == 0
 
@@ -196,7 +196,7 @@ def test_a_save_of_other_weights_and_of_another_tenant_is_refused(make, checkpoi
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InvalidInputError, match="of another model: "):
         load(make(model=str(changed)))
-    with pytest.raises(InvalidInputError, match="of another tenant: 'a', and 'b' is wanted"):
+    with pytest.raises(InvalidInputError, match="of another tenant: 'a' instead of 'b'"):
         load(make(), tenant="b")
     assert load(make(), tenant="a").num_left_out == 0
 
@@ -219,7 +219,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(make):
     save(engine)
     with pytest.raises(InvalidInputError, match=r"saved: first\. Did you mean 'first'"):
         saves_of(engine).load("frist")
-    with pytest.raises(InvalidInputError, match="no save or load is under way"):
+    with pytest.raises(InvalidInputError, match="no save or load is running"):
         saves_of(engine).go_on()
     with pytest.raises(InvalidInputError, match="nothing is cached"):
         save(make(), "empty")
@@ -285,7 +285,7 @@ def test_a_device_that_is_full_ends_the_save_and_not_the_engine(make, tmp_path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sagellm.core.random_access.SystemRandomAccessFile.write", full)
-    with pytest.raises(EngineError, match="the device is full, or fails; nothing of the save 'first'"):
+    with pytest.raises(EngineError, match=r"the save 'first' is not kept: .* the device is full or fails"):
         save(first)
     assert list((tmp_path / "kv").iterdir()) == []
     assert answers(first) == (expected, [99] * 4)
@@ -322,15 +322,15 @@ def test_a_second_one_waits_its_turn_unless_the_first_was_left(make, monkeypatch
     answers(first)
     saves = saves_of(first)
     begun = saves.save("first")
-    with pytest.raises(InvalidInputError, match="'first' is being saved or loaded at this moment"):
+    with pytest.raises(InvalidInputError, match="'first' is being saved or loaded; wait"):
         saves.save("second")
     finish(saves)
     assert [each["name"] for each in saves.saves()] == ["first"]
     left = saves.save("second")
-    monkeypatch.setattr("sagellm.engines.core.kv_saves._GIVEN_UP_AFTER_NS", 0)
+    monkeypatch.setattr("sagellm.engines.core.kv_saves._ABANDONED_AFTER_NS", 0)
     saves.save("third")
     assert begun.number < left.number
-    with pytest.raises(InvalidInputError, match="no save or load is under way"):
+    with pytest.raises(InvalidInputError, match="no save or load is running"):
         saves.go_on(left.number)
     finish(saves)
     assert [each["name"] for each in saves.saves()] == ["first", "third"]
@@ -354,7 +354,7 @@ def test_what_is_no_file_is_neither_listed_nor_replaced(make, tmp_path):
     assert save(first, "second").num_left_out == 0
 
 
-def test_a_file_that_is_mostly_a_hole_is_soon_read(make, tmp_path):
+def test_a_sparse_file_is_read_quickly(make, tmp_path):
     engine = make()
     answers(engine)
     save(engine)
@@ -366,13 +366,13 @@ def test_a_file_that_is_mostly_a_hole_is_soon_read(make, tmp_path):
 
 
 def forged(key: StoreKey, num_places: int) -> bytes:
-    """Return heads of this key, each with a length of which nothing is there, and a seal that is none."""
+    """Return heads with this key's id, invalid seals, and lengths beyond the data."""
     head = struct.pack("<4sIQ8s16s32s24s", b"sKV2", 1 << 20, 1 << 40, key.id, bytes(16), bytes(32), bytes(24))
     return head.ljust(4096, b"\0") * num_places
 
 
 @pytest.mark.parametrize("num_sound", [0, 1])
-def test_a_save_of_forged_heads_is_refused_or_passed_over_and_no_step_waits(make, tmp_path, num_sound):
+def test_a_save_with_forged_heads_is_refused_or_skipped_and_no_step_waits(make, tmp_path, num_sound):
     engine = make()
     expected, _ = answers(engine)
     save(engine)
@@ -384,7 +384,7 @@ def test_a_save_of_forged_heads_is_refused_or_passed_over_and_no_step_waits(make
     saves.load("first")
     second.add_request(PROMPTS[0], GREEDY, request_id="beside")
     phase = ""
-    with nullcontext() if num_sound else pytest.raises(InvalidInputError, match="no block that can be read"):
+    with nullcontext() if num_sound else pytest.raises(InvalidInputError, match="no readable block"):
         while phase != "done":
             started_s = time.monotonic()
             phase = saves.go_on().phase

@@ -1,4 +1,4 @@
-"""A server of a tier that drips holds up neither a step nor the start of an engine (S23)."""
+"""A dripping tier server delays neither a step nor the start of an engine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(engine):
     return tokens, longest_s
 
 
-def test_a_server_that_begins_to_drip_costs_time_of_requests_and_of_no_step(make_engine, proxy):
+def test_a_server_that_starts_to_drip_slows_requests_but_no_step(make_engine, proxy):
     engine = make(make_engine, proxy, "drips")
     expected, _ = run(engine)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""No tenant gets KV of another one, however many tiers hold it (S7)."""
+"""No tenant gets KV of another one, however many tiers hold it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that hold what users wrote are theirs alone (S20), and no head of one can do harm."""
+"""Files that hold what users wrote are theirs alone, and no head of one can do harm."""
 
 from __future__ import annotations
 

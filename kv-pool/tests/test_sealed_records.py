@@ -1,4 +1,4 @@
-"""KV that leaves the process cannot be forged, and does not say whose prompts it is of (S21)."""
+"""KV that leaves the process cannot be forged, and reveals nothing about prompts or tenants."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sealed_with(key: StoreKey | Checksums, header: BlockHeader, data: bytes, pla
 
 
 def with_unkeyed_digest(record: bytes) -> bytes:
-    """Put in digest and seal what somebody without the key can compute."""
+    """Replace digest and seal by what an attacker without the key can compute."""
     digest = 2 * xxh3_128_digest(record[num_head_bytes(make_header(1)) :])
     head = record[:40] + digest + record[72:]
     return head[:72] + (3 * xxh3_64_intdigest(head[:72]).to_bytes(8, "little")) + head[96:]
@@ -72,7 +72,7 @@ def test_negated_kv_is_a_miss_whatever_its_checksums(tmp_path, how, is_reopened)
 
 
 @pytest.mark.parametrize("is_reopened", [False, True])
-def test_a_record_in_the_place_of_another_is_a_miss(tmp_path, is_reopened):
+def test_a_record_moved_to_another_offset_is_a_miss(tmp_path, is_reopened):
     path = tmp_path / "kv"
     tier = open_file(path)
     for number in (1, 2):
@@ -89,7 +89,7 @@ def test_a_record_in_the_place_of_another_is_a_miss(tmp_path, is_reopened):
     tier.close()
 
 
-def test_what_another_key_sealed_is_not_there_and_is_counted(tmp_path, caplog):
+def test_records_of_another_key_are_misses_and_counted(tmp_path, caplog):
     path = tmp_path / "kv"
     tier = open_file(path, THEIRS)
     for number in range(5):
@@ -118,7 +118,7 @@ def older_record(header: BlockHeader, data: bytes) -> bytes:
     return head + bytes(-len(head) % 64) + data
 
 
-def test_a_file_of_the_older_format_is_no_error_and_has_nothing(tmp_path):
+def test_a_file_in_the_older_format_is_empty_and_not_an_error(tmp_path):
     path = tmp_path / "chats.kv"
     path.write_bytes(older_record(make_header(1), bytes(make_data(1))))
     tier = file_tier(1 << 20, folder=str(tmp_path), name="chats", store_key=MINE)
@@ -129,7 +129,7 @@ def test_a_file_of_the_older_format_is_no_error_and_has_nothing(tmp_path):
     tier.close()
 
 
-def test_a_file_says_neither_whose_blocks_it_has_nor_of_which_tokens(tmp_path):
+def test_a_file_reveals_neither_tenants_nor_tokens(tmp_path):
     path = tmp_path / "kv"
     tier = open_file(path)
     header = BlockHeader.of(
@@ -158,16 +158,16 @@ def test_a_file_says_neither_whose_blocks_it_has_nor_of_which_tokens(tmp_path):
     tier.close()
 
 
-def test_a_file_that_ends_with_its_process_has_a_key_that_does_too(tmp_path):
+def test_a_temporary_file_has_a_temporary_key(tmp_path):
     tiers = [BackendTier(NVMeBackend(str(tmp_path / name), UNIT)) for name in "ab"]
-    ids = {tier._format._sealing.id for tier in tiers}
+    ids = {tier._format._sealer.id for tier in tiers}
     assert len(ids) == 2
     assert StoreKey.of_user().id not in ids
-    assert isinstance(BackendTier(DDRBackend(UNIT), store_key=MINE)._format._sealing, Checksums)
+    assert isinstance(BackendTier(DDRBackend(UNIT), store_key=MINE)._format._sealer, Checksums)
 
 
 def test_forged_heads_cost_work_in_proportion_to_the_file(tmp_path):
-    """Each claims 1 MiB of header, which nobody reads: 8 MiB of them took 16 s once."""
+    """Each claims 1 MiB of header, which must not be read: 8 MiB of them once took 16 s."""
     path = tmp_path / "kv"
     forged = struct.pack("<4sIQ8s16s32s24s", b"sKV2", 1 << 20, 64, MINE.id, bytes(16), bytes(32), bytes(24))
     path.write_bytes(forged.ljust(UNIT, b"\0") * 2048)

@@ -1,4 +1,4 @@
-"""A server that answers slowly, wrongly or not at all costs whoever calls the tier no time (S23)."""
+"""A server that answers slowly, wrongly or not at all never delays callers of the tier."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def asked(number: int) -> TierRequest:
     return TierRequest("get", make_header(number), memoryview(bytearray(BLOCK_BYTES)))
 
 
-def test_a_server_that_drips_is_given_up_by_an_absolute_deadline_and_no_call_waits_for_it(server):
+def test_a_dripping_server_fails_at_an_absolute_deadline_and_no_call_waits_for_it(server):
     tier = make_tier(server)
     assert put(tier, make_header(1), make_data(1)) == "done"
     assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
@@ -160,7 +160,7 @@ class SkewedClock(SystemClock):
         return super().now_ns() + self.skew_ns
 
 
-def test_a_server_that_drips_is_tried_again_after_ever_longer_pauses(server):
+def test_a_dripping_server_is_retried_after_growing_pauses(server):
     server.drip_s, clock = 0.02, SkewedClock()
     tier = RedisTier(1 << 20, url=server.url, store_key=StoreKey(bytes(32)), timeout_s=0.03, clock=clock)
     tried = []
@@ -183,7 +183,7 @@ def test_a_server_that_drips_is_tried_again_after_ever_longer_pauses(server):
     tier.close()
 
 
-def test_it_is_found_again_with_what_it_has_and_nobody_asks_for_it(server):
+def test_a_server_that_returns_is_reconnected_and_scanned_without_a_request(server):
     tier = make_tier(server)
     assert put(tier, make_header(1), make_data(1)) == "done"
     server.drip_s = 0.05
@@ -197,7 +197,7 @@ def test_it_is_found_again_with_what_it_has_and_nobody_asks_for_it(server):
     tier.close()
 
 
-def test_what_is_found_late_is_a_hit_of_the_storage_above(server):
+def test_a_block_found_late_is_a_hit_of_the_tiered_storage(server):
     first = make_tier(server)
     assert put(first, make_header(1), make_data(1)) == "done"
     first.close()
@@ -234,7 +234,7 @@ def test_what_is_found_late_is_a_hit_of_the_storage_above(server):
         b"\x00\xff\xfe",
     ],
 )
-def test_any_reply_is_a_failure_or_a_miss_and_neither_an_error_nor_memory(server, reply):
+def test_any_reply_is_a_failure_or_a_miss_and_takes_little_memory(server, reply):
     tier = make_tier(server)
     assert put(tier, make_header(1), make_data(1)) == "done"
     server.answer = lambda command: reply
@@ -265,7 +265,9 @@ def test_mutated_replies_give_no_wrong_block(server):
     random, tier = Randomness(FUZZ_SEED).stream("replies"), make_tier(server)
     sound, is_mutated = server.answer, True
     spoilt: set[bytes] = set()
-    server.closes_after = spoilt.__contains__  # so that nobody waits for the rest of a length that was raised
+    server.closes_after = (
+        spoilt.__contains__
+    )  # so that the test does not wait for the rest of a raised length
 
     def answer(command: list[bytes]) -> bytes:
         reply = sound(command)
@@ -351,7 +353,7 @@ def test_many_mutated_replies_give_no_wrong_block(server, monkeypatch, num_repli
 
 
 class Stuck(BackendTier):
-    """A device that does not answer until it is told to."""
+    """A device that does not answer until released."""
 
     def __init__(self) -> None:
         super().__init__(DDRBackend(1 << 20))
@@ -363,7 +365,7 @@ class Stuck(BackendTier):
         return super().submit(requests)
 
 
-def test_what_a_stuck_device_does_late_touches_no_buffer_and_is_no_block():
+def test_a_late_operation_of_a_stuck_device_touches_no_buffer_and_stores_nothing_wrong():
     device = Stuck()
     tier = BackgroundTier(device, timeout_s=1)
     assert put(tier, make_header(1), make_data(1)) == "done"
@@ -384,7 +386,7 @@ def test_what_a_stuck_device_does_late_touches_no_buffer_and_is_no_block():
     tier.close()
 
 
-def test_a_put_that_is_given_up_stores_what_it_was_given_or_nothing():
+def test_a_put_that_times_out_stores_its_data_or_nothing():
     device = Stuck()
     tier = BackgroundTier(device, timeout_s=1)
     device.is_free.clear()

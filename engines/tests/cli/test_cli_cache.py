@@ -204,7 +204,7 @@ def test_a_save_is_loaded_by_the_next_engine(make_engine, run_engine, sage, tmp_
         assert "no path" in sage("llm", "cache", "load", name, "--engine", "second").err
         assert "no path" in sage("llm", "cache", "save", name, "--engine", "second").err
     refused = sage("llm", "cache", "load", "monday", "--tenant", "x", "--engine", "second")
-    assert "is of another tenant: 'default', and 'x' is wanted" in refused.err
+    assert "is of another tenant: 'default' instead of 'x'" in refused.err
     loaded = sage("llm", "cache", "load", "monday", "--engine", "second", "--json").json
     assert (loaded["phase"], loaded["num_blocks"], loaded["num_left_out"]) == ("done", 4, 0)
     answer = other.generate([*SYSTEM, 3], GREEDY)[0]

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines.serving import EngineLock, RunningEngine
-from sagellm.engines.serving.runtime_folder import runtime_folder
 
 # A front as far as stopping goes; {answer} is what it does when it is asked to end.
 _FRONT = """

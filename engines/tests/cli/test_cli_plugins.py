@@ -102,7 +102,7 @@ def test_a_plugin_that_ends_the_process_or_takes_a_name_of_ours_stops_no_command
     install("broken-plugin", source)
     listed = sage("plugins", "list")
     assert listed.code == 0
-    assert "With an error, which stops only what names them:\n  broken-plugin 1.5: " in listed.out
+    assert "With an error, which stops only what uses them:\n  broken-plugin 1.5: " in listed.out
     assert message in listed.out
     assert message in sage("plugins", "info", "broken-plugin").out
     assert sage("config", "show").code == 0

@@ -184,7 +184,7 @@ def wait_until_announced(environment) -> str:
     return folder
 
 
-def test_stopping_an_engine_that_starts_ends_the_start(environment, checkpoint, sage_process):
+def test_stopping_a_starting_engine_ends_the_start(environment, checkpoint, sage_process):
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm"]
     command += ["engine", "start", str(checkpoint), "--port=0"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as starting:

@@ -1,4 +1,4 @@
-"""API keys from flags, files and the environment, and who is told when others can see them."""
+"""API keys from flags, files and the environment, and warnings about keys that others can see."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from sagellm.core import ConfigError
 from sagellm.engines.config import ServerConfig
-from sagellm.engines.server.key_file import with_key_file
+from sagellm.engines.server.api_key_file import with_key_file
 
 
 @pytest.fixture
 def served(sage, monkeypatch):
-    """Run `serve` up to the start of the service. Return its keys and what was said."""
+    """Run `serve` up to the start of the service; return its keys and its output."""
     configs = []
     monkeypatch.setattr(
         "sagellm.engines.cli.serve.run_service", lambda config, **_: configs.append(config.server)
@@ -42,7 +42,7 @@ def test_a_key_may_come_from_a_file(served, key_file):
     assert served("--api-key-file", key_file) == (("one", "two"), "")
 
 
-def test_the_mark_that_editors_put_first_is_not_part_of_a_key(served, key_file):
+def test_a_byte_order_mark_is_not_part_of_a_key(served, key_file):
     key_file.write_bytes(b"\xef\xbb\xbfone\n")
     assert served("--api-key-file", key_file) == (("one",), "")
 
@@ -54,11 +54,11 @@ def test_a_variable_without_a_key_does_not_open_the_server(sage, monkeypatch, te
     assert (result.code, "SAGELLM_API_KEY is set and has no key" in result.err) == (2, True)
 
 
-def test_a_file_that_others_may_read_is_told(served, key_file):
+def test_a_key_file_that_others_may_read_is_a_warning(served, key_file):
     key_file.chmod(0o640)
     keys, told = served("--api-key-file", key_file)
     assert keys == ("one", "two")
-    assert "has the mode 0640" in told
+    assert "has mode 0640" in told
     assert f"chmod 600 {key_file}" in told
 
 
@@ -67,7 +67,7 @@ def test_a_key_may_come_from_the_environment(served, monkeypatch):
     assert served() == (("12345", "two"), "")
 
 
-def test_a_key_on_the_command_line_is_told(served, key_file, monkeypatch):
+def test_a_key_on_the_command_line_is_a_warning(served, key_file, monkeypatch):
     monkeypatch.setenv("SAGELLM_API_KEY", "weaker")
     keys, told = served("--api-key", "flag", "--api-key-file", key_file)
     assert keys == ("flag", "one", "two")
@@ -105,7 +105,7 @@ def test_a_pipe_is_read_once(tmp_path):
     assert with_key_file(settings, warn=pytest.fail) is settings
 
 
-def test_a_server_in_a_program_reads_the_file_too(key_file):
+def test_create_app_reads_the_file_too(key_file):
     from sagellm.engines.server import check_access
 
     with pytest.raises(ConfigError, match="set a key"):

@@ -1,4 +1,4 @@
-"""Connections: how messages are framed, who is closed when there are too many, clients that are half gone."""
+"""Connections: how messages are framed, which are closed at a limit, half-closed clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def connect(server, timeout=8):
 
 
 def exchange(server, data, *, closes_half=False):
-    """Send bytes and return what comes back until the server closes."""
+    """Send bytes and return the answer until the server closes."""
     with connect(server) as connection:
         connection.sendall(data)
         if closes_half:
@@ -39,7 +39,7 @@ def exchange(server, data, *, closes_half=False):
 
 
 def is_closed(connection, timeout_s=5.0):
-    """Say whether the server closes a connection without a word."""
+    """Say whether the server closes a connection without an answer."""
     if not select.select([connection], [], [], timeout_s)[0]:
         return False
     try:
@@ -86,7 +86,7 @@ def test_a_message_has_one_meaning(server, data, status):
     assert answer.count(b"HTTP/1.1 ") == (2 if data.startswith(WHOLE) else 1)
 
 
-def test_framing_does_not_depend_on_how_the_bytes_come():
+def test_framing_does_not_depend_on_how_the_bytes_are_split():
     data = b"\r\n" + CHUNKED + b"f\r\n%b\r\n1\r\n \r\n0\r\nA: b\r\n\r\n" % BODY + WHOLE + GET + b"\r\n"
 
     def ends(size: int) -> list[int]:
@@ -100,7 +100,7 @@ def test_framing_does_not_depend_on_how_the_bytes_come():
                 part = part[taken:]
                 if framing.has_head and data[:position].rstrip().endswith((b"chunked", b"15", b"127.0.0.1")):
                     framing.begin_body(next(bodies), "1.1")
-                if framing.is_between and position not in found:
+                if framing.is_between_messages and position not in found:
                     found.append(position)
         return found
 
@@ -110,23 +110,23 @@ def test_framing_does_not_depend_on_how_the_bytes_come():
         assert ends(size)[-3:] == ends(len(data))
 
 
-def test_a_head_that_only_the_parser_sees_end_is_refused():
+def test_a_head_that_ends_for_the_parser_alone_is_refused():
     framing = Framing()
     framing.next_piece(b"GET / HTTP/1.1\nHost: a\n\n")
     with pytest.raises(APIError, match="do not end"):
         framing.begin_body([], "1.1")
 
 
-def test_a_body_that_stalls_ends(scripted):
+def test_a_body_that_stalls_is_refused(scripted):
     server = scripted("a", body_timeout=30, body_stall_timeout=0.3)
     began = time.monotonic()
     answer = exchange(server, POST + b'Content-Length: 100\r\n\r\n{"prompt"')
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"nothing more of the body arrived within 0.3 s" in answer
+    assert b"no more of the body arrived within 0.3 s" in answer
     assert time.monotonic() - began < 5
 
 
-def test_a_body_that_drips_is_not_stalled_and_ends_all_the_same(scripted):
+def test_a_body_that_drips_does_not_stall_but_still_times_out(scripted):
     server = scripted("a", body_timeout=3, body_stall_timeout=2.5)
     with connect(server) as connection:
         connection.sendall(POST + b"Content-Length: 100\r\n\r\n")
@@ -137,8 +137,8 @@ def test_a_body_that_drips_is_not_stalled_and_ends_all_the_same(scripted):
         assert b"the body did not arrive within 3 s" in connection.recv(65536)
 
 
-def test_a_body_that_nobody_reads_holds_no_connection(scripted, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.5)
+def test_a_body_that_is_never_read_does_not_hold_its_connection(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._HEADER_TIMEOUT_S", 0.5)
     server = scripted(api_keys=("key",))
     with connect(server) as connection:
         connection.sendall(POST + b"Content-Length: 1000000\r\n\r\n")
@@ -150,7 +150,7 @@ def test_a_body_that_nobody_reads_holds_no_connection(scripted, monkeypatch):
         assert is_closed(connection)
 
 
-def test_a_client_that_closes_its_half_gets_its_answer(scripted):
+def test_a_client_that_closes_its_sending_half_gets_its_answer(scripted):
     server = scripted("a", "length")
     answer = exchange(server, WHOLE, closes_half=True)
     assert answer.startswith(b"HTTP/1.1 200 ")
@@ -162,7 +162,7 @@ def test_a_client_that_closes_its_half_gets_its_answer(scripted):
     assert exchange(server, WHOLE[:-1], closes_half=True) == b""
 
 
-def test_a_half_closed_client_is_asked_and_one_that_is_gone_is_not_waited_for(scripted, until):
+def test_a_half_closed_client_is_probed_and_one_that_is_gone_is_dropped(scripted, until):
     server = scripted(None)
     with connect(server) as waiting:
         gone = connect(server)
@@ -182,16 +182,16 @@ def connections() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_the_longest_silent_connection_makes_room(connections, scripted):
+def test_the_longest_idle_connection_makes_room(connections, scripted):
     server = scripted("a", "length", max_connections=3)
-    silent = [connections.enter_context(connect(server)) for _ in range(3)]
+    idle = [connections.enter_context(connect(server)) for _ in range(3)]
     time.sleep(0.1)
-    silent[0].sendall(GET + b"\r\n")  # it has been silent for the shortest time now
-    assert silent[0].recv(65536).startswith(b"HTTP/1.1 200 ")
+    idle[0].sendall(GET + b"\r\n")  # now it has been idle for the shortest time
+    assert idle[0].recv(65536).startswith(b"HTTP/1.1 200 ")
     assert server.http.get("/version").status_code == 200
-    assert is_closed(silent[1])
-    assert not is_closed(silent[2], 0.1)
-    assert not is_closed(silent[0], 0.1)
+    assert is_closed(idle[1])
+    assert not is_closed(idle[2], 0.1)
+    assert not is_closed(idle[0], 0.1)
 
 
 def test_beyond_the_limit_only_probes_are_answered(scripted, connections, until):
@@ -225,7 +225,7 @@ def test_one_address_has_a_limit_of_its_own(scripted, connections, until):
     assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_guests_are_bounded_and_the_newest_is_answered(scripted, connections, until):
+def test_probe_only_connections_are_bounded_and_the_newest_is_answered(scripted, connections, until):
     server = scripted(None, max_connections=1)
     connections.enter_context(connect(server)).sendall(WHOLE)
     until(lambda: server.app.state.admission.num_live == 1)
@@ -262,7 +262,7 @@ with asyncio.Runner(loop_factory=loop) as runner:
 
 
 @pytest.mark.parametrize("loop", ["uvloop", pytest.param("asyncio", marks=pytest.mark.full)])
-def test_health_answers_beside_300_silent_connections_with_64_files(connections, tmp_path, loop):
+def test_health_answers_beside_300_idle_connections_with_64_files(connections, tmp_path, loop):
     script = tmp_path / "few_files.py"
     script.write_text(FEW_FILES)
     command = [sys.executable, str(script), str(__file__).rpartition("/")[0], loop]

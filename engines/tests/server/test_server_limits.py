@@ -152,7 +152,7 @@ def test_wait_idle(busy, until):
 
 
 def exchange(server, data, *, then=b"", timeout=8):
-    """Send bytes and return what comes back until the server closes."""
+    """Send bytes and return the answer until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as connection:
         connection.sendall(data)
         answer = b""
@@ -202,7 +202,7 @@ def test_headers_have_an_end(scripted, data):
     ],
     ids=["nothing", "no path", "below zero", "two lengths", "no chunk", "a pickle"],
 )
-def test_what_is_no_http_is_closed(scripted, data):
+def test_malformed_http_is_refused(scripted, data):
     server = scripted()
     answer = exchange(server, data)
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
@@ -242,7 +242,7 @@ def test_trailers_are_not_headers(scripted):
 
 
 def test_a_stray_byte_keeps_no_connection_open(scripted, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._HEADER_TIMEOUT_S", 0.3)
     data = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     began = time.monotonic()
     assert exchange(scripted(), data, then=b"\r\n").startswith(b"HTTP/1.1 200 ")
@@ -250,7 +250,7 @@ def test_a_stray_byte_keeps_no_connection_open(scripted, monkeypatch):
 
 
 def test_the_beginning_of_a_next_request_does_not_cut_a_stream(scripted, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._HEADER_TIMEOUT_S", 0.2)
     server = scripted("a", None, shutdown_timeout=0.5)
     body = b'{"prompt": [1], "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -269,7 +269,7 @@ def test_all_bodies_together_are_bounded(scripted, monkeypatch):
 
 
 def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.server.runner._STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("sagellm.engines.server.http_protocol._STALL_TIMEOUT_S", 0.3)
     server = scripted(*["a" * 100_000] * 500, "length")
     body = b'{"prompt": [1], "stream": true}'
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -281,7 +281,7 @@ def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch
         until(lambda: server.app.state.admission.num_live == 0, timeout_s=10)
 
 
-def test_health_says_whether_the_engine_comes_further(scripted):
+def test_health_says_whether_the_engine_makes_progress(scripted):
     server = scripted()
     assert server.http.get("/health").status_code == 200
     server.front.is_responsive = False

@@ -19,13 +19,13 @@ from msgspec import Struct
 
 from sagellm.engines.server.body import HeldBody, nesting_fault
 from sagellm.engines.server.errors import APIError
-from sagellm.engines.server.long_values import Limits, items
+from sagellm.engines.server.long_values import PromptLimits, items
 from sagellm.engines.server.parsing import parse_now
 from sagellm.engines.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 SIZE = 1_000_000  # of bodies that are parsed here
 SERVED_SIZE = 7_600_000
-LIMITS = Limits(num_characters=1 << 17, num_tokens=4096)
+LIMITS = PromptLimits(num_characters=1 << 17, num_tokens=4096)
 
 
 def filled(head: bytes, item: bytes, tail: bytes, *, size: int) -> bytes:
@@ -134,7 +134,7 @@ def test_items_are_those_of_the_list(values, separators):
     assert [json.loads(bytes(item)) for item in items(memoryview(text.encode()))] == values
 
 
-def test_a_refused_body_is_let_go_without_a_garbage_collection(scripted):
+def test_a_refused_body_is_freed_without_a_garbage_collection(scripted):
     server = scripted("a", "length")
     _, body = BODIES["stop"]
     gc.collect()
@@ -152,7 +152,7 @@ def test_a_refused_body_is_let_go_without_a_garbage_collection(scripted):
         gc.enable()
 
 
-def test_a_body_counts_until_it_has_been_read(scripted):
+def test_a_body_counts_until_it_is_parsed(scripted):
     server = scripted("a", "length")
     held = []
     original = HeldBody.release

@@ -12,7 +12,7 @@ REUSABLE = NUM_TOKENS - BLOCK_SIZE  # the last token is computed, and blocks com
 
 
 @pytest.mark.parametrize("where", ["file", "redis", "file over redis"])
-def test_a_restarted_server_gives_what_is_stored_to_the_key_that_computed_it(serve, tmp_path, request, where):
+def test_a_restarted_server_gives_stored_kv_only_to_the_key_that_computed_it(serve, tmp_path, request, where):
     stores = {
         "file": {
             "max_bytes": "1MiB" if "over" in where else "16MiB",

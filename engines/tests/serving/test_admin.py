@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
+from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.serving import AdminClient, EngineLock, RunningEngine
 from sagellm.engines.serving.calls import Failed
 from sagellm.engines.serving.frames import encode
-from sagellm.engines.serving.runtime_folder import VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_no_listener_is_a_dead_engine(folder):
         AdminClient.connect(folder / "none.sock")
 
 
-def test_an_engine_that_says_nothing_is_given_up(tmp_path):
+def test_an_engine_that_sends_nothing_times_out(tmp_path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
@@ -85,7 +85,7 @@ def process(folder) -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_an_engine_lives_as_long_as_its_process_whatever_clocks_say(process, folder):
+def test_an_engine_is_alive_as_long_as_its_process_whatever_clocks_say(process, folder):
     (engine,) = RunningEngine.all()
     for seconds in (0, 3600, -3600, -(10**9)):  # a clock that is set makes files older or newer
         at = time.time() + seconds
@@ -116,7 +116,7 @@ def test_a_name_is_free_again_when_its_engine_is_gone(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_asking_whether_an_engine_lives_keeps_none_from_starting(folder):
+def test_asking_whether_an_engine_is_alive_keeps_none_from_starting(folder):
     is_done = threading.Event()
 
     def ask():

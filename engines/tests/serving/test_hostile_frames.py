@@ -209,12 +209,12 @@ def check(core: Core, all_blocks_are_back) -> None:
     assert all_blocks_are_back(core.engine)
 
 
-def test_frames_that_were_found_to_do_harm_do_none(core, all_blocks_are_back):
+def test_frames_that_once_did_harm_do_none(core, all_blocks_are_back):
     assert CORPUS
     attack(core, [path.read_bytes() for path in CORPUS], all_blocks_are_back)
 
 
-def test_mutated_frames_end_their_connection_alone(core, valid, mutator, all_blocks_are_back):
+def test_mutated_frames_end_only_their_connection(core, valid, mutator, all_blocks_are_back):
     mutate = mutator(valid, seed=1)
     assert attack(core, (mutate() for _ in range(3000)), all_blocks_are_back) > 300
 
@@ -222,7 +222,7 @@ def test_mutated_frames_end_their_connection_alone(core, valid, mutator, all_blo
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [2, 3])
-def test_many_mutated_frames_end_their_connection_alone(core, valid, mutator, all_blocks_are_back, seed):
+def test_many_mutated_frames_end_only_their_connection(core, valid, mutator, all_blocks_are_back, seed):
     mutate = mutator(valid, seed)
     assert attack(core, (mutate() for _ in range(165_000)), all_blocks_are_back) > 10_000
 
@@ -257,7 +257,7 @@ def add(core: Core, **changes: object) -> bytes:
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_a_request_that_no_front_makes_ends_its_connection_before_it_is_queued(core, changes):
+def test_a_request_that_no_front_sends_ends_its_connection_before_it_is_queued(core, changes):
     peer = Peer(core)
     peer.send(add(core, **changes))
     peer.receive()
@@ -265,7 +265,7 @@ def test_a_request_that_no_front_makes_ends_its_connection_before_it_is_queued(c
     assert not core.engine.client.core.has_unfinished()
 
 
-def test_text_that_is_not_utf8_ends_its_connection_alone(core):
+def test_text_that_is_not_utf8_ends_only_its_connection(core):
     peer = Peer(core)
     peer.send(encode(Call(1, "metrics", {})).replace(b"metrics", b"metr\xff\xfes"))
     peer.receive()
@@ -278,7 +278,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic])
-def test_a_request_whose_third_sequence_is_refused_leaves_none(core, monkeypatch, all_blocks_are_back, error):
+def test_a_request_whose_third_sequence_is_refused_queues_none(core, monkeypatch, all_blocks_are_back, error):
     engine_core, num_added = core.engine.client.core, 0
     real = engine_core.add
 
@@ -304,7 +304,7 @@ def test_a_request_whose_third_sequence_is_refused_leaves_none(core, monkeypatch
     check(core, all_blocks_are_back)
 
 
-def test_a_panic_in_an_operation_ends_its_connection_alone(core):
+def test_a_panic_in_an_operation_ends_only_its_connection(core):
     def fail():
         raise Panic
 
@@ -331,7 +331,7 @@ def test_an_engine_that_exits_in_a_step_is_said_to(core, monkeypatch, all_blocks
     check(core, all_blocks_are_back)
 
 
-def test_nobody_ends_the_sequences_of_another(core):
+def test_a_peer_cannot_abort_the_sequences_of_another(core):
     one, two = Peer(core), Peer(core)
     sequences = core.sequences([5, 6, 7])
     one.send(encode(Add(make_requests(sequences))))
@@ -346,8 +346,8 @@ def test_nobody_ends_the_sequences_of_another(core):
     two.close()
 
 
-def test_a_peer_that_reads_no_answers_delays_nobody_and_costs_little_memory(core):
-    """Its calls stay in the socket once its answers are not read."""
+def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(core):
+    """Once its answers are not read, its calls stay in the socket."""
     flood = socket.socket(socket.AF_UNIX)
     flood.connect(str(core.path))
     core.server.turn(0)

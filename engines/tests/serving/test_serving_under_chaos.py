@@ -1,4 +1,4 @@
-"""The served engine, whole and in its own processes, while marked places of it fail on purpose."""
+"""The served engine, whole and in its own processes, while its fault points fail on purpose."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNWANTED = (
     "never awaited",
     "a step failed",
     "a message cannot be read",
-    "cannot be followed",
+    "sent an invalid message",
     "a frame claims",
 )
 LOSSES = re.compile(r"core\.socket\.\w+ (?:ConnectionResetError|BrokenPipeError) x (\d+)")
@@ -284,7 +284,7 @@ def survive(checkpoint, cases, tmp_path, redis_url, preloaded_python) -> Callabl
 def check_log(said: str) -> None:
     """The core died of injected losses alone, and nothing was logged that only an error of ours can cause."""
     assert not [word for word in UNWANTED if word in said], said
-    assert said.count("is started again") <= sum(map(int, LOSSES.findall(said))), said
+    assert said.count("is restarted") <= sum(map(int, LOSSES.findall(said))), said
 
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
@@ -314,7 +314,7 @@ def add(self, data):
 frames.FrameReader.add = add
 """,
 }
-"""A bug by the place that shows it. In the core's process alone."""
+"""Bugs of the core's process, by the fault point that reveals each."""
 
 
 @pytest.fixture
@@ -332,20 +332,20 @@ def plant(tmp_path) -> Callable[..., dict[str, str]]:
     return write
 
 
-def wild_seed(place: str) -> int:
-    """Return the first seed under which most calls at a place of the first core are short."""
+def wild_seed(point: str) -> int:
+    """Return the first seed under which most calls at a point of the first core are short."""
     for seed in range(1, 1000):
-        drawn = Chaos(f"{seed}.1").place(place)
+        drawn = Chaos(f"{seed}.1").point(point)
         if sum(drawn.draw().share is not None for _ in range(50)) > 30:
             return seed
     raise AssertionError("there is none")
 
 
-def test_planted_bugs_pass_where_nothing_fails(survive, plant):
+def test_planted_bugs_pass_without_faults(survive, plant):
     survive(None, **plant(*PLANTED.values()))
 
 
-@pytest.mark.parametrize("place", PLANTED)
-def test_a_planted_bug_is_caught(survive, plant, place):
+@pytest.mark.parametrize("point", PLANTED)
+def test_a_planted_bug_is_caught(survive, plant, point):
     with pytest.raises((AssertionError, Refused, TimeoutError, httpx.TransportError)):
-        survive(wild_seed(place), deadline_s=25, **plant(PLANTED[place]))
+        survive(wild_seed(point), deadline_s=25, **plant(PLANTED[point]))

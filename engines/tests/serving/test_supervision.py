@@ -15,13 +15,13 @@ import time
 import pytest
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, SampledToken, TokenOutput
+from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.serving import CoreServer, Front
 from sagellm.engines.serving.core_process import listen
+from sagellm.engines.serving.heartbeat import Heartbeat
 from sagellm.engines.serving.messages import Add, Failed, Hello, Reply, Step, encode
 from sagellm.engines.serving.operations import core_operations
-from sagellm.engines.serving.pulse import Pulse
-from sagellm.engines.serving.runtime_folder import runtime_folder
 from sagellm.engines.serving.service import serve
 from sagellm.engines.serving.supervisor import Supervisor
 
@@ -29,39 +29,40 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture
-def pulse() -> Pulse:
-    pulse, descriptor = Pulse.create()
+def heartbeat() -> Heartbeat:
+    heartbeat, descriptor = Heartbeat.create()
     os.close(descriptor)
-    return pulse
+    return heartbeat
 
 
-def test_another_process_beats_the_pulse_that_this_one_reads(pulse):
-    pulse, descriptor = Pulse.create()
-    before_ns = pulse.last_ns
+def test_a_heartbeat_of_another_process_is_read_in_this_one(heartbeat):
+    heartbeat, descriptor = Heartbeat.create()
+    before_ns = heartbeat.last_ns
     source = (
-        "import sys; from sagellm.engines.serving.pulse import Pulse; Pulse(int(sys.argv[1])).beat();"
+        "import sys; from sagellm.engines.serving.heartbeat import Heartbeat\n"
+        "Heartbeat(int(sys.argv[1])).beat()\n"
         "print([name for name in ('torch', 'numpy', 'msgspec') if name in sys.modules])"
     )
     command = [sys.executable, "-c", source, str(descriptor)]
     done = subprocess.run(command, pass_fds=(descriptor,), capture_output=True, text=True, check=True)
     os.close(descriptor)
-    assert (pulse.last_ns > before_ns, done.stdout) == (True, "[]\n")
-    assert 0 < pulse.age_s < 10
+    assert (heartbeat.last_ns > before_ns, done.stdout) == (True, "[]\n")
+    assert 0 < heartbeat.age_s < 10
 
 
 def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
-    make_engine, tmp_path, pulse, monkeypatch
+    make_engine, tmp_path, heartbeat, monkeypatch
 ):
     engine = make_engine()
     core = engine.client.core
     hello = Hello({}, engine._input.limits, SamplingParams(), os.getpid())
-    server = CoreServer(core, listen(tmp_path / "s"), hello, core_operations(core), beat=pulse.beat)
+    server = CoreServer(core, listen(tmp_path / "s"), hello, core_operations(core), beat=heartbeat.beat)
     beats = []
     attention = core.runner.backend._attention._attention
     real = attention.forward
 
     def attend(*arguments):
-        beats.append(pulse.last_ns)
+        beats.append(heartbeat.last_ns)
         return real(*arguments)
 
     monkeypatch.setattr(attention, "forward", attend)
@@ -69,9 +70,9 @@ def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
     server.turn(0)
     server.turn(0)
     assert len(set(beats)) == len(beats) >= 4, "each layer of each step found a new beat"
-    last_ns = pulse.last_ns
+    last_ns = heartbeat.last_ns
     time.sleep(0.01)
-    assert pulse.last_ns == last_ns, "nothing beats on its own"
+    assert heartbeat.last_ns == last_ns, "nothing beats on its own"
     server.close()
 
 
@@ -165,7 +166,7 @@ def _quiet(monkeypatch):
 
 
 @pytest.mark.usefixtures("_quiet")
-def test_whatever_a_core_sends_the_front_goes_on(scripted, core_frames, mutator):
+def test_the_front_survives_whatever_a_core_sends(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=1)
     num_links, num_requests = asyncio.run(attack(scripted, (mutate() for _ in range(1000))))
     assert num_links > 200
@@ -175,7 +176,7 @@ def test_whatever_a_core_sends_the_front_goes_on(scripted, core_frames, mutator)
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("_quiet")
-def test_whatever_a_core_sends_the_front_goes_on_for_long(scripted, core_frames, mutator):
+def test_the_front_survives_many_mutated_frames(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=2)
     num_links, _ = asyncio.run(attack(scripted, (mutate() for _ in range(260_000))))
     assert num_links > 50_000
@@ -186,7 +187,7 @@ def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
     assert asyncio.run(attack(scripted, [step]))[0] == 1
 
 
-def test_a_request_that_cannot_be_written_leaves_nothing(scripted):
+def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
     from sagellm.core import InvalidRequestError
 
     async def use():
@@ -281,7 +282,7 @@ def hello(**changes) -> bytes:
     [hello(config={"no.such": 1}), hello(config={"kv.block_size": "x"}), encode(Reply(1)), b"\3\0\0\0abc"],
     ids=["unknown key", "wrong value", "no hello", "no message"],
 )
-def test_a_core_that_says_nonsense_is_an_error_and_not_an_endless_wait(speak, said):
+def test_a_core_that_sends_nonsense_is_an_error_and_not_an_endless_wait(speak, said):
     async def use():
         supervisor, _ = speak(said)
         with pytest.raises(EngineDeadError, match="4 times within a minute"):
@@ -292,7 +293,7 @@ def test_a_core_that_says_nonsense_is_an_error_and_not_an_endless_wait(speak, sa
 
 
 def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, monkeypatch, caplog):
-    """No beat is no beat, whether the process is stopped or hangs inside a step."""
+    """The heartbeat stops whether the process is suspended or hangs inside a step."""
     monkeypatch.setattr("sagellm.engines.serving.supervisor.RESPONSIVE_S", 0.5)
     monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.1)
 
@@ -301,7 +302,7 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
         await asyncio.wait_for(supervisor.start(), 60)
         pid, begun = supervisor.core.pid, time.monotonic()
         while time.monotonic() < begun + 3:
-            supervisor.core.pulse.beat()  # a step that takes long, and comes further
+            supervisor.core.heartbeat.beat()  # a step that takes long, and comes further
             assert (supervisor.is_ready, supervisor.is_responsive) == (True, True)
             await asyncio.sleep(0.01)
         await asyncio.sleep(1)
@@ -315,14 +316,14 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
         )
         frozen, ended, again = [record.getMessage() for record in caplog.records]
         assert frozen.endswith(f"was killed; it was process {pid} (server.frozen_after_s)")
-        assert ended == f"the engine's process {pid} ended (signal 9: Killed); it is started again"
+        assert ended == f"the engine's process {pid} ended (signal 9: Killed) and is restarted"
         assert re.fullmatch(r"the engine takes requests again, after \d+\.\d s", again)
         await supervisor.close()
 
     asyncio.run(asyncio.wait_for(use(), 60))
 
 
-def test_frozen_after_0_kills_none(speak, monkeypatch):
+def test_frozen_after_0_never_kills(speak, monkeypatch):
     monkeypatch.setattr("sagellm.engines.serving.supervisor._TICK_S", 0.01)
 
     async def use():
@@ -335,14 +336,14 @@ def test_frozen_after_0_kills_none(speak, monkeypatch):
     asyncio.run(use())
 
 
-def test_closing_does_not_wait_for_a_stopped_core_when_it_is_asked_twice(speak):
+def test_a_second_close_does_not_wait_for_a_stopped_core(speak):
     async def use():
         supervisor, _ = speak(hello())
         await asyncio.wait_for(supervisor.start(), 60)
         pid = supervisor.core.pid
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
-        supervisor.core.pulse.beat()
+        supervisor.core.heartbeat.beat()
         closing = asyncio.create_task(supervisor.close())
         await asyncio.sleep(0.1)
         assert not closing.done(), "the process cannot hear of it"

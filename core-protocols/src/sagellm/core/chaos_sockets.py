@@ -1,4 +1,4 @@
-"""Sockets and selectors that misbehave; imported where chaos is on."""
+"""Sockets and selectors that misbehave; imported only when chaos is on."""
 
 from __future__ import annotations
 
@@ -9,104 +9,103 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sagellm.core.chaos import Chaos, Place, Strike
+from sagellm.core.chaos import Chaos, FaultPoint, Injection
 
-_LOSSES = 1 / 30
-"""Of peers, as against other errors: each ends much."""
+_LOSS_RATE = 1 / 30  # losing a peer ends a process or all its requests, so it is rarer than other errors
 
 
-class SocketPlaces(NamedTuple):
-    """What is marked of one socket and of those that it accepts."""
+class SocketPoints(NamedTuple):
+    """The fault points of a socket and of those that it accepts."""
 
-    accept: Place
-    recv: Place
-    send: Place
+    accept: FaultPoint
+    recv: FaultPoint
+    send: FaultPoint
 
     @classmethod
-    def of(cls, chaos: Chaos, name: str) -> SocketPlaces:
-        """Mark them. To lose a peer ends much, and is rare."""
+    def of(cls, chaos: Chaos, name: str) -> SocketPoints:
+        """Return the points `NAME.accept`, `NAME.recv` and `NAME.send`."""
         return cls(
-            chaos.place(f"{name}.accept", errno.ECONNABORTED, errno.EMFILE),
-            chaos.place(f"{name}.recv", errno.ECONNRESET, rate=_LOSSES),
-            chaos.place(f"{name}.send", errno.EPIPE, errno.ECONNRESET, rate=_LOSSES),
+            chaos.point(f"{name}.accept", errno.ECONNABORTED, errno.EMFILE),
+            chaos.point(f"{name}.recv", errno.ECONNRESET, rate=_LOSS_RATE),
+            chaos.point(f"{name}.send", errno.EPIPE, errno.ECONNRESET, rate=_LOSS_RATE),
         )
 
 
 class FlakySocket(socket.socket):
     """A socket that takes over another one's descriptor and timeout."""
 
-    def __init__(self, given: socket.socket, places: SocketPlaces) -> None:
+    def __init__(self, given: socket.socket, points: SocketPoints) -> None:
         timeout_s = given.gettimeout()
         super().__init__(given.family, given.type, given.proto, fileno=given.detach())
         self.settimeout(timeout_s)
-        self._places = places
+        self._points = points
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept, or fail; the peer's socket is flaky, too."""
-        self._strike(self._places.accept)
+        """Accept a peer, whose socket is flaky too."""
+        self._inject(self._points.accept)
         peer, address = super().accept()
-        return FlakySocket(peer, self._places), address
+        return FlakySocket(peer, self._points), address
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """Receive fewer bytes."""
-        place = self._places.recv
-        return super().recv(place.cut(self._strike(place), bufsize), flags)
+        """Receive, perhaps fewer bytes."""
+        point = self._points.recv
+        return super().recv(point.cut(self._inject(point), bufsize), flags)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive fewer bytes."""
-        place = self._places.recv
-        size = place.cut(self._strike(place), nbytes or memoryview(buffer).nbytes)
+        """Receive, perhaps fewer bytes."""
+        point = self._points.recv
+        size = point.cut(self._inject(point), nbytes or memoryview(buffer).nbytes)
         return super().recv_into(buffer, size, flags)
 
     def send(self, data: Any, flags: int = 0, /) -> int:
-        """Send fewer bytes."""
-        place = self._places.send
-        strike = self._strike(place)
-        with memoryview(data) as view, view[: place.cut(strike, len(view))] as part:
+        """Send, perhaps fewer bytes."""
+        point = self._points.send
+        injection = self._inject(point)
+        with memoryview(data) as view, view[: point.cut(injection, len(view))] as part:
             return super().send(part, flags)
 
-    def _strike(self, place: Place) -> Strike:
-        strike = place.draw()
-        place.wait(strike)
-        place.fail(strike)
-        if strike.is_early and self.gettimeout() == 0:
-            place.note("early return")
+    def _inject(self, point: FaultPoint) -> Injection:
+        injection = point.draw()
+        point.wait(injection)
+        point.fail(injection)
+        if injection.is_early and self.gettimeout() == 0:
+            point.note("early return")
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return strike
+        return injection
 
 
 class FlakySelector(selectors.BaseSelector):
-    """A selector that asks another one."""
+    """A selector that delegates to another one."""
 
-    def __init__(self, given: selectors.BaseSelector, place: Place) -> None:
-        self._given, self._place = given, place
+    def __init__(self, given: selectors.BaseSelector, point: FaultPoint) -> None:
+        self._given, self._point = given, point
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Pass it on."""
+        """Delegate."""
         return self._given.register(fileobj, events, data)
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Pass it on."""
+        """Delegate."""
         return self._given.unregister(fileobj)
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Pass it on."""
+        """Delegate."""
         return self._given.modify(fileobj, events, data)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """Pass it on."""
+        """Delegate."""
         return self._given.get_map()
 
     def close(self) -> None:
-        """Pass it on."""
+        """Delegate."""
         self._given.close()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait, or return at once with some of what is ready."""
-        strike = self._place.draw()
-        self._place.wait(strike)
-        if not strike.is_early:
+        """Wait, or return at once with none or some of the ready events."""
+        injection = self._point.draw()
+        self._point.wait(injection)
+        if not injection.is_early:
             return self._given.select(timeout)
-        self._place.note("early return")
+        self._point.note("early return")
         ready = self._given.select(0)
-        return ready[: int(len(ready) * (strike.share or 0.0) * 2)]
+        return ready[: int(len(ready) * (injection.share or 0.0) * 2)]

@@ -38,7 +38,6 @@ def own_folder(folder: Path) -> Path:
         ) from error
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise ConfigError(
-            f"the runtime folder {folder} must be yours alone (mode 0700); mend it, "
-            f"or name another in {VARIABLE}"
+            f"the runtime folder {folder} must be yours alone: chmod 700 it, or name another in {VARIABLE}"
         )
     return folder

@@ -1,4 +1,4 @@
-"""The secret that KV is sealed with where it leaves the process."""
+"""The secret that seals KV stored outside the process, and where it comes from."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ KEY_FILE = "kv.key"
 _STREAM_BYTES = 64  # of one BLAKE2b digest
 _DIGITS = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 _FROM_ENVIRONMENT = "env:"
-_HOW_TO_MAKE = "one is made by: (umask 077; openssl rand -hex 32 > FILE)"
+_HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 class StoreKey:
-    """32 secret bytes, and what is computed with them. Neither `repr` nor any message shows them.
+    """32 secret bytes and the digests and cipher keyed with them. Neither `repr` nor any message shows them.
 
-    All digests are keyed BLAKE2b with a `person` for each purpose, so that none can stand for another.
+    Digests are keyed BLAKE2b; each purpose is a separate `person`, so digests are not interchangeable.
     """
 
     __slots__ = ("_secret", "id")
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != KEY_BYTES:
-            raise ConfigError(f"a key for stored KV has {KEY_BYTES} bytes, not {len(secret)}")
+            raise ConfigError(f"a key for stored KV is {len(secret)} bytes; it must be {KEY_BYTES}")
         self._secret = secret
         self.id = self.digest(b"id", size=8)
 
@@ -39,16 +39,16 @@ class StoreKey:
         return f"<{type(self).__name__} {self.id.hex()}>"
 
     def digest(self, purpose: bytes, *parts: bytes | memoryview, size: int) -> bytes:
-        """Return `size` bytes, at most 64, over parts one after the other; `purpose` has at most 16 bytes."""
+        """Return a digest of `size` bytes (at most 64) of the joined parts; `purpose` is at most 16 bytes."""
         state = blake2b(key=self._secret, person=purpose, digest_size=size)
         for part in parts:
             state.update(part)
         return state.digest()
 
     def cipher(self, nonce: bytes, data: bytes) -> bytes:
-        """Encipher or decipher: XOR with BLAKE2b of the nonce and a counter.
+        """Encrypt or decrypt: XOR with BLAKE2b of the nonce and a counter.
 
-        A nonce must stand for one text only: a digest of the text itself (Rogaway, Shrimpton: SIV, 2006).
+        Use each nonce for one text only, such as a digest of that text (SIV; Rogaway and Shrimpton, 2006).
         """
         num_digests = -(-len(data) // _STREAM_BYTES)
         stream = b"".join(
@@ -60,14 +60,14 @@ class StoreKey:
 
     @classmethod
     def fresh(cls) -> StoreKey:
-        """Return a key that nobody else has, for what ends with this process."""
+        """Return a random key, for data that does not outlive this process."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
     def of_user(cls) -> StoreKey:
-        """Return the key in the user's runtime folder, made if there is none.
+        """Return the key in the user's runtime folder, created if missing.
 
-        Raises ConfigError if it cannot be made, or is not the user's alone.
+        Raises ConfigError if it cannot be read or created, or if others may read it.
         """
         path = runtime_folder() / KEY_FILE
         try:
@@ -78,21 +78,21 @@ class StoreKey:
             return cls._read(path, is_named=False)
         except OSError as error:
             raise ConfigError(
-                f"the key for stored KV, {path}, cannot be read or made: {error.strerror}; "
+                f"the key for stored KV, {path}, cannot be read or created: {error.strerror}; "
                 "delete it, or name another one in kv.store_key"
             ) from error
 
     @classmethod
     def named(cls, source: str) -> StoreKey:
-        """Return the key in a file, or for `env:NAME` in an environment variable: 64 hexadecimal digits.
+        """Return the key in a file or, for `env:NAME`, in an environment variable: 64 hexadecimal digits.
 
-        Raises ConfigError if there is none, or if others may read the file; the message never has the value.
+        Raises ConfigError if there is none or if others may read the file; no message shows its value.
         """
         if source.startswith(_FROM_ENVIRONMENT):
             name = source.removeprefix(_FROM_ENVIRONMENT)
             text = os.environ.get(name, "")
             if not text:
-                raise ConfigError(f"kv.store_key is {source!r}, and the environment has no {name}")
+                raise ConfigError(f"kv.store_key is {source!r}, and {name} is not set; set it or name a file")
             return cls._parsed(text, f"the environment variable {name}")
         try:
             return cls._read(Path(source).expanduser(), is_named=True)
@@ -106,7 +106,7 @@ class StoreKey:
 
     @classmethod
     def _read(cls, path: Path, *, is_named: bool) -> StoreKey:
-        """Read a file. One that was named may be a link, its group may read it, and root may own it."""
+        """Read a key file. A configured one may be a link, readable by its group and owned by root."""
         careful = os.O_NONBLOCK | (0 if is_named else os.O_NOFOLLOW)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | careful)
         with open(descriptor, "rb") as file:
@@ -115,8 +115,8 @@ class StoreKey:
             forbidden = 0o037 if is_named else 0o077
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_mode & forbidden:
                 raise ConfigError(
-                    f"the key for stored KV, {path}, must be a file of yours that others can neither read "
-                    f"nor write, and has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}; "
+                    f"the key for stored KV, {path}, has mode {stat.S_IMODE(found.st_mode):04o} and owner "
+                    f"{found.st_uid}; it must be a file of yours that others can neither read nor write: "
                     "chmod 600 it, or make another one"
                 )
             text = file.read(4 * KEY_BYTES).decode("ascii", "replace")
@@ -126,14 +126,14 @@ class StoreKey:
     def _parsed(cls, text: str, where: str) -> StoreKey:
         if not _DIGITS.fullmatch(text.strip()):
             raise ConfigError(
-                f"{where} has no key for stored KV: {2 * KEY_BYTES} hexadecimal digits are wanted; "
+                f"{where} has no key for stored KV; it must be {2 * KEY_BYTES} hexadecimal digits: "
                 f"{_HOW_TO_MAKE}"
             )
         return cls(bytes.fromhex(text.strip()))
 
 
 def _make(path: Path) -> None:
-    """Write a new key, whole or not at all; of several processes one makes it. Raises OSError."""
+    """Write a new key file atomically; if several processes try, the first wins. Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

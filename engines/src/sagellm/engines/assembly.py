@@ -28,7 +28,7 @@ from sagellm.core import (
     TraceWriter,
     get_logger,
 )
-from sagellm.engines.attention.heartbeat import BeatingAttention, Heartbeat
+from sagellm.engines.attention.progress import ProgressHook, ProgressReportingAttention
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.batching import BatchingMeter
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
@@ -46,7 +46,7 @@ from sagellm.engines.loading.load import load_model
 from sagellm.engines.loading.placement import resolve_device
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
-from sagellm.engines.modules import Modules as Modules, engine, extra_args, label_of, logits_processors
+from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 
@@ -81,13 +81,13 @@ def build_core(  # noqa: PLR0913
     fingerprint: Callable[[], str] = str,
     trace: TraceWriter | None = None,
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
-    heartbeat: Heartbeat | None = None,
+    progress: ProgressHook | None = None,
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet. The core closes `trace`.
 
     `fingerprint` returns what is equal for models whose KV is interchangeable; it is called when a tier or
     a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
-    `heartbeat` is what beats inside the backend.
+    `progress` is the hook that the backend calls.
     """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
@@ -124,7 +124,7 @@ def build_core(  # noqa: PLR0913
             sampler=Sampler(
                 processors.values(),
                 extra_args(modules, processors),
-                labels=[label_of(modules, name) for name in processors],
+                labels=[modules.label("logits_processor", name) for name in processors],
             ),
             predictor=predictor,
             registry=modules.registry,
@@ -139,7 +139,7 @@ def build_core(  # noqa: PLR0913
                 "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
             },
             around_step=around_step,
-            heartbeat=heartbeat or Heartbeat(),
+            progress=progress or ProgressHook(),
         )
     )
 
@@ -180,7 +180,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     max_model_len, reason = _max_model_len(config, geometry)
     num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
     config = config.with_values({"model.dtype": loaded.dtype_name, "kv.num_blocks": num_blocks})
-    heartbeat = Heartbeat()
+    progress = ProgressHook()
     attention = modules.make(
         "attention_backend",
         config.forward.attention,
@@ -193,7 +193,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         "forward_backend",
         config.forward.backend,
         loaded.model,
-        BeatingAttention(attention, heartbeat),
+        ProgressReportingAttention(attention, progress),
         device=device,
         dtype=loaded.dtype,
     )
@@ -207,7 +207,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         fingerprint=partial(fingerprint_of, loaded.path, config.model),
         trace=trace,
         around_step=nullcontext if cores is None else cores.during_step,
-        heartbeat=heartbeat,
+        progress=progress,
     )
     finalize(core, trace.close)  # at the latest when the process ends: the file lacks its end until then
     weight_bytes = loaded.model.metrics().weight_bytes

@@ -29,7 +29,7 @@ from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.serving.pulse import RESPONSIVE_S
+from sagellm.engines.serving.heartbeat import RESPONSIVE_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class AsyncLLMEngine:
         self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
-        self._is_working = False  # set by the thread alone, like the next
+        self._is_working = False  # this and the next are set only by the thread
         self._beat_s = 0.0
         self.engine.report_progress(self._beat)
 
@@ -122,7 +122,7 @@ class AsyncLLMEngine:
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine's thread has nothing to do, or came further within the last seconds."""
+        """Whether the engine's thread is idle or has made progress within the last 4 s."""
         is_late = self._is_working and time.monotonic() - self._beat_s > RESPONSIVE_S
         return not self._closed and not is_late
 

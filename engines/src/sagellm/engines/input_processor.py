@@ -21,7 +21,7 @@ from sagellm.core import (
     pack,
 )
 from sagellm.engines.core.sequence import Sequence
-from sagellm.engines.request_limits import (
+from sagellm.engines.request_checks import (
     check_names,
     check_params,
     check_room,
@@ -132,7 +132,7 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is text and the model has no tokenizer; give token ids")
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # half of a pair, such as bytes that were no UTF-8 leave
+        except UnicodeEncodeError as error:  # a lone surrogate
             raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
         return encode(self._tokenizer, text)
 
@@ -181,7 +181,7 @@ def _check_types(params: object, request_id: object, namespace: object, priority
         raise InvalidRequestError(f"params is {params!r}; it must be SamplingParams")
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
-    # A key of caches: what has no hash would fail in the middle of a step.
+    # A key of caches: an unhashable one would fail in the middle of a step.
     if not isinstance(namespace, Namespace) or not all(isinstance(part, str) for part in namespace):
         raise InvalidRequestError(
             f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…) of texts"

@@ -91,7 +91,7 @@ class LLMEngine:
             self.client.close()
 
     def report_progress(self, beat: Callable[[], None]) -> None:
-        """Have long steps call `beat` as they come further, once for each layer."""
+        """Have long steps call `beat` at each layer."""
         self.client.core.report_progress(beat)
 
     def generate(

@@ -43,9 +43,8 @@ def read_topology(registry: PluginRegistry, name: str | None = None) -> tuple[To
         from sagellm.engines.config.sources import load_config
 
         name = load_config().config.comm.topology
-    entry = registry.find("topology", name)
     factory = cast("type[TopologyProtocol]", registry.resolve("topology", name))
-    label = f"topology {name!r} of {entry.distribution} {entry.version}"
+    label = registry.find("topology", name).label
     reader = call_plugin(label, "its factory", factory)
     return call_plugin(label, "read()", reader.read), reader.metrics()
 

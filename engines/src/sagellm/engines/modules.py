@@ -37,10 +37,10 @@ LIFETIME_PREDICTOR = "lifetime_predictor"
 
 
 class Modules:
-    """Makes modules of a configuration by kind and name; each is resolved once, here.
+    """Makes a configuration's modules by kind and name; each is resolved once, here.
 
-    A name that nothing installed bears is an error at once, before a model is loaded. Of plugins with an
-    error only those matter that the configuration names.
+    An unknown name is an error at once, before a model is loaded. A plugin with an error matters only if the
+    configuration names it.
     """
 
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
@@ -61,13 +61,12 @@ class Modules:
         return self.call(kind, name, self.factory(kind, name), *args, **options)
 
     def call(self, kind: str, name: str, factory: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a factory that a provider of this kind and name is or has, as `make` does."""
+        """Call a factory of this kind and name's provider; errors are as in `make`."""
         return call_plugin(self.label(kind, name), "its factory", factory, *args, **options)
 
     def label(self, kind: str, name: str) -> str:
-        """Return how errors call a provider: its kind and name, and what it came with."""
-        entry = self.registry.find(kind, name)
-        return f"{kind} {name!r} of {entry.distribution} {entry.version}"
+        """Return how errors name a provider: kind, name, distribution and version."""
+        return self.registry.find(kind, name).label
 
 
 def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
@@ -151,11 +150,6 @@ def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProc
     return dict(made.values())
 
 
-def label_of(modules: Modules, processor_name: str) -> str:
-    """Return how errors call a logits processor: its kind and name, and what it came with."""
-    return modules.label("logits_processor", processor_name)
-
-
 def extra_args(
     modules: Modules, processors: Mapping[str, LogitsProcessorProtocol[Any]]
 ) -> tuple[ExtraArg, ...]:
@@ -174,12 +168,12 @@ def _extra_args(modules: Modules, name: str, processor: LogitsProcessorProtocol[
         declared = list(found)
         wrong = [arg for arg in declared if not isinstance(arg, ExtraArg) or not isinstance(arg.name, str)]
         if wrong:
-            raise TypeError(f"{wrong[0]!r} is no ExtraArg with a string as its name")
+            raise TypeError(f"{wrong[0]!r} is not an ExtraArg with a string as its name")
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise PluginError(
-            f"{label_of(modules, name)}: extra_args() {problem}; "
+            f"{modules.label('logits_processor', name)}: extra_args() {problem}; "
             f"{type(error).__name__}: {error}; it must return a list of ExtraArg"
         ) from error
     return declared

@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def call_plugin(plugin: str, call: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a plugin's code. What it raises, SystemExit too, becomes a PluginError that names it.
+    """Call plugin code. Anything it raises, even SystemExit, becomes a PluginError that names the plugin.
 
-    Our own errors, memory errors and Ctrl-C pass.
+    SageLLMError, MemoryError and KeyboardInterrupt propagate.
     """
     try:
         return function(*args, **kwargs)

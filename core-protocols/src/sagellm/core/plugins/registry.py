@@ -33,14 +33,14 @@ from sagellm.core.version import SAGELLM_API, is_compatible
 
 GROUP = "sagellm"
 _MAX_SHOWN = 200  # characters of a value in a message
-BUILT_IN = frozenset(
+_BUILT_IN = frozenset(
     f"sagellm-{folder}"
     for folder in (
         *("core-protocols", "prefix-cache", "kv-pool", "eviction-policy", "scheduler-ir"),
         *("lifetime-predictor", "accel", "comm", "engines"),
     )
 )
-"""The distributions of sageLLM itself. A plain name is theirs where another distribution provides it too."""
+"""sageLLM's own distributions; they keep a plain name that another distribution provides too."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,15 @@ class InstalledProvider:
         """`distribution:name`, which selects this one among providers of equal name."""
         return f"{self.distribution}:{self.provider.name}"
 
+    @property
+    def label(self) -> str:
+        """The name in error messages: kind, name, distribution and version."""
+        return f"{self.provider.kind} {self.provider.name!r} of {self.distribution} {self.version}"
+
 
 @dataclass(frozen=True)
 class InstalledPlugin:
-    """A distribution with an entry point, and the error that keeps it, or one of its names, from use."""
+    """A distribution with an entry point, and the error that makes it, or some of its names, unusable."""
 
     distribution: str
     version: str
@@ -70,9 +75,9 @@ class InstalledPlugin:
 class PluginRegistry:
     """All installed plugins, read once.
 
-    Loading never raises, except for Ctrl-C: a broken plugin is kept with its error, whatever it raises, so
-    that only what needs it stops. `require_healthy` raises the error. Resolve once and keep the object:
-    nothing in a step loop goes through here.
+    Loading raises nothing but KeyboardInterrupt: a broken plugin is kept with its error and stops only what
+    needs it. `require_healthy` raises that error. Resolve once and keep the object: nothing in a step loop
+    goes through here.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -135,7 +140,7 @@ class PluginRegistry:
                 self._manager.unregister(plugin)
             raise PluginHookError(f"{distribution} cannot be registered: {error}") from error
         self._providers += found
-        if distribution not in BUILT_IN:
+        if distribution not in _BUILT_IN:
             own = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
             modules = [own, *(each.provider.target.partition(":")[0] for each in found)]
             modules = [each for each in modules if not each.startswith("sagellm.")]
@@ -180,7 +185,7 @@ class PluginRegistry:
         distribution, colon, bare_name = name.rpartition(":")
         wanted = f"{_normalise(distribution)}:{bare_name}" if colon else name
         matches = [entry for entry in installed if wanted in (entry.provider.name, entry.qualified_name)]
-        matches = [entry for entry in matches if entry.distribution in BUILT_IN] or matches
+        matches = [entry for entry in matches if entry.distribution in _BUILT_IN] or matches
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -208,8 +213,7 @@ class PluginRegistry:
         """
         entry = self.find(kind, name)
         module_name, _, attribute = entry.provider.target.partition(":")
-        whose = f"{kind} {name!r} of {entry.distribution} {entry.version}"
-        with _import_errors(f"{whose} does not import ({entry.provider.target})"):
+        with _import_errors(f"{entry.label} does not import ({entry.provider.target})"):
             target: object = getattr(import_module(module_name), attribute)
         _check_methods(entry, target)
         return target
@@ -226,13 +230,13 @@ class PluginRegistry:
         self.plugins.append(InstalledPlugin(distribution, version, entry_point.value, problem))
 
     def _marked(self, plugin: InstalledPlugin) -> InstalledPlugin:
-        """Note the names of a plugin that sageLLM has too, so that nobody expects its providers there."""
-        if plugin.distribution in BUILT_IN or plugin.error is not None:
+        """Return a plugin with an error if it provides names of sageLLM's, which then do not select it."""
+        if plugin.distribution in _BUILT_IN or plugin.error is not None:
             return plugin
         ours = {
             (entry.provider.kind, entry.provider.name): entry.distribution
             for entry in self._providers
-            if entry.distribution in BUILT_IN
+            if entry.distribution in _BUILT_IN
         }
         clashes = [
             f"the {entry.provider.kind} {entry.provider.name!r}, which {owner} provides; "
@@ -265,17 +269,16 @@ def _check_methods(entry: InstalledProvider, target: object) -> None:
     missing = sorted(getattr(target, "__abstractmethods__", ())) if isinstance(target, type) else []
     if missing:
         raise PluginMethodError(
-            f"{entry.provider.kind} {entry.provider.name!r} of {entry.distribution} {entry.version} lacks "
-            f"{', '.join(missing)}, which its protocol requires; implement {'them' if missing[1:] else 'it'} "
-            f"in {entry.provider.target}"
+            f"{entry.label} lacks {', '.join(missing)}, which its protocol requires; implement "
+            f"{'them' if missing[1:] else 'it'} in {entry.provider.target}"
         )
 
 
 @contextmanager
 def _import_errors(what: str) -> Iterator[None]:
-    """Turn whatever a plugin's code raises, SystemExit too, into a PluginImportError that begins with `what`.
+    """Turn anything that plugin code raises, even SystemExit, into a PluginImportError starting with `what`.
 
-    Only errors of this module and Ctrl-C pass.
+    PluginError and KeyboardInterrupt propagate.
     """
     try:
         yield

@@ -166,10 +166,10 @@ class EngineProtocol(ABC):
         """Return a snapshot."""
 
     def report_progress(self, beat: Callable[[], None]) -> None:  # noqa: B027  (short steps need none)
-        """Have long steps call `beat` as they come further, at least once a second; it costs 0.2 µs.
+        """Have long steps call `beat` (0.2 µs) as they progress, at least once per second.
 
-        The server calls it between steps. Without a beat for a few seconds the engine counts as not
-        responding, and after `server.frozen_after_s` a served one is killed and started again.
+        The server itself calls it between steps. After a few seconds without a beat the engine counts as
+        unresponsive; after `server.frozen_after_s` a served one is killed and restarted.
         """
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)

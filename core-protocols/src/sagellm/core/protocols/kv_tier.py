@@ -49,7 +49,7 @@ class KVTierMetrics:
     num_gets: int = 0
     num_hits: int = 0
     num_corrupt: int = 0
-    num_foreign: int = 0  # records found that another key sealed, or of an older format: as if not there
+    num_foreign: int = 0  # records sealed with another key or in an older format; treated as absent
     num_full: int = 0  # puts that found no room
     num_failed: int = 0
     put_bytes: int = 0
@@ -63,13 +63,13 @@ class KVTierProtocol(ABC):
 
     Providers are called as `factory(max_bytes, runtime=..., **options)`, and those with a parameter
     `store_key` are also given the StoreKey of `kv.store_key`, or None: a tier whose blocks leave the process
-    seals them with it, and takes nothing that is not sealed. The engine calls from one thread; calls from
-    several are safe, and whoever polls gets the results of all.
+    seals them with it and accepts only sealed ones. The engine calls from one thread; calls from several are
+    safe, and any caller of `poll` gets the results of all.
 
-    `submit` begins some requests and `poll`, called once a step, says which of them have ended. Neither waits
-    for a peer or a device, and each request ends by an absolute deadline, however slowly a peer answers.
-    Nothing happens to the caller's buffers after the result. Requests of one `submit` for the same key are
-    done in their order.
+    `submit` starts requests and `poll`, called once per step, returns the finished ones. Neither waits for a
+    peer or a device, and each request ends by an absolute deadline, however slowly a peer answers. The
+    caller's buffers are not touched after the result. Requests of one `submit` for the same key are processed
+    in order.
 
     A get is a hit only where the stored header is equal to the asked one, tokens and namespace included,
     and the bytes are those that were put with it; everything else is a miss, and the buffer may hold
@@ -136,10 +136,10 @@ def check_requests(requests: Sequence[TierRequest]) -> None:
 def run_to_end(
     tier: KVTierProtocol, requests: Sequence[TierRequest], max_polls: int = 200_000
 ) -> tuple[TierOutcome, ...]:
-    """Submit and poll until the result is there, for callers that alone use the tier.
+    """Submit and poll until the result is there, for the only caller of a tier.
 
-    After the first polls it sleeps between them, as a tier may work on a thread that wants to run. Raises
-    EngineError after `max_polls` polls, ten seconds at least.
+    Sleeps between polls, except the first 100, so that a tier's own thread can run. Raises EngineError after
+    `max_polls` polls, by default at least ten seconds.
     """
     ticket, clock = tier.submit(requests), SystemClock()
     for number in range(max_polls):
@@ -148,7 +148,7 @@ def run_to_end(
                 return result.outcomes
         if number >= _BUSY_POLLS:
             clock.sleep_ns(_POLL_NS)
-    raise EngineError(f"a tier did not end {len(requests)} requests within {max_polls} polls")
+    raise EngineError(f"a tier did not finish {len(requests)} requests within {max_polls} polls")
 
 
 class NullKVTier(KVTierProtocol):

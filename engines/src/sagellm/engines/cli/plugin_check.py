@@ -88,8 +88,8 @@ def _read_options(text: str | None) -> dict[str, Any]:
 
 
 def _read_mapping(flag: str, text: str) -> dict[str, Any] | None:
-    """Return the mapping of plain values that YAML says, or None. Raises ConfigError beyond a limit."""
-    from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
+    """Return a YAML mapping of plain values, None for anything else. Raises ConfigError beyond a limit."""
+    from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 
     try:
         found = parse_yaml(text)

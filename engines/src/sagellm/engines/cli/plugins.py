@@ -105,7 +105,7 @@ def list_plugins(
     typer.echo(columns(("KIND", "NAME", "DISTRIBUTION", "VERSION", "SUMMARY"), rows))
     broken = [plugin for plugin in registry.plugins if plugin.error is not None]
     if broken:
-        typer.echo("\nWith an error, which stops only what names them:")
+        typer.echo("\nWith an error, which stops only what uses them:")
     for plugin in broken:
         typer.echo(f"  {plugin.distribution} {plugin.version}: {plugin.error}")
 

@@ -17,7 +17,7 @@ from sagellm.engines.server.answer_ids import request_of
 if TYPE_CHECKING:
     from sagellm.engines.serving import AdminClient
     from sagellm.engines.text.calls import TokenCall
-    from sagellm.engines.text.limits import Limits
+    from sagellm.engines.text.limits import TextLimits
 
 _TIMEOUT_S = 5.0
 """For each call of the model's template and tokenizer."""
@@ -77,7 +77,7 @@ def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
     from sagellm.engines.loading.tokenizer import TOKENIZER_FILES
     from sagellm.engines.text import ChatMessage
     from sagellm.engines.text.calls import Encode, Render
-    from sagellm.engines.text.limits import Limits
+    from sagellm.engines.text.limits import TextLimits
 
     config = EngineConfig().with_values(
         {key: value for key, value in client.hello.config.items() if key.startswith("model.")}
@@ -85,7 +85,7 @@ def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
     path = resolve_tokenizer(config.model)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         raise InvalidInputError("the engine's model has no tokenizer; name a request instead")
-    limits = Limits.of(client.hello.limits.max_model_len, timeout_s=_TIMEOUT_S)
+    limits = TextLimits.of(client.hello.limits.max_model_len, timeout_s=_TIMEOUT_S)
     if kind == "prompt":
         return asyncio.run(_tokenize(path, limits, Encode([text], True)))[0]
     # What two chats have in common that differ in the first word of the user only.
@@ -95,11 +95,11 @@ def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
     return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
-async def _tokenize(path: Path, limits: Limits, *calls: TokenCall) -> list[list[int]]:
+async def _tokenize(path: Path, limits: TextLimits, *calls: TokenCall) -> list[list[int]]:
     """Return the token ids that each call makes."""
-    from sagellm.engines.text.process import TextProcess
+    from sagellm.engines.text.process import ProcessTextRunner
 
-    texts = TextProcess(path)
+    texts = ProcessTextRunner(path)
     try:
         await texts.start(limits)
         return [token_ids for call in calls for token_ids in await texts.token_ids(call)]

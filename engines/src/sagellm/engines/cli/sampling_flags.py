@@ -78,8 +78,8 @@ SAMPLING_NAMES = frozenset(_FIELDS)
 
 def read_mapping(name: str, text: str) -> dict[str, Any]:
     """Read the text of a flag that takes a mapping, which is YAML. Raises ConfigError."""
+    from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
     from sagellm.engines.config.shown import shown
-    from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 
     flag = f"--{name.replace('_', '-')}"
     try:

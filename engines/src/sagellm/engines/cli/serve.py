@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core.chaos import note
+from sagellm.core.chaos import notice
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
@@ -58,8 +58,8 @@ def serve(
 
 
 def with_keys(loaded: LoadedConfig) -> EngineConfig:
-    """Return the settings with the keys of the key file, and warn of keys that others can see."""
-    from sagellm.engines.server.key_file import with_key_file
+    """Return the settings with the keys of `api_key_file`; warn about keys that other users can see."""
+    from sagellm.engines.server.api_key_file import with_key_file
 
     def warn(text: str) -> None:
         typer.echo(f"warning: {text}", err=True)
@@ -79,13 +79,13 @@ def run_service(
     """Serve in this process."""
     from sagellm.core.logging import configure
     from sagellm.engines.server.access import logger as access_logger
-    from sagellm.engines.server.memory import give_large_blocks_back
+    from sagellm.engines.server.malloc import return_large_blocks
     from sagellm.engines.serving.service import serve as run
 
     configure(log_level)
     if config.server.access_log:  # a line per request is told at any level
         access_logger.setLevel(logging.INFO)
-    give_large_blocks_back()
+    return_large_blocks()
     typer.echo(f"loading {config.model.name}", err=True)
     run(config, name=name, log_level=log_level, on_state=on_state)
 
@@ -96,5 +96,5 @@ def say_state(engine: RunningEngine) -> None:
         typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
     else:
         typer.echo(
-            f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){note()}", err=True
+            f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){notice()}", err=True
         )

@@ -146,7 +146,7 @@ class KVConfig(Checked):
     )
     store_key: PathOrName | None = Field(
         default=None,
-        repr=False,  # somebody may have put the key itself here
+        repr=False,  # it may hold the key itself by mistake
         description="file with the key that seals KV in files and servers, or env:NAME of a variable; "
         "null: kv.key in the runtime folder",
     )
@@ -159,7 +159,7 @@ class KVConfig(Checked):
     @classmethod
     def _check_store_key(cls, value: str | None) -> str | None:
         if value is not None and _SECRET.fullmatch(value):
-            raise ValueError("the path of a file that has the key, or env:NAME, and not the key itself")
+            raise ValueError("the path of a file with the key, or env:NAME, not the key itself")
         return value
 
 
@@ -255,12 +255,12 @@ class ServerConfig(Checked):
     api_keys: Names = Field(
         default=(),
         repr=False,
-        description="API keys, each of them a tenant; none: authentication is off. A flag is visible to all "
-        "users of the machine; SAGELLM_API_KEY and server.api_key_file are not",
+        description="API keys, each a separate tenant; empty disables authentication. All users of the "
+        "machine can see flags; SAGELLM_API_KEY and server.api_key_file stay private",
     )
     api_key_file: PathOrName | None = Field(
         default=None,
-        description="file of more API keys, one per line (# begins a comment), that only its owner may read",
+        description="file with more API keys, one per line (# begins a comment), readable only by its owner",
     )
     allowed_hosts: Names = Field(
         default=(), description="values of the Host header that are accepted besides the address itself"
@@ -286,20 +286,20 @@ class ServerConfig(Checked):
         default=4096,
         ge=1,
         le=1_000_000,
-        description="open connections; when there are as many, the one that has been silent for longest is "
-        "closed for a new one, and if none is silent, the new one is answered 503",
+        description="most open connections; at the limit the longest idle one is closed for a new one, and "
+        "if none is idle, the new one gets 503",
     )
     max_connections_per_peer: int = Field(
         default=2048,
         ge=1,
         le=1_000_000,
-        description="the same for the connections from one address (IPv6: one /64 network), with 429",
+        description="most open connections from one address (IPv6: one /64 network); the same with 429",
     )
     body_timeout: float = Field(
         default=10.0, gt=0, le=600, description="seconds in which a request's body has to arrive"
     )
     body_stall_timeout: float = Field(
-        default=5.0, gt=0, le=600, description="seconds that a request's body may stall"
+        default=5.0, gt=0, le=600, description="longest pause within a request's body, in seconds"
     )
     encoding_timeout: float = Field(
         default=5.0,
@@ -314,8 +314,8 @@ class ServerConfig(Checked):
         default=30.0,
         ge=0,
         le=86_400,
-        description="seconds without progress, inside a step too, after which the engine's process is "
-        "killed and started again; 0: never",
+        description="seconds without progress, even inside a step, after which the engine's process is "
+        "restarted; 0: never",
     )
     access_log: bool = Field(
         default=True, description="log one line per request: method, path, status, tokens, time"

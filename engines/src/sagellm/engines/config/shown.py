@@ -1,4 +1,4 @@
-"""How a value that someone gave is quoted in a message."""
+"""How a given value is quoted in an error message."""
 
 from __future__ import annotations
 
@@ -7,5 +7,7 @@ _MAX_CHARACTERS = 200
 
 def shown(value: object) -> str:
     """Return the value's repr, cut after 200 characters."""
+    if isinstance(value, int) and value.bit_length() > 128:  # repr fails for very long ones
+        return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sagellm.core import ConfigError, nearest
+from sagellm.engines.config.bounded_yaml import MAX_BYTES, YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
 from sagellm.engines.config.shown import shown
 from sagellm.engines.config.text import parse_text
-from sagellm.engines.config.yaml_text import MAX_BYTES, YAMLSyntaxError, parse_yaml
 
 PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
 """Variables that the plugin registry reads; they are not settings, though one begins like a section."""
 API_KEY_VARIABLE = "SAGELLM_API_KEY"
-"""Another name of `SAGELLM_SERVER__API_KEYS`, which is stronger; the text is keys, not YAML."""
+"""Short for `SAGELLM_SERVER__API_KEYS`, which overrides it; its text is never parsed as YAML."""
 DIRECTORY_FILE = "sagellm.yaml"
 
 

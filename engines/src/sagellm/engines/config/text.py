@@ -7,9 +7,9 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from sagellm.core import ConfigError
+from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.explain import kind_of, with_flat_name
 from sagellm.engines.config.schema import SECTIONS
-from sagellm.engines.config.yaml_text import YAMLSyntaxError, parse_yaml
 
 _BOOLEANS = {
     "true": True,
@@ -34,7 +34,7 @@ def parse_text(key: str, text: str) -> Any:
     """Turn text into the type of a setting: names stay text, lists and mappings are YAML.
 
     Text that does not fit is returned as it is, so that the schema refuses it in its own words. Raises
-    ConfigError for YAML that exceeds a limit (`yaml_text`).
+    ConfigError for YAML that exceeds a limit (`bounded_yaml`).
     """
     kind, optional = kind_of(field_of(key))
     if optional and text.strip().lower() in _NULLS:

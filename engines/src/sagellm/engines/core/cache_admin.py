@@ -109,8 +109,8 @@ class CacheAdmin:
     def _find(self, **given: Any) -> tuple[TokenIdsLike, Namespace]:
         if given.get("namespace") is not None:
             given["namespace"] = named = Namespace(*given["namespace"])
-            if not all(isinstance(part, str) for part in named):  # a key of the cache from here on
-                raise InvalidInputError(f"namespace is {named!r}; it must be texts")
+            if not all(isinstance(part, str) for part in named):  # it becomes a key of the cache
+                raise InvalidInputError(f"namespace is {named!r}; its parts must be strings")
         prefix = Prefix(**given)
         tokens, namespace = prefix.token_ids, prefix.namespace
         if tokens is None:

@@ -31,7 +31,7 @@ from sagellm.core import (
     TraceWriter,
     get_logger,
 )
-from sagellm.engines.attention.heartbeat import Heartbeat
+from sagellm.engines.attention.progress import ProgressHook
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_saves import KVSaves
 from sagellm.engines.core.model_runner import ModelRunner
@@ -73,7 +73,7 @@ class CoreParts:
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext  # forward pass and sampling
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    progress: ProgressHook = field(default_factory=ProgressHook)
 
 
 class EngineCore(EngineProtocol):
@@ -214,7 +214,7 @@ class EngineCore(EngineProtocol):
 
     def report_progress(self, beat: Callable[[], None]) -> None:
         """Have each layer of a forward pass call `beat`."""
-        self.parts.heartbeat.beat = beat
+        self.parts.progress.beat = beat
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Have a module's metrics in the snapshot, under its kind."""

@@ -1,4 +1,4 @@
-"""Copies cached blocks to a tier and back, some at a time."""
+"""Copies cached blocks to a tier and back, in parts."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from sagellm.engines.core.kv_cache_manager import KVCacheManager
 from sagellm.engines.core.kv_memory import KVMemory
 
 _PART_BYTES, _PART_BLOCKS = 4 << 20, 32
-"""Of KV that is copied between two steps, a block at least: about a millisecond."""
+"""KV copied between two steps, at least one block: about 1 ms."""
 
 HEADERS_AT_ONCE = 128
-"""Headers that are made or compared between two steps: about a millisecond."""
+"""Headers made or compared between two steps: about 1 ms."""
 
 _LOADING = SequenceId("cache load")
 
 
 class NamedRun(NamedTuple):
-    """Blocks one behind the other: all tokens from the prompt's first to their last, and their headers."""
+    """Consecutive blocks: the tokens from the prompt's first to their last, and their headers."""
 
     path: TokenIds
     headers: list[BlockHeader]
 
 
 def named_runs(runs: Seq[CachedRun], chosen: Seq[int], identity: KVIdentity) -> Iterator[NamedRun | None]:
-    """Yield chosen cached runs by name, and None now and then.
+    """Yield the chosen cached runs with their headers, and None after each `HEADERS_AT_ONCE`.
 
-    What comes before a run must be chosen, too.
+    The parents of a chosen run must be chosen too.
     """
     hashes: dict[int | None, bytes] = {None: ROOT_HASH}
     for number in chosen:
@@ -59,9 +59,9 @@ def named_runs(runs: Seq[CachedRun], chosen: Seq[int], identity: KVIdentity) -> 
 
 
 def joined_runs(headers: Seq[BlockHeader]) -> Iterator[NamedRun | None]:
-    """Yield what a tier has stored as runs, and None now and then; what comes before one is stored before it.
+    """Yield the runs that a tier's headers form, and None after each `HEADERS_AT_ONCE`; parents come first.
 
-    O(all tokens of the runs).
+    O(tokens of all runs' paths).
     """
     parents: set[bytes] = set()
     before: BlockHeader | None = None
@@ -84,10 +84,10 @@ def joined_runs(headers: Seq[BlockHeader]) -> Iterator[NamedRun | None]:
 
 
 class Copy(NamedTuple):
-    """Blocks on their way between buffers and a tier."""
+    """Blocks of a part that are being copied between buffers and a tier."""
 
     part: NamedRun
-    headers: Seq[BlockHeader]  # of those that move, from the part
+    headers: Seq[BlockHeader]  # of the blocks that are copied
     buffers: Seq[memoryview]
     ticket: Ticket
 
@@ -98,14 +98,14 @@ class Copy(NamedTuple):
 
 
 class KVCopier:
-    """Between the prefix cache of an engine and a tier. Every call takes about a millisecond."""
+    """Copies between an engine's prefix cache and a tier; every call takes about 1 ms."""
 
     def __init__(self, kv: KVCacheManager, memory: KVMemory) -> None:
         self._kv, self._memory = kv, memory
         self._block_size, self._block_bytes = memory.layout.block_size, memory.layout.block_bytes
 
     def parts(self, run: NamedRun) -> Iterator[NamedRun]:
-        """Cut a run into what may be copied between two steps."""
+        """Split a run into parts that can be copied between two steps."""
         num_blocks = min(_PART_BLOCKS, max(1, _PART_BYTES // self._block_bytes))
         first = self._first(run)
         for start in range(0, len(run.headers), num_blocks):
@@ -113,7 +113,7 @@ class KVCopier:
             yield NamedRun(run.path[: (first + start + len(headers)) * self._block_size], headers)
 
     def begin_save(self, tier: KVTierProtocol, part: NamedRun) -> Copy:
-        """Copy those blocks of a part that are still cached, and have a tier store them."""
+        """Start to store those blocks of a part that are still cached."""
         match = self._kv.cache.match_prefix(part.path, part.headers[0].namespace)
         block_ids = match.block_ids[self._first(part) :]
         buffers = self._buffers(len(block_ids))
@@ -123,23 +123,22 @@ class KVCopier:
         return Copy(part, headers, buffers, tier.submit(requests))
 
     def begin_load(self, tier: KVTierProtocol, part: NamedRun) -> Copy:
-        """Ask a tier for those blocks of a part that are not cached."""
+        """Start to read those blocks of a part that are not cached yet."""
         headers = part.headers[self._num_known(part) :]
         buffers = self._buffers(len(headers))
         requests = [TierRequest("get", header, data) for header, data in zip(headers, buffers, strict=True)]
         return Copy(part, headers, buffers, tier.submit(requests))
 
     def end_load(self, copy: Copy, outcomes: Seq[TierOutcome]) -> int:
-        """Cache what has come of a part, and return how many of its blocks are cached then.
+        """Cache the blocks that were read, and return how many of the part's blocks are cached then.
 
-        Fewer than asked for where the blocks before them are not cached, where no block is free, and behind
-        one that the tier has not got whole.
+        Blocks are left out if their parents are not cached, no block is free, or one before them failed.
         """
         part, cache, namespace = copy.part, self._kv.cache, copy.part.headers[0].namespace
         num_good = next((n for n, each in enumerate(outcomes) if each != "done"), len(outcomes))
         num_cached = len(cache.match_prefix(part.path, namespace).block_ids)
         skipped = num_cached - self._first(part) - (len(part.headers) - len(copy.headers))
-        if 0 <= skipped < num_good:  # else there is a gap, or others have cached it meanwhile
+        if 0 <= skipped < num_good:  # else there is a gap, or requests have cached them meanwhile
             with ExitStack() as giving_back:
                 block_ids = self._kv.take_free(num_good - skipped, _LOADING)
                 giving_back.callback(self._kv.give_back, block_ids)
@@ -175,7 +174,7 @@ def _path_of(runs: Seq[CachedRun], number: int) -> TokenIds:
 def _finished(
     run: list[BlockHeader], paths: dict[bytes, TokenIds], parents: set[bytes]
 ) -> Iterator[NamedRun]:
-    """Yield a run if what comes before it is known, and note where others go on."""
+    """Yield a run if its parent's path is known, and note the paths of other runs' parents."""
     path = paths.get(run[0].parent_hash) if run else None
     if path is None:
         return

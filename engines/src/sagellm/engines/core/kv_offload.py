@@ -53,11 +53,11 @@ class OffloadMetrics:
     """What went down and came back; the tiers' own counts."""
 
     num_kept_blocks: int = 0
-    num_not_kept_blocks: int = 0  # evicted while too many were on their way, or there was no memory
+    num_not_kept_blocks: int = 0  # evicted while too many were in transit, or without memory for buffers
     num_fetches: int = 0
     num_fetched_blocks: int = 0
     num_computed_instead: int = 0  # blocks that were stored, and computing them was cheaper
-    num_lost_blocks: int = 0  # that a tier was said to have, and a fetch did not get or had no memory for
+    num_lost_blocks: int = 0  # that a tier had in its index, but a fetch did not get
     prefill_tokens_a_second: float = 0.0
     tiers: KVTierMetrics = field(default_factory=KVTierMetrics)
 
@@ -220,7 +220,7 @@ class KVOffload:
             self._go_on(fetch)
 
     def _give_up(self, fetch: Fetch) -> None:
-        """End a fetch; what has not come is computed."""
+        """End a fetch; the blocks that did not arrive are computed."""
         self._metrics.num_lost_blocks += len(fetch.headers) - fetch.num_done
         fetch.is_over = True
 
@@ -229,13 +229,13 @@ class KVOffload:
         del self._buffers[2 * self._chunk :]
 
     def _take_buffers(self, number: int) -> list[memoryview] | None:
-        """Return buffers of a block each, or None where the host has no memory for them."""
+        """Return buffers of one block each, or None if the host has no memory for them."""
         taken: list[memoryview] = []
         try:
             for _ in range(number):
                 taken.append(self._take_buffer())
         except MemoryError:
-            _log.warning("no memory for %d KV blocks on their way to or from a tier", number)
+            _log.warning("no memory for buffers of %d KV blocks to or from a tier", number)
             self._give_back(taken)
             return None
         return taken

@@ -1,4 +1,4 @@
-"""Saves what the prefix cache holds to a file, and loads it into another engine of the same model."""
+"""Saves the prefix cache to a file, and loads it into an engine of the same model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.save_folder import SaveFolder
 
 _RECORD_BYTES = 1 << 14
-"""More than a block's head and the rest of its last page take in a file."""
+"""Upper bound of a block's head and the padding after its data in a file."""
 
-_UNDER_WAY_BYTES = 16 << 20
-"""Of KV in buffers, on its way to or from a file."""
+_MAX_BUFFERED_BYTES = 16 << 20
+"""KV in buffers that is being written or read."""
 
-_GIVEN_UP_AFTER_NS = 10_000_000_000
+_ABANDONED_AFTER_NS = 10_000_000_000
 
 _T = TypeVar("_T")
 _Job: TypeAlias = Generator[None, None, None]
@@ -39,10 +39,10 @@ SavePhase: TypeAlias = Literal["reading the model", "copying", "writing", "done"
 
 @dataclass(kw_only=True)
 class SaveProgress:
-    """How far a save or load is. What was left out is gone meanwhile, damaged, or found no room."""
+    """Progress of a save or load; blocks left out were evicted meanwhile, are damaged or found no room."""
 
     name: str
-    number: int = 0  # of all that this engine began
+    number: int = 0  # counts this engine's saves and loads
     phase: SavePhase = "reading the model"
     num_blocks: int = 0
     num_done: int = 0
@@ -53,11 +53,11 @@ class SaveProgress:
 
 
 class KVSaves:
-    """One save or load at a time, about a millisecond of it between two steps, so that requests go on.
+    """Runs one save or load at a time, about 1 ms of it between two steps, so that requests continue.
 
-    Files are opened, searched, read and written on other threads. A save is the file of a tier: every block
-    with its header, both sealed by the key of `kv.store_key`. It gets its name when it is
-    whole. What is loaded goes to free blocks, evicts nothing, and is cached as if it had been computed.
+    Files are opened, searched, read and written on other threads. A save is a tier's file: blocks with their
+    headers, sealed with the key of `kv.store_key`. It gets its name when it is complete. Loaded blocks go to
+    free blocks, evict nothing, and are cached as if computed.
     """
 
     def __init__(
@@ -88,36 +88,34 @@ class KVSaves:
         Raises InvalidInputError for a name that does not exist, or that is being saved or loaded.
         """
         if self._is_under_way and self._progress.name == name:
-            raise InvalidInputError(
-                f"{name!r} is being saved or loaded at this moment; wait until that is done"
-            )
+            raise InvalidInputError(f"{name!r} is being saved or loaded; wait until that is done")
         return {"name": name, "num_bytes": self._folder.remove(name)}
 
     def save(self, name: str, tenant: str | None = None) -> SaveProgress:
-        """Begin to save what is cached, of one tenant or of all; `go_on` until it is done.
+        """Start to save the cached blocks of one tenant or of all; call `go_on` until it is done.
 
-        Raises InvalidInputError for what is not a name, and while another one goes on; one with which nobody
-        went on for 10 s is given up.
+        Raises InvalidInputError for an invalid name, and while another save or load runs; one without a
+        `go_on` for 10 s is abandoned.
         """
         self._folder.check_name(name)
         return self._begin(name, lambda progress: self._saving(progress, tenant))
 
     def load(self, name: str, tenant: str | None = None) -> SaveProgress:
-        """Begin to load a save; `go_on` until it is done.
+        """Start to load a save; call `go_on` until it is done.
 
-        Raises InvalidInputError for a name that is not there, and while another one goes on.
+        Raises InvalidInputError for an unknown name, and while another save or load runs.
         """
         self._folder.find(name)
         return self._begin(name, lambda progress: self._loading(progress, tenant))
 
     def go_on(self, number: int | None = None) -> SaveProgress:
-        """Do the next part, of what has this number if one is given.
+        """Run the next part of the current save or load, which must have this number if one is given.
 
-        Raises InvalidInputError if nothing is under way, nothing is cached, there is no room, or a save is of
+        Raises InvalidInputError if none is running, nothing is cached, there is no room, or a save is of
         another model, dtype, layout or tenant; EngineError if the device is full or fails.
         """
         if self._job is None or number not in (None, self._progress.number):
-            raise InvalidInputError("no save or load is under way; another one may have taken its place")
+            raise InvalidInputError("no save or load is running; another one may have replaced it")
         self._went_on_ns = self._clock.now_ns()
         try:
             next(self._job)
@@ -130,7 +128,7 @@ class KVSaves:
         return self._progress
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abandon a running save or load."""
         if self._job is not None:
             self._job.close()
             self._job = None
@@ -138,12 +136,12 @@ class KVSaves:
     @property
     def _is_under_way(self) -> bool:
         """Whether a save or load is still being advanced."""
-        return self._job is not None and self._clock.now_ns() - self._went_on_ns < _GIVEN_UP_AFTER_NS
+        return self._job is not None and self._clock.now_ns() - self._went_on_ns < _ABANDONED_AFTER_NS
 
     def _begin(self, name: str, job: Callable[[SaveProgress], _Job]) -> SaveProgress:
         if self._is_under_way:
             raise InvalidInputError(
-                f"{self._progress.name!r} is being saved or loaded at this moment; wait until that is done"
+                f"{self._progress.name!r} is being saved or loaded; wait until that is done"
             )
         self.close()
         self._went_on_ns = self._clock.now_ns()
@@ -180,15 +178,15 @@ class KVSaves:
     def _ended_save(self, progress: SaveProgress, copy: Copy, outcomes: Seq[TierOutcome]) -> None:
         if any(outcome != "done" for outcome in outcomes):
             raise EngineError(
-                "blocks could not be written: the device is full, or fails; "
-                f"nothing of the save {progress.name!r} is kept"
+                f"the save {progress.name!r} is not kept: its blocks could not be written; the device is "
+                "full or fails"
             )
         progress.num_done += len(copy.part.headers)
         progress.num_left_out += len(copy.part.headers) - len(copy.headers)
 
     def _loading(self, progress: SaveProgress, tenant: str | None) -> _Job:
         identity = yield from self._identify()
-        # The file ends with the last record, which had whole pages to itself.
+        # The file ends with the last record, without the padding that its pages had.
         num_bytes = (self._folder.size(progress.name) or 0) + _RECORD_BYTES
         tier = yield from _in_background(lambda: self._open_tier(num_bytes, progress.name))
         with closing(tier):
@@ -216,7 +214,7 @@ class KVSaves:
         progress.num_corrupt += list(outcomes).count("corrupt")
 
     def _identify(self) -> Generator[None, None, KVIdentity]:
-        """Read the model, once, for what tells its KV from another's."""
+        """Return what identifies this model's KV; reads the model's weights the first time."""
         if not self._identity.model_fingerprint:
             fingerprint = yield from _in_background(self._fingerprint)
             self._identity = self._identity._replace(model_fingerprint=fingerprint)
@@ -224,7 +222,7 @@ class KVSaves:
 
 
 def _in_background(work: Callable[[], _T]) -> Generator[None, None, _T]:
-    """Do work in a thread of its own while others run; waits for it if it is given up."""
+    """Run work on its own thread, yielding until it is done; if abandoned, wait for it."""
     with ThreadPoolExecutor(1, thread_name_prefix="kv-saves") as worker:
         future: Future[_T] = worker.submit(work)
         while not future.done():
@@ -233,7 +231,7 @@ def _in_background(work: Callable[[], _T]) -> Generator[None, None, _T]:
 
 
 class _Copies:
-    """Parts on their way to or from a tier, so many bytes at a time; they end in their order, one a step."""
+    """Parts being copied to or from a tier, bounded in bytes; they end in order, one per step."""
 
     def __init__(
         self,
@@ -245,14 +243,14 @@ class _Copies:
         self._outcomes: dict[Ticket, Seq[TierOutcome]] = {}
 
     def add(self, progress: SaveProgress, copy: Copy) -> _Job:
-        """Have one more; go on when there is room for the next one."""
+        """Add a part and yield until there is room for another."""
         self._under_way.append(copy)
         yield
-        while sum(each.num_bytes for each in self._under_way) > _UNDER_WAY_BYTES:
+        while sum(each.num_bytes for each in self._under_way) > _MAX_BUFFERED_BYTES:
             yield from self._end_first(progress)
 
     def finish(self, progress: SaveProgress) -> _Job:
-        """Go on until all have ended."""
+        """Yield until all have ended."""
         while self._under_way:
             yield from self._end_first(progress)
 
@@ -265,21 +263,21 @@ class _Copies:
 
 
 def _no_block(name: str, tier: KVTierProtocol) -> str:
-    """Say why nothing of a save can be read."""
+    """Return the error for a save without a readable block."""
     if num_foreign := tier.metrics().num_foreign:
         return (
             f"the save {name!r} is sealed with another key, or of an older version ({num_foreign} records); "
-            "name the key that it was saved with in kv.store_key, or save it again"
+            "set kv.store_key to the key that it was saved with, or save again"
         )
-    return f"the save {name!r} has no block that can be read"
+    return f"the save {name!r} has no readable block"
 
 
 def _require_same(
     name: str, headers: Seq[BlockHeader], identity: KVIdentity, tenant: str | None
 ) -> Generator[None, None, set[str]]:
-    """Return the tenants of a save, some headers a step.
+    """Return the tenants of a save, checking some headers per step.
 
-    Raises InvalidInputError if any block of it is not this engine's, or not the tenant's.
+    Raises InvalidInputError if a block does not fit this engine, or is not the tenant's.
     """
     wanted = {"dtype": identity.dtype, "layout": identity.layout, "model": identity.model_fingerprint}
     if tenant is not None:
@@ -295,8 +293,8 @@ def _require_same(
         for what, value in wanted.items():
             if found[what] != value:
                 raise InvalidInputError(
-                    f"the save {name!r} is of another {what}: {found[what]!r}, and {value!r} is wanted; "
-                    "nothing of it is loaded"
+                    f"the save {name!r} is of another {what}: {found[what]!r} instead of {value!r}; "
+                    "nothing is loaded"
                 )
         tenants.add(found["tenant"])
         if number % HEADERS_AT_ONCE == 0:

@@ -22,7 +22,7 @@ _JOINING = "tiered"
 """The provider that makes one tier of several."""
 
 _FROM_ENGINE = ("runtime", "store_key")
-"""What factories take that is not an option."""
+"""Parameters of factories that the engine passes, so they are not options."""
 
 
 class TierPlan(NamedTuple):
@@ -120,7 +120,7 @@ def _check_options(factory: Callable[..., Any], key: str, options: Mapping[str, 
 
 
 def _store_key(modules: Modules) -> StoreKey | None:
-    """Read the key that is configured; None where each tier takes its own default."""
+    """Read the configured key; None lets each tier use its default."""
     source = modules.config.kv.store_key
     return None if source is None else StoreKey.named(source)
 

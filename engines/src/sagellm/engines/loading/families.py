@@ -35,8 +35,7 @@ def installed_families(registry: PluginRegistry) -> list[ModelFamilyProtocol]:
     for entry in registry.providers("model_family"):
         try:
             factory = cast(type[ModelFamilyProtocol], registry.resolve("model_family", entry.qualified_name))
-            label = f"model_family {entry.provider.name!r} of {entry.distribution} {entry.version}"
-            families.append(call_plugin(label, "its factory", factory))
+            families.append(call_plugin(entry.label, "its factory", factory))
         except PluginError as error:
             logger.warning("a model family is left out: %s", error)
     return families

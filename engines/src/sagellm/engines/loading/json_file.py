@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import CheckpointError, ConfigError
-from sagellm.engines.config.json_text import parse_json
+from sagellm.engines.config.bounded_json import parse_json
 
 CONFIG_BYTES = 4 << 20  # the largest real ones have a few hundred KiB
 INDEX_BYTES = 32 << 20  # of experts by the ten thousand
@@ -18,8 +18,7 @@ _SPECIAL_FLOATS = {name: float(name) for name in ("Infinity", "-Infinity", "NaN"
 def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """Return the object in a file.
 
-    Raises CheckpointError if it is unreadable, too long, exceeds a limit of `parse_json`, or holds something
-    else.
+    Raises CheckpointError if it cannot be read, is too long or exceeds a limit of `parse_json`.
     """
     try:
         check_file(path)
@@ -29,7 +28,7 @@ def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if len(text) > max_bytes:
         raise CheckpointError(
-            f"{path} is too long; such a file of a checkpoint has at most {max_bytes} bytes"
+            f"{path} is longer than {max_bytes} bytes, which no such file of a real checkpoint is"
         )
     try:
         content = parse_json(text, object_hook=_decode_special_float)
@@ -53,7 +52,7 @@ def check_file(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_file():
-        raise CheckpointError(f"{path} cannot be read: it is no plain file")
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file")
     with open(path, "rb") as file:
         start = file.read(len(_LFS_POINTER))
     if start == _LFS_POINTER:

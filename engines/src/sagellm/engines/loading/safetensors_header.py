@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, ConfigError
-from sagellm.engines.config.json_text import parse_json
+from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.loading.json_file import check_file
 
 ITEM_BYTES = {

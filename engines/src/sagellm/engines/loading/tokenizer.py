@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, get_logger
 from sagellm.engines.loading.json_file import check_file, read_optional_json
-from sagellm.engines.loading.tokenizer_folder import remember_real_paths, tokenizer_folder
+from sagellm.engines.loading.tokenizer_folder import restore_paths, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         except Exception as error:  # damaged files surface as errors of many libraries
             reason = _reason(path, error).replace(str(folder), str(path))
             raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
-    remember_real_paths(tokenizer, folder, path)
+    restore_paths(tokenizer, folder, path)
     # Without a file of its own, transformers makes one that knows its special tokens and drops all text.
     if len(tokenizer) <= len({*_added_tokens(tokenizer), *tokenizer.all_special_ids}):
         raise CheckpointError(
@@ -83,7 +83,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: P
 
 
 def _check_lengths(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Raise CheckpointError if the text of a token could be so long that others wait for its decoding."""
+    """Raise CheckpointError if decoding one token could take so long that it delays other requests."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > _MAX_TOKEN_CHARACTERS:
         raise CheckpointError(
@@ -100,7 +100,7 @@ def _check_lengths(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 
 
 def _growth(decoder: Mapping[str, Any]) -> int:
-    """Return how many characters the steps of a decoder can make of one."""
+    """Return how many characters a decoder can make of one, at most."""
     steps = [_growth(step) for step in decoder.get("decoders", ())]
     is_pattern = "Regex" in decoder.get("pattern", ())  # may match between characters too
     return prod(steps, start=max(1, len(decoder.get("content", "")) + is_pattern))

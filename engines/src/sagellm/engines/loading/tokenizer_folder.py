@@ -1,9 +1,8 @@
-"""A copy of a checkpoint's tokenizer for transformers to read, in which its configuration chooses nothing.
+"""A temporary folder with a checkpoint's tokenizer for transformers, with only harmless configuration keys.
 
-transformers reads a tokenizer's folder by itself: `tokenizer_config.json` and `special_tokens_map.json`
-become arguments of a class, `tokenizer_class` may name any class of transformers, and the model's whole
-`config.json` is read as well. Here it finds the vocabularies, and of the configuration the keys that say how
-text becomes tokens.
+Given the original folder, transformers turns `tokenizer_config.json` and `special_tokens_map.json` into
+arguments of a class, accepts any of its classes as `tokenizer_class`, and reads the model's `config.json` as
+well. This folder has the vocabularies, and the keys that determine how text becomes tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPLATES = "additional_chat_templates"
-_NO_TOKENIZER = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".py", ".msgpack", ".h5", ".onnx"}
+_OTHER_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".py", ".msgpack", ".h5", ".onnx"}
 
-_OF_TOKENS = frozenset({"additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"})
-_OF_TOKENIZER = _OF_TOKENS | {
+_TOKEN_LIST_KEYS = frozenset(
+    {"additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"}
+)
+_TOKENIZER_KEYS = _TOKEN_LIST_KEYS | {
     *("tokenizer_class", "backend", "legacy", "legacy_behaviour", "errors", "verbose", "fix_mistral_regex"),
     *("add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "split_special_tokens"),
     *("chat_template", "grounded_generation_template", "tool_use_template", "use_default_system_prompt"),
@@ -48,29 +49,29 @@ _OF_TOKENIZER = _OF_TOKENS | {
     *("do_word_tokenize", "do_subword_tokenize", "word_tokenizer_type", "subword_tokenizer_type"),
     *("src_lang", "tgt_lang", "language_codes", "num_madeup_words"),
 }
-"""What reaches a tokenizer's class beside its special tokens: no file names, no options of others."""
-_OF_MODEL = frozenset(
+"""Keys of tokenizer_config.json that are kept, beside `..._token`: none names files or code."""
+_MODEL_KEYS = frozenset(
     {"model_type", "tokenizer_class", "model_name", "_name_or_path", "transformers_version"}
 )
-"""What of config.json chooses the tokenizer's class; all are strings."""
+"""Keys of config.json that select the tokenizer's class; all are strings."""
 
 
 @contextmanager
 def tokenizer_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder with links to the vocabularies in `path` and a configuration made anew.
+    """Yield a temporary folder with links to the vocabularies in `path` and a filtered configuration.
 
     Raises CheckpointError for a file that cannot be read, and for a class that is not a tokenizer.
     """
     kept: dict[str, Callable[[str, Any], bool]] = {
-        "config.json": lambda key, value: key in _OF_MODEL and isinstance(value, str),
-        "tokenizer_config.json": lambda key, _: key in _OF_TOKENIZER or key.endswith("_token"),
-        "special_tokens_map.json": lambda key, _: key in _OF_TOKENS or key.endswith("_token"),
+        "config.json": lambda key, value: key in _MODEL_KEYS and isinstance(value, str),
+        "tokenizer_config.json": lambda key, _: key in _TOKENIZER_KEYS or key.endswith("_token"),
+        "special_tokens_map.json": lambda key, _: key in _TOKEN_LIST_KEYS or key.endswith("_token"),
     }
     with TemporaryDirectory(prefix="sagellm-tokenizer-") as made:
         folder = Path(made)
         for file in path.iterdir():
             if file.name == _TEMPLATES or (
-                file.is_file() and _is_of_tokenizer(file) and file.name not in kept
+                file.is_file() and _may_be_tokenizer_file(file) and file.name not in kept
             ):
                 (folder / file.name).symlink_to(file.absolute())
         for name, is_kept in kept.items():
@@ -81,15 +82,15 @@ def tokenizer_folder(path: Path) -> Iterator[Path]:
         yield folder
 
 
-def remember_real_paths(tokenizer: PreTrainedTokenizerBase, folder: Path, path: Path) -> None:
-    """Have a tokenizer, which may remember its files, name them where they really are."""
+def restore_paths(tokenizer: PreTrainedTokenizerBase, folder: Path, path: Path) -> None:
+    """Replace paths in the temporary folder that a tokenizer has stored by the original ones."""
     for name, value in list(vars(tokenizer).items()):
         if isinstance(value, str) and value.startswith(str(folder)):
             setattr(tokenizer, name, value.replace(str(folder), str(path), 1))
 
 
-def _is_of_tokenizer(file: Path) -> bool:
-    return file.suffix not in _NO_TOKENIZER and not file.name.endswith(".safetensors.index.json")
+def _may_be_tokenizer_file(file: Path) -> bool:
+    return file.suffix not in _OTHER_SUFFIXES and not file.name.endswith(".safetensors.index.json")
 
 
 def _check_class(file: Path, values: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ _DTYPES = {
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _STAGING_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20  # small enough to be checked while it is in a core's own cache
-# Integers of the same width, and the smallest one that is not the bits of a finite positive number.
+# The integer type of the same width, and the bits of infinity.
 _BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
@@ -41,8 +41,8 @@ class WeightReader:
     """Reads one tensor at a time; floating-point ones come in the wanted dtype.
 
     Peak memory is the tensor itself, plus 16 MiB where its type or device changes. Calls may come
-    from several threads. `on_read` is told the bytes of each tensor. Every value is checked to be finite,
-    as one that is not makes all text senseless; a core reads them at about 12 GB/s for it.
+    from several threads. `on_read` is called with the bytes of each tensor. All values must be finite, which
+    a core checks at about 12 GB/s: one NaN makes all output meaningless.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WeightReader:
 
 
 class _NotFiniteError(Exception):
-    """A value is NaN or infinite, or becomes so in the type that is wanted."""
+    """A value is NaN or infinite, or becomes so in the target dtype."""
 
 
 def _fill_checked(descriptor: int, tensor: torch.Tensor, stored: StoredTensor) -> None:
@@ -102,8 +102,10 @@ def _fill_checked(descriptor: int, tensor: torch.Tensor, stored: StoredTensor) -
 
 
 def _check_finite(values: torch.Tensor, stored: torch.Tensor) -> None:
-    """Check values, which were made from stored ones."""
-    widened = values.itemsize > stored.itemsize  # a wider type holds all values of a narrower one
+    """Check values that were converted from stored ones. Raises _NotFiniteError."""
+    widened = (
+        values.itemsize > stored.itemsize
+    )  # a wider dtype holds every stored value, so checking those suffices
     if _are_finite(stored if widened else values):
         return
     if not widened and _are_finite(stored):
@@ -112,10 +114,10 @@ def _check_finite(values: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def _are_finite(values: torch.Tensor) -> bool:
-    """Say whether no value is NaN or infinite. Reads bits twice, as integers: a sum could overflow.
+    """Say whether all values are finite, by two maxima over their bits as integers; a sum could overflow.
 
-    The exponent of a value that is not finite has all bits set. Without regard to the sign bit no finite
-    value has larger bits, so the largest of the signed and of the unsigned integers tell.
+    NaN and infinity have all exponent bits set, so apart from the sign bit their bits are larger than those
+    of any finite value: the signed maximum finds positive ones, the unsigned maximum negative ones.
     """
     if values.dtype not in _BITS:
         return True

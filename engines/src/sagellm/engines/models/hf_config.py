@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
-from sagellm.engines.models.hf_keys import known_entries
+from sagellm.engines.models.hf_allowlist import allowed_entries
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -55,7 +55,7 @@ def read_hf_config(config: HFConfig) -> Any:
     """Make transformers' configuration object, which fills in defaults and unifies spellings.
 
     Both `rope_parameters` and the older `rope_theta` with `rope_scaling` become `rope_parameters`. Only
-    entries that its class knows reach it (`hf_keys`). Raises UnsupportedModelError for a model type that
+    entries on the allow-list reach it (`hf_allowlist`). Raises UnsupportedModelError for a model type that
     transformers does not have, CheckpointError for values that its class refuses.
     """
     from transformers import CONFIG_MAPPING
@@ -83,7 +83,7 @@ def read_hf_config(config: HFConfig) -> Any:
     _check_sizes(config.get)  # transformers divides by some of them
     try:
         config_class = CONFIG_MAPPING[model_type]
-        hf = config_class.from_dict(known_entries(config, config_class))
+        hf = config_class.from_dict(allowed_entries(config, config_class))
     except Exception as error:  # validation errors of many types, none of them ours to tell apart
         raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from error
     text = hf.get_text_config()

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from sagellm.core.errors import InvalidRequestError
+from sagellm.engines.config.shown import shown
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -137,12 +138,3 @@ def _items(name: str, values: Any, most: int) -> tuple[Any, ...]:
     if len(values) > most:
         raise InvalidRequestError(f"{name} has {len(values)} entries; there may be at most {most}")
     return tuple(values)
-
-
-def shown(value: object) -> str:
-    """Return a value as it can be shown in a message: short, whatever it is."""
-    # Longer integers cannot even be printed (sys.set_int_max_str_digits).
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 64 else f"{text[:60]}…"

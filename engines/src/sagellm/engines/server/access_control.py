@@ -83,7 +83,7 @@ class AccessControl:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            _check_guest(scope)
+            _check_connection(scope)
             is_foreign = self._check_origin(scope)
             if is_foreign and _is_preflight(scope):
                 wanted = _values(scope, b"access-control-request-headers")
@@ -143,8 +143,8 @@ class AccessControl:
         return namespace
 
 
-def _check_guest(scope: Scope) -> None:
-    """Refuse all but a probe on a connection beyond the limits."""
+def _check_connection(scope: Scope) -> None:
+    """Refuse everything but a probe on a connection above the limits."""
     refusal: APIError | None = scope["state"].get("refusal")
     if refusal is not None and scope["path"] not in OPEN_PATHS:
         raise refusal

@@ -14,12 +14,12 @@ from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.server.access import AccessLog
 from sagellm.engines.server.access_control import AccessControl, Keys, is_loopback
 from sagellm.engines.server.admission import Admission
+from sagellm.engines.server.api_key_file import with_key_file
 from sagellm.engines.server.body import BodyGate
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.front import EngineFront
 from sagellm.engines.server.generation import Chats, Completions
 from sagellm.engines.server.health import EngineProbe
-from sagellm.engines.server.key_file import with_key_file
 from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.origins import Origins
 from sagellm.engines.server.prompts import PromptEncoder
@@ -39,7 +39,7 @@ def check_access(settings: ServerConfig) -> None:
     """Raise ConfigError for an open address without a key."""
     if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
         raise ConfigError(
-            f"server.host is {settings.host!r}, which others reach, and server.api_keys is empty; "
+            f"server.host is {settings.host!r}, which others can reach, and server.api_keys is empty; "
             f"set a key with SAGELLM_API_KEY or server.api_key_file, or listen on 127.0.0.1"
         )
 
@@ -49,12 +49,12 @@ def create_app(
     settings: ServerConfig,
     *,
     max_num_seqs: int = 256,
-    texts: TextRunner | None = None,
+    text_runner: TextRunner | None = None,
 ) -> FastAPI:
     """Build the application around an engine that is loaded.
 
-    `texts` runs the model's template and tokenizer; None runs them in this process, with no limit on their
-    time. `max_num_seqs` is the engine's; with `settings.max_queued_requests` it bounds what is taken on.
+    `text_runner` runs the model's template and tokenizer; None runs them in this process, without a time
+    limit. `max_num_seqs` plus `settings.max_queued_requests` bounds the live requests.
     `app.state.admission` drains. Raises ConfigError for an open address without a key.
     """
     settings = with_key_file(settings, logger.warning)
@@ -66,7 +66,7 @@ def create_app(
         model_names=names,
         admission=Admission(max_num_seqs + settings.max_queued_requests),
         metrics=ServerMetrics(names[0]),
-        encoder=PromptEncoder(front.tokenizer, front.max_model_len, texts=texts),
+        encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
         public_namespaces=settings.public_namespaces,
     )
     app.state.admission, app.state.service = service.admission, service

@@ -17,9 +17,9 @@ MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # each costs a hundred times its bytes to read
 MAX_HELD_BYTES = 256 << 20
-"""Of all bodies that are being read."""
+"""Of all bodies being read."""
 LONG_BODY_BYTES = 64 << 10
-"""What is longer is read on another thread, so that the others' tokens go on."""
+"""Longer bodies are parsed on another thread, so that they do not delay other streams."""
 
 MAX_PARAMETERS = 256
 
@@ -32,14 +32,14 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
 class HeldBody:
-    """A body that has been read, or as much of it as has come, in one buffer. It counts until released."""
+    """The bytes of a body received so far, counted against the gate's total until released."""
 
     def __init__(self, gate: BodyGate) -> None:
         self._gate = gate
         self.data = bytearray()
 
     def append(self, part: bytes) -> None:
-        """Hold more. Raises APIError, 413 for too long a body and 429 for too many."""
+        """Append bytes. Raises APIError: 413 for a body that is too long, 429 for too many bodies."""
         self.data += part
         self._gate.num_held_bytes += len(part)
         if len(self.data) > MAX_BODY_BYTES:
@@ -48,12 +48,12 @@ class HeldBody:
             raise APIError(429, "too many bodies at once; try again later", code="queue_full")
 
     def release(self) -> None:
-        """Hold the body no longer. Idempotent."""
+        """Free the bytes. Idempotent."""
         self._gate.num_held_bytes -= len(self.data)
         self.data = bytearray()
 
     async def check_nesting(self) -> None:
-        """Raise APIError if there are too many lists and objects, within or beside each other."""
+        """Raise APIError for nesting that is too deep, or too many lists, objects or parameters."""
         if len(self.data) > LONG_BODY_BYTES:
             fault = await asyncio.to_thread(nesting_fault, self.data)
         else:
@@ -102,10 +102,10 @@ class BodyGate:
                     if not message.get("more_body", False):
                         return True
         except TimeoutError:
-            told = f"the body did not arrive within {self._timeout_s:g} s"
+            reason = f"the body did not arrive within {self._timeout_s:g} s"
             if loop.time() < end:
-                told = f"nothing more of the body arrived within {self._stall_timeout_s:g} s"
-            raise APIError(408, told, code="body_timeout") from None
+                reason = f"no more of the body arrived within {self._stall_timeout_s:g} s"
+            raise APIError(408, reason, code="body_timeout") from None
 
 
 def _check_headers(scope: Scope) -> None:
@@ -114,7 +114,7 @@ def _check_headers(scope: Scope) -> None:
     if kind != b"application/json":
         raise APIError(415, "send the body as application/json", code="unsupported_media_type")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise APIError(415, "compressed bodies are not read", code="unsupported_media_type")
+        raise APIError(415, "compressed bodies are not supported", code="unsupported_media_type")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
         raise _too_large()
@@ -125,14 +125,14 @@ def _too_large() -> APIError:
 
 
 def nesting_fault(body: bytes | bytearray) -> str | None:
-    """Say what is wrong with the lists and objects of JSON, if anything is. Linear in its length."""
+    """Return why a body's lists and objects are refused, or None. Linear in its length."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH and body.count(b",") < MAX_PARAMETERS:
         return None
     return object_fault(body, "the body")
 
 
 def object_fault(body: bytes | bytearray | memoryview, name: str) -> str | None:
-    """Say what is wrong with the names, lists and objects in a JSON object, if anything is."""
+    """Return why the parameters, lists and objects in a JSON object are refused, or None."""
     depth = num_opened = num_strings = 0
     for found in TO_BRACKET.finditer(body):
         if depth == 1:  # names, and values that are texts

@@ -1,4 +1,4 @@
-"""How many connections are open, and which of them has to go when there are too many."""
+"""Limits the open connections, and chooses which one to close for a new one."""
 
 from __future__ import annotations
 
@@ -14,95 +14,99 @@ from sagellm.engines.server.errors import APIError
 
 logger = get_logger(__name__)
 
-NUM_GUESTS = 16
-"""Connections beyond the limits that are held at a time: probes are answered on them, all else is refused."""
-_NUM_SPARE_FILES = 16
-"""Descriptors that are left for anything but connections."""
+NUM_PROBE_ONLY = 16
+"""Connections above the limits that are kept open at a time; only probes are answered on them."""
+_NUM_SPARE_FILES = 16  # descriptors for anything but connections
+
+_REFUSALS = {
+    429: "there are too many connections from this address; close some, or try again later",
+    503: "there are too many connections; try again later",
+}
 
 
 class Connection(Protocol):
-    """One connection, as those see it who count it."""
+    """A connection, as Connections sees it."""
 
     peer: str | None
 
-    def end(self) -> None:
-        """Close it at once. `Connections.leave` is called when its descriptor is free."""
+    def abort(self) -> None:
+        """Close it at once. It calls `Connections.remove` when its descriptor is free."""
 
 
 class Connections:
-    """The open connections of a server.
+    """The open connections of a server, limited in all and per peer.
 
-    When there are as many as there may be, in all or from one address, the one that has been without a
-    request for longest is closed for a new one. If all have one, the new one is a guest.
+    At a limit, the connection that has been idle (without a request) for longest is closed to admit a new
+    one. If none is idle, the new one is kept for probes only.
     """
 
-    def __init__(self, most: int, most_of_one: int) -> None:
-        self.most = most
-        self.most_of_one = most_of_one
-        self.num_open = 0  # descriptors, also of those that are closing
+    def __init__(self, max_open: int, max_per_peer: int) -> None:
+        self.max_open = max_open
+        self.max_per_peer = max_per_peer
+        self.num_open = 0  # descriptors, including those of closing connections
         self._members: dict[Connection, None] = {}
-        self._guests: dict[Connection, None] = {}
-        self._silent: dict[Connection, None] = {}  # members without a request, longest first
+        self._probe_only: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}  # members without a request, longest first
         self._num_by_peer: Counter[str] = Counter()
 
     @property
     def has_room(self) -> bool:
         """Whether another descriptor may be opened."""
-        return self.num_open < self.most + NUM_GUESTS
+        return self.num_open < self.max_open + NUM_PROBE_ONLY
 
     def make_room(self) -> None:
-        """End a guest or the member that has been silent for longest, unless something ends already."""
-        if self.num_open <= len(self._members) + len(self._guests):
-            one = next(chain(self._guests, self._silent), None)
-            if one is not None:
-                self._end(one)
+        """Abort a probe-only connection or the longest idle member, unless one is closing already."""
+        if self.num_open <= len(self._members) + len(self._probe_only):
+            connection = next(chain(self._probe_only, self._idle), None)
+            if connection is not None:
+                self._abort(connection)
 
-    def enter(self, one: Connection) -> APIError | None:
-        """Take in a connection. Return what a guest is told that is not a probe, None for a member."""
+    def add(self, connection: Connection) -> APIError | None:
+        """Admit a connection; return None, or the answer to all but probes if it is probe-only."""
         limits = (
-            (one.peer is not None and self._num_by_peer[one.peer] >= self.most_of_one, one.peer, 429),
-            (len(self._members) >= self.most, None, 503),
+            (self._num_by_peer[connection.peer or ""] >= self.max_per_peer, connection.peer, 429),
+            (len(self._members) >= self.max_open, None, 503),
         )
         for is_full, peer, status in limits:
             if not is_full:
                 continue
-            longest = next((each for each in self._silent if peer in (None, each.peer)), None)
+            longest = next((each for each in self._idle if peer in (None, each.peer)), None)
             if longest is None:
-                self._guests[one] = None
-                return _refusal(status)
-            self._end(longest)
-        self._members[one] = self._silent[one] = None
-        if one.peer is not None:
-            self._num_by_peer[one.peer] += 1
+                self._probe_only[connection] = None
+                return APIError(status, _REFUSALS[status], code="too_many_connections")
+            self._abort(longest)
+        self._members[connection] = self._idle[connection] = None
+        if connection.peer is not None:
+            self._num_by_peer[connection.peer] += 1
         return None
 
-    def begin(self, one: Connection) -> None:
-        """Take note of a request."""
-        self._silent.pop(one, None)
+    def mark_busy(self, connection: Connection) -> None:
+        """Record that a request has begun."""
+        self._idle.pop(connection, None)
 
-    def rest(self, one: Connection) -> None:
-        """Take note that the last request is answered."""
-        if one in self._members:
-            self._silent[one] = None
+    def mark_idle(self, connection: Connection) -> None:
+        """Record that the last request has been answered."""
+        if connection in self._members:
+            self._idle[connection] = None
 
-    def leave(self, one: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         """Forget a connection. Idempotent."""
-        self._guests.pop(one, None)
-        self._silent.pop(one, None)
-        if one in self._members:
-            del self._members[one]
-            if one.peer is not None:
-                self._num_by_peer[one.peer] -= 1
-                if not self._num_by_peer[one.peer]:
-                    del self._num_by_peer[one.peer]
+        self._probe_only.pop(connection, None)
+        self._idle.pop(connection, None)
+        if connection in self._members:
+            del self._members[connection]
+            if connection.peer is not None:
+                self._num_by_peer[connection.peer] -= 1
+                if not self._num_by_peer[connection.peer]:
+                    del self._num_by_peer[connection.peer]
 
-    def _end(self, one: Connection) -> None:
-        self.leave(one)
-        one.end()
+    def _abort(self, connection: Connection) -> None:
+        self.remove(connection)
+        connection.abort()
 
 
 def peer_of(address: str | None) -> str | None:
-    """Return what counts as one peer: an IPv4 address, or the 64 bits of an IPv6 network."""
+    """Return what counts as one peer: an IPv4 address or an IPv6 /64 network."""
     with suppress(ValueError):
         ip = ip_address(address or "")
         if ip.version == 6:
@@ -110,40 +114,32 @@ def peer_of(address: str | None) -> str | None:
     return address
 
 
-def fit_to_files(most: int) -> int:
-    """Return how many connections this process can hold of `most`.
+def fit_to_files(wanted: int) -> int:
+    """Return how many of the wanted connections the limit on open files allows.
 
-    Its soft limit on open files is raised as far as they need and its hard limit allows.
+    The soft limit is raised as needed, up to the hard limit.
     """
     try:
         import resource
 
         num_open = len(os.listdir("/proc/self/fd"))
     except (ImportError, OSError):  # not Linux
-        return most
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = num_open + NUM_GUESTS + _NUM_SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < others + most:
-        wanted = others + most if hard == resource.RLIM_INFINITY else min(hard, others + most)
+    others = num_open + NUM_PROBE_ONLY + _NUM_SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < others + wanted:
+        target = others + wanted if hard == resource.RLIM_INFINITY else min(hard, others + wanted)
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if soft == resource.RLIM_INFINITY or soft >= others + most:
-        return most
+    if soft == resource.RLIM_INFINITY or soft >= others + wanted:
+        return wanted
     fitting = max(1, soft - others)
     logger.warning(
-        "server.max_connections is %d, and the limit of %d open files leaves room for %d; "
+        "server.max_connections is %d, but the limit of %d open files leaves room for %d; "
         "raise it with ulimit -n",
-        most,
+        wanted,
         soft,
         fitting,
     )
     return fitting
-
-
-def _refusal(status: int) -> APIError:
-    if status == 429:
-        told = "there are too many connections from this address; close some, or try again later"
-    else:
-        told = "there are too many connections; try again later"
-    return APIError(status, told, code="too_many_connections")

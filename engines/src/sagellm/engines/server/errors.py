@@ -1,4 +1,4 @@
-"""The one place where faults become answers: nothing of the inside leaves through it."""
+"""Turns errors into responses that reveal no internals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TYPES = {
 
 
 class APIError(Exception):
-    """An answer that is no success. `message` is written for the caller and names no internals."""
+    """An error response. `message` is written for the caller and names no internals."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -80,10 +80,10 @@ def invalid(name: str, message: str, *, code: str = "invalid_value") -> APIError
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Say what a caller is told of any fault. What is not the caller's is logged and told in general.
+    """Return the response for any error. One that the caller did not cause is logged and not described.
 
-    An answer keeps no traceback: the frames in it hold the request's body, and whoever keeps the answer in
-    one of them would keep the body until the next garbage collection.
+    An APIError loses its traceback, whose frames would keep the request's body alive until the next garbage
+    collection.
     """
     if isinstance(error, APIError):
         error.__traceback__ = error.__context__ = error.__cause__ = None

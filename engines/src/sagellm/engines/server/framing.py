@@ -1,7 +1,8 @@
-"""Where each HTTP/1.1 message of a connection ends, found apart from the parser and more strictly.
+"""Finds where each HTTP/1.1 message of a connection ends, more strictly than the parser.
 
-The parser knows no limits: it skips chunk extensions, takes encodings that nobody undoes, and reads headers
-without an end. What passes here has one meaning, so that no proxy in front can read another one into it.
+The parser has no limits: it skips chunk extensions, accepts encodings that nothing decodes, and reads headers
+of any length. What passes here is unambiguous, so a proxy in front cannot read it differently (request
+smuggling).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import Enum, auto
 from sagellm.engines.server.errors import APIError
 
 MAX_HEADER_BYTES = 16 << 10
-"""Of a request's line and headers together, and of what follows its last chunk."""
+"""Of the request line and headers together, and of the trailers."""
 MAX_HEADERS = 100
 
 _HEAD_END = b"\r\n\r\n"
@@ -23,7 +24,7 @@ _MAX_CHUNK_LINE = 10
 
 class _State(Enum):
     HEAD = auto()
-    HEAD_ENDED = auto()  # until the parser says what follows
+    HEAD_ENDED = auto()  # until begin_body
     BODY = auto()
     CHUNK_LINE = auto()
     CHUNK = auto()
@@ -31,29 +32,29 @@ class _State(Enum):
 
 
 class Framing:
-    """Follows the bytes of one connection. Raises APIError where they must not go on."""
+    """Tracks the message boundaries of one connection. Methods raise APIError for data that is refused."""
 
     def __init__(self) -> None:
         self._state = _State.HEAD
-        self._seen = b""  # of a head its last bytes, of a chunk's line or a trailer all of it
+        self._seen = b""  # the last 3 bytes of a head; the partial line of a chunk header or trailer
         self._num_head_bytes = 0
-        self._num_left = 0  # bytes of a body or a chunk
+        self._num_left = 0  # bytes left of a body or a chunk
 
     @property
-    def is_between(self) -> bool:
-        """Whether no byte of a next message has come."""
+    def is_between_messages(self) -> bool:
+        """Whether no byte of the next message has arrived."""
         return self._state is _State.HEAD and not self._num_head_bytes
 
     @property
     def has_head(self) -> bool:
-        """Whether the bytes of a head have just ended."""
+        """Whether a head has just ended."""
         return self._state is _State.HEAD_ENDED
 
     def next_piece(self, data: bytes) -> int:
-        """Return how many of the next bytes, one at least, the parser may have.
+        """Return how many of the next bytes, at least one, may be passed to the parser.
 
-        A piece ends where a head or a message does. After a head, `begin_body` has to be called before the
-        next piece; if the parser saw no headers in it, blank lines were all there was.
+        A piece ends where a head or a message ends. After a head, call `begin_body` before the next piece,
+        unless the parser found no headers because there were only blank lines.
         """
         if self._state is _State.HEAD_ENDED:
             self._begin(_State.HEAD)
@@ -68,7 +69,7 @@ class Framing:
         return self._chunks(data)
 
     def begin_body(self, headers: Sequence[tuple[bytes, bytes]], http_version: str) -> None:
-        """Take the headers that the parser found. Names are in lower case."""
+        """Start the body that the parsed headers announce; header names are in lower case."""
         encodings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
         lengths = [value for name, value in headers if name == b"content-length"]
         if not self.has_head:
@@ -76,11 +77,11 @@ class Framing:
         if len(headers) > MAX_HEADERS:
             raise _too_many_headers(f"There are {len(headers)} headers; there may be at most {MAX_HEADERS}.")
         if encodings and lengths:
-            raise _bad("A request has either Content-Length or Transfer-Encoding.")
+            raise _bad("A request must not have both Content-Length and Transfer-Encoding.")
         if len(lengths) > 1 or not all(length.isdigit() and len(length) < 19 for length in lengths):
             raise _bad("Content-Length must be one number.")
         if encodings and (encodings != [b"chunked"] or http_version != "1.1"):
-            raise _bad("The only Transfer-Encoding that is read is chunked, once, in HTTP/1.1.")
+            raise _bad("The only Transfer-Encoding supported is chunked, once, in HTTP/1.1.")
         self._num_left = int(lengths[0]) if lengths else 0
         if encodings:
             self._begin(_State.CHUNK_LINE)
@@ -105,7 +106,7 @@ class Framing:
         return size
 
     def _chunks(self, data: bytes) -> int:
-        """Return how many of the next bytes belong to a chunked body. The parser checks the end of chunks."""
+        """Return how many of the next bytes belong to a chunked body. The parser checks chunk ends."""
         position = 0
         while position < len(data):
             if self._state is _State.CHUNK:
@@ -128,15 +129,15 @@ class Framing:
         self._seen = line
         if line.endswith(b"\n"):
             if not _CHUNK_LINE.fullmatch(line):
-                raise _bad("A chunk begins with its size in hexadecimal digits and nothing else.")
+                raise _bad("A chunk must begin with its size in at most 8 hexadecimal digits, nothing else.")
             size = int(line, 16)
             self._begin(_State.CHUNK if size else _State.TRAILER)
             self._num_left = size + 2
         elif len(line) > _MAX_CHUNK_LINE:
-            raise _bad("A chunk begins with its size in at most 8 hexadecimal digits and nothing else.")
+            raise _bad("A chunk must begin with its size in at most 8 hexadecimal digits, nothing else.")
 
     def _trailer(self, line: bytes) -> bool:
-        """Take a line, or what has come of it, after the last chunk. Say whether it ends the message."""
+        """Take a line, perhaps incomplete, after the last chunk; say whether it ends the message."""
         self._num_head_bytes += len(line) - len(self._seen)
         if self._num_head_bytes > MAX_HEADER_BYTES:
             raise _too_many_headers(f"The trailers are longer than {MAX_HEADER_BYTES} bytes.")

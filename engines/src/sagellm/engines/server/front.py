@@ -68,7 +68,7 @@ class EngineFront(Protocol):
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine came further within the last seconds, be it inside a long step. Never waits."""
+        """Whether the engine has made progress within the last 4 s, even inside a long step. Never waits."""
         ...
 
     @property

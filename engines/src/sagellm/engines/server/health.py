@@ -1,4 +1,4 @@
-"""The engine's metrics: one question at a time, however many ask."""
+"""Fetches the engine's metrics, with one call at a time for all concurrent requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 4.0
 
 
 class EngineProbe:
-    """Asks the engine for its metrics, and gives an answer to all who asked meanwhile."""
+    """Fetches the engine's metrics; concurrent calls share one request."""
 
     def __init__(self, front: EngineFront) -> None:
         self._front = front
@@ -21,10 +21,9 @@ class EngineProbe:
         self._num_restarts = front.num_restarts
 
     async def ask(self) -> None:
-        """Have `last` brought up to date; it stays as it is if the engine does not answer in time.
+        """Update `last`, unless the engine does not answer within 4 s.
 
-        One that makes no progress is not asked: a page is wanted most while it cannot answer. What a process
-        said of itself is forgotten with it.
+        An unresponsive engine is not asked, as the page is needed most then. A restart resets `last`.
         """
         if self._num_restarts != self._front.num_restarts:
             self._num_restarts, self.last = self._front.num_restarts, EngineMetrics()

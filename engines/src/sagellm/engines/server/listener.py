@@ -1,4 +1,4 @@
-"""Accepts connections one at a time, and only while there is a descriptor for one more."""
+"""Accepts connections one at a time, and only while a descriptor is free for the next."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 from sagellm.engines.server.connections import Connections
 
-_AT_A_TIME = 16
+_ACCEPTS_PER_EVENT = 16
 _RETRY_S = 0.05
 _NO_MEMORY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Listener:
-    """A listening socket on the running loop; `uvicorn.Server` takes it for an asyncio.Server.
+    """A listening socket on the running loop, with the interface of asyncio.Server that uvicorn uses.
 
-    The loops' own servers accept whatever waits before they say so, and stop, or drop all that wait, when
-    the process has no descriptor left.
+    The servers of asyncio and uvloop accept all pending connections before telling anyone, and stop accepting
+    or drop pending ones when the process runs out of descriptors.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more. Idempotent."""
+        """Stop accepting. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._socket)
             self._socket.close()
 
     async def wait_closed(self) -> None:
-        """Return at once: connections end apart from this."""
+        """Return at once: connections have their own lifetime."""
 
     def _resume(self) -> None:
         if not self._is_closed:
@@ -56,7 +56,7 @@ class Listener:
         self._loop.call_later(_RETRY_S, self._resume)
 
     def _accept(self) -> None:
-        for _ in range(_AT_A_TIME):
+        for _ in range(_ACCEPTS_PER_EVENT):
             if not self._connections.has_room:
                 self._connections.make_room()  # the loop calls again when the descriptor is free
                 return
@@ -80,6 +80,6 @@ class Listener:
         try:
             accepted.setblocking(False)
             await self._loop.connect_accepted_socket(self._make_protocol, accepted)
-        except OSError:  # it is gone again
+        except OSError:  # disconnected already
             accepted.close()
             self._connections.num_open -= 1

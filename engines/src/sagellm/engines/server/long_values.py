@@ -1,6 +1,6 @@
-"""Reads the long values of a body piece by piece, so that one item too many costs no more than those before.
+"""Decodes the long values of a body item by item, so that a list that is too long is never decoded whole.
 
-All take JSON whose syntax has been checked. A decoded list of short texts takes thirty times its bytes.
+A decoded list of short texts takes thirty times its bytes. All functions take syntactically valid JSON.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What is refused before it is decoded, because no model of this context takes it."""
+class PromptLimits:
+    """Sizes above which a prompt is refused before it is decoded, as it cannot fit into the context."""
 
     num_characters: int = MAX_BODY_BYTES
     num_tokens: int = MAX_BODY_BYTES
 
 
 def items(values: memoryview) -> Iterator[memoryview]:
-    """Yield the JSON of each item of a list. Linear, and reads no further than the items that are taken."""
+    """Yield the JSON of each item of a list, lazily, in linear time."""
     if _EMPTY.fullmatch(values):
         return
     depth = start = position = 1
@@ -50,8 +50,8 @@ def items(values: memoryview) -> Iterator[memoryview]:
             start = position
 
 
-def read_token_ids(values: memoryview, name: str, limits: Limits) -> TokenIds:
-    """Return a list of token ids, packed. Raises APIError, or msgspec's error for what is not a token id."""
+def read_token_ids(values: memoryview, name: str, limits: PromptLimits) -> TokenIds:
+    """Return a list of token ids, packed. Raises APIError, or ValidationError for an invalid token id."""
     opened, closed = _OPEN.match(values), _CLOSE.search(values)
     if opened is None or closed is None:
         raise invalid(name, f"{name}: expected a list of token ids")
@@ -79,27 +79,27 @@ def _packed(ids: memoryview, name: str, *, is_first: bool) -> TokenIds:
     except msgspec.DecodeError as error:
         if is_first and isinstance(error, msgspec.ValidationError):
             raise  # it names the item
-        # What is not a list of numbers may have been cut in the middle of something.
+        # If it is not a list of numbers, the cut may have split an item.
         raise invalid(name, f"{name}: expected a list of token ids") from None
 
 
-def read_text(value: memoryview, name: str, limits: Limits) -> str:
-    """Return a text. Raises APIError for one that is too long, or msgspec's error for what is not a text."""
+def read_text(value: memoryview, name: str, limits: PromptLimits) -> str:
+    """Return a text. Raises APIError for one that is too long, or ValidationError if it is not a text."""
     check_text(value, name, limits)
     return _decode_text(value)
 
 
-def check_text(value: memoryview, name: str, limits: Limits) -> None:
+def check_text(value: memoryview, name: str, limits: PromptLimits) -> None:
     """Raise APIError for a text that is certainly too long.
 
-    Decoded, a character takes up to four bytes, and one wide character makes all of them wide.
+    A single wide character makes Python use four bytes for every character of a text.
     """
     if len(value) > LONG_BODY_BYTES and _min_characters(value) > limits.num_characters:
         raise too_many_characters(name, limits)
 
 
-def too_many_characters(name: str, limits: Limits) -> APIError:
-    """Refuse a text, or texts that are too long together."""
+def too_many_characters(name: str, limits: PromptLimits) -> APIError:
+    """Return the error for texts that together are too long."""
     return invalid(
         name,
         f"{name}: there may be at most {limits.num_characters} characters; shorten it",
@@ -108,7 +108,7 @@ def too_many_characters(name: str, limits: Limits) -> APIError:
 
 
 def _min_characters(text: memoryview) -> int:
-    """Return a number of characters that JSON text certainly has: exact if nothing in it is escaped."""
+    """Return a lower bound of the characters of a JSON text, exact if it has no escapes."""
     num_characters = -2  # quotes
     for start in range(0, len(text), LONG_BODY_BYTES):
         part = bytes(text[start : start + LONG_BODY_BYTES])

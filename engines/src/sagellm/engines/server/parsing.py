@@ -1,7 +1,7 @@
-"""From bytes to a body that has passed the schema, or an error that names the parameter.
+"""Decodes bytes into a body that satisfies the schema, or raises an error that names the parameter.
 
-Nothing is decoded before its name, its size and the number of its items are known to be right, so that a
-refused body costs about as much memory as itself.
+Names, sizes and item counts are checked before a value is decoded, so a refused body takes about as much
+memory as its bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from msgspec import Raw, Struct
 
 from sagellm.core import TokenIds
 from sagellm.engines.server.body import LONG_BODY_BYTES
+from sagellm.engines.server.chat_messages import read_messages
 from sagellm.engines.server.errors import APIError, invalid
-from sagellm.engines.server.long_values import Limits, items, read_text, read_token_ids, too_many_characters
-from sagellm.engines.server.messages import read_messages
-from sagellm.engines.server.names import Known, explain, first_byte, is_null, missing, read_names
+from sagellm.engines.server.json_fields import Known, explain, first_byte, is_null, missing, read_names
+from sagellm.engines.server.long_values import (
+    PromptLimits,
+    items,
+    read_text,
+    read_token_ids,
+    too_many_characters,
+)
 from sagellm.engines.server.schema import (
     MAX_PROMPTS,
     ChatBody,
@@ -36,11 +42,11 @@ from sagellm.engines.server.unsupported import IGNORED, UNSUPPORTED
 
 B = TypeVar("B", bound=Struct)
 
-Reader = Callable[[memoryview, Limits, dict[str, None]], Any]
-"""Takes the JSON of a field, and to what ignored names are added."""
+Reader = Callable[[memoryview, PromptLimits, dict[str, None]], Any]
+"""Decodes the JSON of a field; adds ignored names to the dict."""
 
 MAX_FIELD_BYTES = 256 << 10
-"""Of all fields but prompts, messages and tokens: as long as 64 stop strings of 1,024 characters."""
+"""Of each field except prompts, messages and tokens: 64 stop strings of 1,024 characters fit."""
 
 _decode = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_names = msgspec.json.Decoder(dict[str, Raw] | None).decode
@@ -57,14 +63,14 @@ class Parsed(Generic[B]):
     ignored: Collection[str]
 
 
-async def parse(data: bytes | bytearray, kind: type[B], limits: Limits) -> Parsed[B]:
+async def parse(data: bytes | bytearray, kind: type[B], limits: PromptLimits) -> Parsed[B]:
     """Check a body and return it. Long ones are read on another thread. Raises APIError."""
     if len(data) > LONG_BODY_BYTES:
         return await asyncio.to_thread(parse_now, data, kind, limits)
     return parse_now(data, kind, limits)
 
 
-def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = None) -> Parsed[B]:
+def parse_now(data: bytes | bytearray, kind: type[B], limits: PromptLimits | None = None) -> Parsed[B]:
     """Check a body and return it. Raises APIError."""
     try:
         values = _decode(data)
@@ -78,7 +84,7 @@ def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = No
     fields = {}
     for name, value in given.items():
         try:
-            fields[name] = readers[name](memoryview(value), limits or Limits(), ignored)
+            fields[name] = readers[name](memoryview(value), limits or PromptLimits(), ignored)
         except msgspec.ValidationError as error:
             raise explain(error, name) from None
         except UnicodeDecodeError as error:
@@ -90,7 +96,7 @@ def parse_now(data: bytes | bytearray, kind: type[B], limits: Limits | None = No
 
 
 def _read_field(name: str, decode: Callable[[memoryview], Any]) -> Reader:
-    def read(value: memoryview, limits: Limits, ignored: dict[str, None]) -> Any:
+    def read(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> Any:
         _check_size(name, value)
         return decode(value)
 
@@ -103,7 +109,7 @@ def _check_size(name: str, value: memoryview) -> None:
 
 
 def _read_prompt(
-    value: memoryview, limits: Limits, ignored: dict[str, None]
+    value: memoryview, limits: PromptLimits, ignored: dict[str, None]
 ) -> str | list[str] | list[TokenIds]:
     if first_byte(value) == b'"':
         return read_text(value, "prompt", limits)
@@ -112,7 +118,7 @@ def _read_prompt(
         return [read_token_ids(value, "prompt", limits)]
     is_short = len(value) <= LONG_BODY_BYTES and found is not None and found[1] == b'"'
     if found is None or found[1] not in b'["' or is_short:
-        decoded: str | list[str] = _decode_texts(value)  # or an error that says what it is
+        decoded: str | list[str] = _decode_texts(value)
         if len(decoded) > MAX_PROMPTS:
             raise _too_many_prompts()
         return decoded
@@ -136,16 +142,16 @@ def _too_many_prompts() -> APIError:
     return invalid("prompt", f"prompt: there may be at most {MAX_PROMPTS} prompts; send fewer")
 
 
-def _read_text_prompt(value: memoryview, limits: Limits, ignored: dict[str, None]) -> str | None:
+def _read_text_prompt(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> str | None:
     return None if is_null(value) else read_text(value, "prompt", limits)
 
 
-def _read_tokens(value: memoryview, limits: Limits, ignored: dict[str, None]) -> TokenIds:
-    return read_token_ids(value, "tokens", Limits(num_tokens=limits.num_characters))
+def _read_tokens(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> TokenIds:
+    return read_token_ids(value, "tokens", PromptLimits(num_tokens=limits.num_characters))
 
 
-def _read_options(value: memoryview, limits: Limits, ignored: dict[str, None]) -> StreamOptions | None:
-    """Return the supported options of a stream; all others are ignored, as none changes the text."""
+def _read_options(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> StreamOptions | None:
+    """Return the supported stream options; others are ignored, as none changes the text."""
     _check_size("stream_options", value)
     known = StreamOptions.__struct_fields__
     names = _decode_names(value) or ()
@@ -176,7 +182,7 @@ _REQUIRED = {
 
 
 def _explain_json(data: bytes | bytearray) -> APIError:
-    """Name the number that is not finite or too long, if that is what is wrong."""
+    """Return the error for invalid JSON, which names the parameter whose number is out of range, if any."""
     try:
         values = json.loads(data, parse_int=_bounded) if len(data) <= LONG_BODY_BYTES else None
     except (ValueError, RecursionError):

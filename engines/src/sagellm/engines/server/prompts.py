@@ -1,4 +1,4 @@
-"""From prompts and messages to token ids: checked here, and given to who runs template and tokenizer."""
+"""Turns prompts and messages into token ids, by a TextRunner, and checks their lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render, TextRunner
 from sagellm.engines.text.errors import ForeignTextError, TextBusyError, TextLimitError
 from sagellm.engines.text.limits import max_characters_of
-from sagellm.engines.text.local import LONG_TEXT, LocalText
+from sagellm.engines.text.local import LONG_TEXT, LocalTextRunner
 from sagellm.engines.text.tokenizer import decode
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Encodes what bodies bring. Texts that no model of this length could take are not looked at.
+    """Encodes the prompts and messages of bodies. Texts that cannot fit into the context are refused unread.
 
-    `texts` runs template and tokenizer; without it they run in this process, and nothing ends them.
+    `text_runner` runs template and tokenizer; without it they run in this process, without a time limit.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase | None,
         max_model_len: int,
         *,
-        texts: TextRunner | None = None,
+        text_runner: TextRunner | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_characters = max_characters_of(max_model_len)
         self._max_model_len = max_model_len
-        self._texts = LocalText(tokenizer) if texts is None else texts
+        self._text_runner = LocalTextRunner(tokenizer) if text_runner is None else text_runner
         self._template = ChatTemplate(tokenizer)
 
     @property
@@ -66,7 +66,7 @@ class PromptEncoder:
             return
         question = Render([ChatMessage("user", "Hello")], add_generation_prompt=True, options={})
         try:
-            await self._texts.token_ids(question)
+            await self._text_runner.token_ids(question)
         except ForeignTextError as error:
             logger.warning(
                 "a plain question fails, so chats may be refused (400); completions work: %s",
@@ -97,8 +97,8 @@ class PromptEncoder:
         """Return parameters that have bad words as tokens, and not as text. Raises APIError."""
         if not params.bad_words or self._tokenizer is None:  # without a tokenizer the engine refuses them
             return params
-        with _told_of("bad_words"):
-            token_ids = await self._texts.token_ids(EncodeBadWords(list(params.bad_words)))
+        with _errors_of("bad_words"):
+            token_ids = await self._text_runner.token_ids(EncodeBadWords(list(params.bad_words)))
         ids = (*params.bad_words_token_ids, *map(tuple, token_ids))
         return replace(params, bad_words=(), bad_words_token_ids=ids)
 
@@ -134,7 +134,7 @@ class PromptEncoder:
         return await self._decode(list(token_ids), "tokens")
 
     async def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the vocabulary spells it: a look into a table, for each of them."""
+        """Return each token as the vocabulary spells it, by table look-up."""
         tokenizer = self._tokenizer
         assert tokenizer is not None, "it made the ids"
         look_up = tokenizer.convert_ids_to_tokens
@@ -158,12 +158,12 @@ class PromptEncoder:
 
     async def _encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self._check_length(sum(map(len, texts)), "prompt")
-        with _told_of("prompt"):
-            return await self._texts.token_ids(Encode(texts, add_special_tokens))
+        with _errors_of("prompt"):
+            return await self._text_runner.token_ids(Encode(texts, add_special_tokens))
 
     async def _decode(self, token_ids: list[int], param: str) -> str:
-        with _told_of(param):
-            return await self._texts.text(Decode(token_ids))
+        with _errors_of(param):
+            return await self._text_runner.text(Decode(token_ids))
 
     def _checked(self, token_ids: Sequence[int], param: str) -> Sequence[int]:
         if not token_ids:
@@ -203,12 +203,14 @@ class PromptEncoder:
         num_characters = sum(len(message.content) for message in read)
         self._check_length(num_characters, "messages")
         given = {name: value for name, value in (options or {}).items() if value is not None}
-        with _told_of("chat_template_kwargs"):
+        with _errors_of("chat_template_kwargs"):
             self._template.check_options(given)
         used = {name: value for name, value in given.items() if self._template.reads(name)}
-        with _told_of("messages"):
+        with _errors_of("messages"):
             self._template.check()
-            token_ids = await self._texts.token_ids(Render(read, add_generation_prompt is not False, used))
+            token_ids = await self._text_runner.token_ids(
+                Render(read, add_generation_prompt is not False, used)
+            )
         return token_ids[0]
 
 
@@ -226,8 +228,8 @@ def _prompts(prompt: str | list[Any]) -> list[str | Sequence[int]]:
 
 
 @contextmanager
-def _told_of(param: str) -> Iterator[None]:
-    """Tell the caller what template or tokenizer failed on, by parameter, and nothing of their insides."""
+def _errors_of(param: str) -> Iterator[None]:
+    """Turn errors of template or tokenizer into an APIError for a parameter, and log their details."""
     try:
         yield
     except ForeignTextError as error:

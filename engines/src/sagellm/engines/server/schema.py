@@ -1,6 +1,6 @@
 """What a body may contain: every field bounded. The ranges of sampling are those of SamplingParams.
 
-`parsing` decodes a field at a time; prompts, messages and tokens, the long ones, item by item.
+`parsing` decodes one field at a time, and the long ones (prompts, messages, tokens) item by item.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from sagellm.core import get_logger
 from sagellm.engines.server.admission import Admission
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.front import EngineFront
-from sagellm.engines.server.long_values import Limits
+from sagellm.engines.server.long_values import PromptLimits
 from sagellm.engines.server.metrics import ServerMetrics
 from sagellm.engines.server.parsing import parse
 from sagellm.engines.server.prompts import PromptEncoder
@@ -45,7 +45,7 @@ class Service:
         """
         body = scope["state"]["body"]
         most = self.front.max_model_len
-        limits = Limits(num_characters=max_characters_of(most), num_tokens=most)
+        limits = PromptLimits(num_characters=max_characters_of(most), num_tokens=most)
         parsed = await parse(body.data, kind, limits)
         body.release()
         ignored = [*parsed.ignored]

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from sagellm.engines.serving.admin_client import AdminClient as AdminClient
     from sagellm.engines.serving.core_server import CoreServer as CoreServer
     from sagellm.engines.serving.front import Front as Front
-    from sagellm.engines.serving.runtime_folder import (
+    from sagellm.engines.serving.running_engine import (
         EngineLock as EngineLock,
         RunningEngine as RunningEngine,
     )
@@ -21,9 +21,9 @@ __getattr__ = lazy(
     {
         "AdminClient": ".admin_client",
         "CoreServer": ".core_server",
-        "EngineLock": ".runtime_folder",
+        "EngineLock": ".running_engine",
         "Front": ".front",
-        "RunningEngine": ".runtime_folder",
+        "RunningEngine": ".running_engine",
         "SocketClient": ".socket_client",
     },
 )

@@ -6,15 +6,15 @@ from collections.abc import Sequence as Seq
 from itertools import groupby
 
 from sagellm.core import InvalidRequestError, Request, RequestLimits, TokenIds
+from sagellm.engines.config.shown import shown
 from sagellm.engines.core.sequence import Sequence
-from sagellm.engines.request_limits import (
+from sagellm.engines.request_checks import (
     check_names,
     check_params,
     check_room,
     check_token_ids,
     stop_token_ids,
 )
-from sagellm.engines.sampling.checks import shown
 from sagellm.engines.serving.messages import NewRequest
 
 
@@ -41,10 +41,10 @@ def _make_request(sequences: list[Sequence]) -> NewRequest:
 
 
 def make_sequences(message: NewRequest, limits: RequestLimits) -> list[Sequence]:
-    """Make the sequences that a message stands for.
+    """Make the sequences of a message.
 
-    Raises InvalidRequestError or InvalidInputError for whatever `InputProcessor` would not have made: what
-    is queued cannot fail in the middle of a step for what it asks.
+    Raises InvalidRequestError or InvalidInputError for a request that `InputProcessor` would have refused, so
+    that no queued sequence fails in the middle of a step because of its parameters.
     """
     request = Request(
         request_id=message.request_id,
@@ -65,7 +65,9 @@ def make_sequences(message: NewRequest, limits: RequestLimits) -> list[Sequence]
             f"{limits.max_model_len}"
         )
     if len(message.sequences) > message.params.n:
-        raise InvalidRequestError(f"{len(message.sequences)} sequences where n is {message.params.n}")
+        raise InvalidRequestError(
+            f"n is {message.params.n}, and there are {len(message.sequences)} sequences"
+        )
     if unknown := message.stop_token_ids - stop_token_ids(message.params, limits):
         raise InvalidRequestError(
             f"stop token ids {shown(unknown)} are neither the request's nor the model's"

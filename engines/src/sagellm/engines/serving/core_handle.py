@@ -18,8 +18,8 @@ from sagellm.core import ConfigError, EngineDeadError
 from sagellm.core.chaos import child_environment, flaky
 from sagellm.core.runtime_folder import own_folder
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.serving.heartbeat import RESPONSIVE_S, Heartbeat
 from sagellm.engines.serving.messages import ToCore, encode
-from sagellm.engines.serving.pulse import RESPONSIVE_S, Pulse
 
 _POLL_S = 0.02
 _STOP_S = 10.0
@@ -49,10 +49,12 @@ class Stall:
 class CoreHandle:
     """One process of the core and the connection to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], pulse: Pulse, transport: asyncio.Transport) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], heartbeat: Heartbeat, transport: asyncio.Transport
+    ) -> None:
         self._process = process
         self._transport = transport
-        self.pulse = pulse
+        self.heartbeat = heartbeat
 
     @property
     def pid(self) -> int:
@@ -75,7 +77,7 @@ class CoreHandle:
     async def start(
         cls, config: EngineConfig, socket: Path, protocol: asyncio.Protocol, *, log_level: str
     ) -> CoreHandle:
-        """Start a core and connect to it; Hello or Failed comes when its model is loaded.
+        """Start a core and connect to it; it sends Hello or Failed once its model is loaded or has failed.
 
         Raises EngineDeadError if the process ends, or comes no further, before it listens.
         """
@@ -85,7 +87,7 @@ class CoreHandle:
             raise EngineDeadError(f"its process cannot be started: {error}") from error
         socket.unlink(missing_ok=True)  # of a core that was killed
         values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
-        process, pulse = _start_process({"config": values, "socket": str(socket), "log_level": log_level})
+        process, heartbeat = _start_process({"config": values, "socket": str(socket), "log_level": log_level})
         loop = asyncio.get_running_loop()
         stall = Stall(config.server.frozen_after_s, _POLL_S)
         try:
@@ -93,7 +95,7 @@ class CoreHandle:
                 with suppress(OSError):
                     connect = flaky("core.connect", errno.ECONNREFUSED, rate=10)(loop.create_unix_connection)
                     transport, _ = await connect(lambda: protocol, str(socket))
-                    return cls(process, pulse, transport)
+                    return cls(process, heartbeat, transport)
                 if process.poll() is not None:
                     raise EngineDeadError(
                         f"the engine's process ended at its start, with {process.returncode}"
@@ -108,18 +110,18 @@ class CoreHandle:
 
     @flaky("front.send")
     def send(self, message: ToCore) -> None:
-        """Send a message; what a dead core does not read is lost."""
+        """Send a message; it is lost if the core is dead."""
         if not self._transport.is_closing():
             self._transport.write(encode(message))
 
     def kill(self) -> None:
-        """End the process at once, even one that is stopped."""
+        """Kill the process, even a suspended one."""
         self._process.kill()
 
     async def stop(self) -> None:
-        """End the process: asked to first, killed if it does not, or if this is cancelled."""
+        """Terminate the process; kill it if it is unresponsive, takes 10 s, or this is cancelled."""
         self._transport.close()
-        if self.pulse.age_s > RESPONSIVE_S:  # it would not hear of it
+        if self.heartbeat.age_s > RESPONSIVE_S:  # it would not handle the signal
             self.kill()
         self._process.terminate()
         deadline = time.monotonic() + _STOP_S
@@ -139,7 +141,7 @@ class CoreHandle:
 
 
 def _num_cpu_ticks(pid: int) -> int | None:
-    """Return the CPU time of a process, all of its threads, in the system's ticks; None beyond Linux."""
+    """Return the CPU time of a process with all its threads, in the system's ticks; None except on Linux."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
         user, system = fields.split()[11:13]
@@ -148,9 +150,9 @@ def _num_cpu_ticks(pid: int) -> int | None:
     return int(user) + int(system)
 
 
-def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Pulse]:
-    """Start a core's process with its order on standard input, and the pulse that it beats."""
-    pulse, descriptor = Pulse.create()
+def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Heartbeat]:
+    """Start a core's process with its order on standard input; return it and its heartbeat."""
+    heartbeat, descriptor = Heartbeat.create()
     try:
         process = subprocess.Popen(
             [sys.executable, *_PROGRAM],
@@ -162,6 +164,6 @@ def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Puls
         os.close(descriptor)
     assert process.stdin is not None, "a pipe was asked for"
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps({**order, "pulse": descriptor}).encode() + b"\n")
-        process.stdin.flush()  # and left open: its end tells the core that the front is gone
-    return process, pulse
+        process.stdin.write(json.dumps({**order, "heartbeat": descriptor}).encode() + b"\n")
+        process.stdin.flush()  # stays open: its end tells the core that the front is gone
+    return process, heartbeat

@@ -1,7 +1,7 @@
 """The core's process: `python -m sagellm.engines.serving.core_process`, started by the front.
 
-Standard input carries one line of JSON, the configuration, the socket's path and the pulse's descriptor, and
-stays open: when the front is gone, however it went, it closes, and the core ends too.
+Standard input carries one line of JSON (configuration, socket path, heartbeat descriptor) and stays open: it
+closes when the front ends, for whatever reason, and then the core ends too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sagellm.core import SageLLMError, get_logger
 from sagellm.core.chaos import flaky_socket
 from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.serving.heartbeat import Heartbeat
 from sagellm.engines.serving.messages import Failed, Hello, encode
-from sagellm.engines.serving.pulse import Pulse
 
 if TYPE_CHECKING:
     from sagellm.core import EngineProtocol
@@ -44,7 +44,7 @@ def main() -> None:
         logger.error("the engine cannot listen at %s: %s", order["socket"], error)
         sys.exit(1)
     try:
-        server = _load(EngineConfig.from_values(order["config"]), listener, Pulse(order["pulse"]))
+        server = _load(EngineConfig.from_values(order["config"]), listener, Heartbeat(order["heartbeat"]))
     except Exception as error:
         known = isinstance(error, SageLLMError)
         logger.log(10 if known else 40, "the engine cannot start", exc_info=error)
@@ -71,7 +71,7 @@ def listen(path: Path) -> socket.socket:
     return flaky_socket("core.socket", listener)
 
 
-def _load(config: EngineConfig, listener: socket.socket, pulse: Pulse) -> Any:
+def _load(config: EngineConfig, listener: socket.socket, heartbeat: Heartbeat) -> Any:
     from sagellm.engines.assembly import assemble
     from sagellm.engines.serving.core_server import CoreServer
     from sagellm.engines.serving.operations import core_operations
@@ -87,7 +87,7 @@ def _load(config: EngineConfig, listener: socket.socket, pulse: Pulse) -> Any:
         pid=os.getpid(),
     )
     operations = core_operations(core)
-    return CoreServer(core, listener, hello, operations, lifeline=sys.stdin.fileno(), beat=pulse.beat)
+    return CoreServer(core, listener, hello, operations, lifeline=sys.stdin.fileno(), beat=heartbeat.beat)
 
 
 def _warm_up(core: EngineProtocol, input_processor: InputProcessor) -> None:
@@ -105,7 +105,7 @@ def _warm_up(core: EngineProtocol, input_processor: InputProcessor) -> None:
 
 
 def _tell(listener: socket.socket, frame: bytes) -> None:
-    """Answer all who wait to be heard, the front among them."""
+    """Send a frame to all waiting connections, the front's among them."""
     wait_s = _TELL_FAILURE_S
     while select.select([listener], [], [], wait_s)[0]:
         wait_s = 0.0

@@ -1,4 +1,4 @@
-"""The core's side of the socket: takes requests in, steps, sends out what the steps did."""
+"""The core's side of the socket: receives requests, runs steps, sends their outputs."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ logger = get_logger(__name__)
 _MAX_CONNECTIONS = 256
 _READ_BYTES = 1 << 20
 _TURN_MESSAGES = 32
-"""Messages of one connection that are handled before it is the next one's turn."""
+"""Messages of one connection that are handled before the next connection's turn."""
 _TURN_NS = 5_000_000
-"""Time for messages between two steps; the one at work then is finished, the rest waits for the next turn."""
+"""Time for messages between two steps; the current one is finished, the others wait for the next turn."""
 _PAUSE_BYTES = 1 << 20
-"""A connection that leaves so much unread is not read from until it has read."""
+"""Unsent bytes above which a connection is not read from."""
 _MAX_UNSENT_BYTES = 64 << 20
-"""A connection that leaves so much unread is closed: the others must not wait for it."""
+"""Unsent bytes above which a connection is closed."""
 
 Operation = Callable[..., Any]
 
 
 class _Connection:
-    """One peer: what came in pieces, what could not be sent yet, whose sequences it owns."""
+    """One peer: its partly received messages, unsent bytes, and the sequences that it owns."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
@@ -72,14 +72,14 @@ class _Connection:
 
 
 class CoreServer:
-    """Runs a core behind a listening socket, in one thread; any number of peers may connect.
+    """Runs a core behind a listening socket, in one thread, for up to `_MAX_CONNECTIONS` peers.
 
-    A peer gets Hello, then a Step for each step that did something to its sequences. When it goes
-    away, its sequences end. When the file `lifeline` comes to its end, serving ends.
+    A peer receives Hello, then a Step for each step that affected its sequences. When it disconnects, its
+    sequences end. When the file `lifeline` reaches its end, serving ends.
 
-    Whatever a peer sends, and whatever is raised because of it, ends that peer's connection and nothing
-    else. Between two steps peers take turns of `_TURN_MESSAGES` messages, for `_TURN_NS` in all, so that none
-    of them delays the others' requests, nor the next step.
+    An invalid message, or any exception while handling one, closes that peer's connection and nothing else.
+    Between two steps peers take turns of `_TURN_MESSAGES` messages, for `_TURN_NS` in all, so that none
+    delays the others' requests or the next step.
 
     `beat` is called in each turn, for each message, and by the core inside its steps.
     """
@@ -100,7 +100,7 @@ class CoreServer:
         self._operations = operations
         self._beat = beat
         self._owner: dict[SequenceId, _Connection] = {}
-        self._backlog: dict[_Connection, None] = {}  # those that sent what was not looked at, in their turn
+        self._backlog: dict[_Connection, None] = {}  # those with unhandled messages, in turn
         self._connections: set[_Connection] = set()
         self._selector = flaky_selector("core.select", selectors.DefaultSelector())
         self._listener = listener
@@ -155,12 +155,12 @@ class CoreServer:
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except OSError as error:  # gone already, or no descriptors left
+        except OSError as error:  # disconnected already, or out of descriptors
             if not isinstance(error, BlockingIOError):
-                logger.warning("a connection cannot be taken: %s", error)
+                logger.warning("cannot accept a connection: %s", error)
             return
         if len(self._connections) >= _MAX_CONNECTIONS:
-            logger.warning("a connection is refused: there are %d", len(self._connections))
+            logger.warning("a connection is refused: there are %d already", len(self._connections))
             peer.close()
             return
         peer.setblocking(False)
@@ -171,13 +171,13 @@ class CoreServer:
 
     @contextmanager
     def _closing_on_error(self, connection: _Connection) -> Iterator[None]:
-        """End the connection if anything at all is raised, such as the panic of an extension module."""
+        """Close the connection on any exception, including the panic of an extension module."""
         try:
             yield
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            logger.warning("a connection ends: %s", _described(error))
+            logger.warning("a connection is closed: %s", _described(error))
             self._drop(connection)
 
     def _read(self, connection: _Connection) -> None:
@@ -192,7 +192,7 @@ class CoreServer:
         self._backlog[connection] = None
 
     def _handle_backlog(self) -> None:
-        """Handle messages for a while, in turns. A connection leaves when all that it sent is handled."""
+        """Handle messages in turns, for at most `_TURN_NS`; a connection without any leaves the backlog."""
         deadline_ns = time.monotonic_ns() + _TURN_NS
         while self._backlog and time.monotonic_ns() < deadline_ns:
             connection = next(iter(self._backlog))
@@ -202,7 +202,7 @@ class CoreServer:
                     self._backlog[connection] = None
 
     def _handle_some(self, connection: _Connection, deadline_ns: int) -> bool:
-        """Handle a connection's next messages; say whether there may be more, and room for their answers."""
+        """Handle a connection's next messages; say whether it stays in the backlog."""
         for _ in range(_TURN_MESSAGES):
             if connection.is_closed or connection.is_paused:
                 return False
@@ -223,7 +223,7 @@ class CoreServer:
         return True
 
     def _add(self, connection: _Connection, message: Add) -> None:
-        """Queue all sequences of a message. Raises if a single one is not valid; none is queued then."""
+        """Queue all sequences of a message. Raises EngineError, having queued none, if one is invalid."""
         sequences = [each for one in message.requests for each in make_sequences(one, self._limits)]
         sequence_ids = [sequence.sequence_id for sequence in sequences]
         if len(set(sequence_ids)) < len(sequence_ids) or not self._owner.keys().isdisjoint(sequence_ids):
@@ -232,7 +232,7 @@ class CoreServer:
             self._queue(connection, list(group))
 
     def _queue(self, connection: _Connection, sequences: list[Sequence]) -> None:
-        """Hand a request's sequences to the core: all, or none if it refuses one, which the peer is told."""
+        """Add all sequences of a request, or none and tell the peer the error if the core refuses one."""
         sequence_ids = [sequence.sequence_id for sequence in sequences]
         self._owner |= dict.fromkeys(sequence_ids, connection)
         connection.sequence_ids.update(sequence_ids)
@@ -261,14 +261,14 @@ class CoreServer:
             return encode(Reply(call.number, None, str(error)))
 
     def _abort(self, sequence_ids: list[SequenceId], finish_reason: FinishReason = "abort") -> None:
-        """End sequences, each on its own where a module fails: a second call ends what the first left."""
+        """End sequences; if that fails, retry one by one, so that a failing module affects only its own."""
         self._forget(sequence_ids)
         try:
             self._core.abort(sequence_ids, finish_reason=finish_reason)
         except KeyboardInterrupt:
             raise
         except BaseException:
-            logger.exception("sequences could not give back all that they have")
+            logger.exception("sequences could not be ended together")
             for sequence_id in sequence_ids:
                 try:
                     self._core.abort([sequence_id], finish_reason=finish_reason)
@@ -299,7 +299,7 @@ class CoreServer:
         with self._closing_on_error(connection):
             self._flush(connection)
             if len(connection.unsent) > _MAX_UNSENT_BYTES:
-                raise EngineError(f"{len(connection.unsent)} bytes wait to be read by the other side")
+                raise EngineError(f"the peer has left {len(connection.unsent)} bytes unread")
 
     def _flush(self, connection: _Connection) -> None:
         was_paused = connection.is_paused
@@ -313,7 +313,7 @@ class CoreServer:
         if self._selector.get_key(connection.peer).events != events:
             self._selector.modify(connection.peer, events, connection)
         if was_paused and not connection.is_paused:
-            self._backlog[connection] = None  # what it sent before may wait here yet
+            self._backlog[connection] = None  # it may have unhandled messages
 
     def _drop(self, connection: _Connection) -> None:
         if connection.is_closed:
@@ -326,7 +326,7 @@ class CoreServer:
 
 
 def _described(error: BaseException) -> str:
-    """Return what an exception says, whatever its class does when it is asked."""
+    """Return an exception's type and message, even if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:

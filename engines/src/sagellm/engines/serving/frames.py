@@ -1,4 +1,4 @@
-"""Frames: a message's length in four bytes, little-endian, and the message. Imports no torch."""
+"""Frames: a message's length in four bytes, little-endian, then the message. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ def encode(message: msgspec.Struct) -> bytes:
 
 @cache
 def _decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a union of messages; making one takes about a millisecond."""
+    """Return the decoder of a union of messages; creating one takes about 1 ms."""
     return msgspec.msgpack.Decoder(kind)
 
 
 class FrameReader:
-    """Cuts what arrives into messages; a frame may come in any number of pieces."""
+    """Decodes messages from a byte stream, however it is split."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = _decoder_of(kind)
         self._pending = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Take in bytes."""
+        """Add received bytes."""
         self._pending += data
 
     def next(self) -> Any | None:
-        """Return the next message that is complete, or None.
+        """Return the next complete message, or None.
 
-        Raises EngineError for what is not a message of ours; the connection is of no use then.
+        Raises EngineError for an invalid message, after which the connection must be closed.
         """
         body = _LENGTH_BYTES
         if len(self._pending) < body:
             return None
         end = body + int.from_bytes(self._pending[:body], "little")
         if end - body > MAX_FRAME_BYTES:
-            raise EngineError(f"a frame claims {end - body} bytes; at most {MAX_FRAME_BYTES} are read")
+            raise EngineError(f"a frame claims {end - body} bytes; the limit is {MAX_FRAME_BYTES}")
         if len(self._pending) < end:
             return None
         frame = bytes(memoryview(self._pending)[body:end])
         del self._pending[:end]
         try:
             return self._decoder.decode(frame)
-        except Exception as error:  # of msgspec, of text that is not UTF-8, of what a message's type checks
+        except Exception as error:  # from msgspec, invalid UTF-8, or a message type's own checks
             raise EngineError(f"a message cannot be read: {error}") from error
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Take in bytes and return the messages that are complete, as `next` does."""
+        """Add received bytes and return an iterator over the complete messages, as of `next`."""
         self.add(data)
         return iter(self.next, None)

@@ -96,7 +96,7 @@ class Front:
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine came further within the last seconds, be it inside a long step."""
+        """Whether the engine has made progress within the last 4 s, even inside a long step."""
         return self.supervisor.is_responsive
 
     @property
@@ -149,7 +149,7 @@ class Front:
         self._output.add(processed)
         try:
             self.supervisor.send(Add(make_requests(processed.sequences)))
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in what plugins alone look at
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in values that only plugins check
             self._output.abort(made_id)
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
         stream = self._streams[made_id] = OutputStream(made_id, self._drop)

@@ -1,6 +1,6 @@
-"""What front and core say to each other: typed messages, in MessagePack, one frame each.
+"""Messages between front and core, typed, in MessagePack, one per frame.
 
-Both sides are of one version: the core is started by the front.
+Both sides always have the same version: the front starts the core.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from sagellm.core import FinishReason, Namespace, RequestId, SequenceId, TokenOutput
-from sagellm.engines.request_limits import MAX_NAME_CHARACTERS
+from sagellm.engines.request_checks import MAX_NAME_CHARACTERS
 from sagellm.engines.sampling.params import MAX_N, SamplingParams
 from sagellm.engines.serving.calls import (
     Call as Call,

@@ -76,9 +76,9 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
 
 
 def read_metrics(result: Any) -> EngineMetrics:
-    """Make the metrics that the operation `metrics` answered with; a module's own fields are dropped.
+    """Decode the result of the operation `metrics`; fields that only a plugin's metrics have are dropped.
 
-    Raises EngineError for what are not metrics.
+    Raises EngineError for an invalid result.
     """
     try:
         metrics = msgspec.convert(result, EngineMetrics)

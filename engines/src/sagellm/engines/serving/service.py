@@ -1,6 +1,6 @@
-"""One served engine from its start to its end: port, core, HTTP, and its entry in the runtime folder.
+"""Runs one served engine: port, entry in the runtime folder, core, text workers and HTTP server.
 
-Imports little: the entry, which `engine status` and `engine stop` look for, comes before what takes long.
+Slow imports come after the entry is written, so that `engine status` and `engine stop` find it early.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError, get_logger
+from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
-from sagellm.engines.serving.runtime_folder import (
-    VARIABLE,
-    EngineLock,
-    EngineState,
-    RunningEngine,
-    check_name,
-)
+from sagellm.engines.serving.running_engine import EngineLock, EngineState, RunningEngine, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sagellm.engines.serving.front import Front
-    from sagellm.engines.text.process import TextProcess
+    from sagellm.engines.text.process import ProcessTextRunner
 
 logger = get_logger(__name__)
 
@@ -46,11 +41,11 @@ def serve(
     log_level: str,
     on_state: Callable[[RunningEngine], None],
 ) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal arrives.
 
-    `on_state` is called when requests are taken and when it begins to drain: at the first SIGTERM or
-    SIGINT, if requests run. The second stops at once; while the model is loaded, the first does. Raises
-    ConfigError for a port or a name in use, and whatever is wrong with the model.
+    The first SIGTERM or SIGINT drains running requests, the second stops at once; while the model loads, the
+    first stops at once. `on_state` is called with "ready", and with "draining" if requests run. Raises
+    ConfigError for a port or name in use, and the errors of loading the model.
     """
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
@@ -81,7 +76,7 @@ def _check_socket_path(engine: RunningEngine) -> None:
 
 
 def bind(settings: ServerConfig) -> socket.socket:
-    """Take the port before anything is loaded; who connects meanwhile waits. Raises ConfigError."""
+    """Listen before anything is loaded; clients that connect meanwhile wait. Raises ConfigError."""
     listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -102,7 +97,7 @@ def _own_engine_at(port: int) -> str:
 
 
 def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    """Check what needs no model, then load the tokenizer, having downloaded what is not there yet."""
+    """Check the settings, then load the tokenizer, downloading it if needed."""
     from sagellm.engines.server import check_access
 
     check_access(config.server)
@@ -112,15 +107,15 @@ def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     return load_tokenizer(resolve_tokenizer(config.model))
 
 
-async def _load(front: Front, texts: TextProcess | None, encoding_timeout_s: float) -> None:
-    """Have the core load the model, and the processes for texts the tokenizer meanwhile."""
-    from sagellm.engines.text.limits import Limits
+async def _load(front: Front, text_runner: ProcessTextRunner | None, encoding_timeout_s: float) -> None:
+    """Have the core load the model, and the text workers the tokenizer meanwhile."""
+    from sagellm.engines.text.limits import TextLimits
 
-    if texts is not None:
-        texts.load()
+    if text_runner is not None:
+        text_runner.load()
     await front.supervisor.start()
-    if texts is not None:
-        await texts.start(Limits.of(front.max_model_len, timeout_s=encoding_timeout_s))
+    if text_runner is not None:
+        await text_runner.start(TextLimits.of(front.max_model_len, timeout_s=encoding_timeout_s))
 
 
 def _log_start(front: Front) -> None:
@@ -150,20 +145,22 @@ async def _serve(
     from sagellm.engines.loading.source import resolve_tokenizer
     from sagellm.engines.server import create_app, make_server
     from sagellm.engines.serving.front import Front
-    from sagellm.engines.text.process import TextProcess
+    from sagellm.engines.text.process import ProcessTextRunner
 
     def enter(state: EngineState) -> None:
         changed = replace(engine, state=state)
         _announce_if_possible(changed)
         on_state(changed)
 
-    texts = None if tokenizer is None else TextProcess(resolve_tokenizer(config.model))
+    text_runner = None if tokenizer is None else ProcessTextRunner(resolve_tokenizer(config.model))
     front = Front(config, engine.socket, tokenizer=tokenizer, log_level=log_level)
     is_forced = False
     try:
         with _cancelled_by_signals():
-            await _load(front, texts, config.server.encoding_timeout)
-        app = create_app(front, config.server, max_num_seqs=config.scheduler.max_num_seqs, texts=texts)
+            await _load(front, text_runner, config.server.encoding_timeout)
+        app = create_app(
+            front, config.server, max_num_seqs=config.scheduler.max_num_seqs, text_runner=text_runner
+        )
         trying = asyncio.create_task(app.state.service.encoder.try_template())
         server = make_server(app, config.server, on_drain=lambda: enter("draining"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -180,13 +177,13 @@ async def _serve(
             try:
                 await front.close(at_once=is_forced)
             finally:
-                if texts is not None:
-                    await texts.close()
+                if text_runner is not None:
+                    await text_runner.close()
 
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does: before there is a loop nothing else is needed."""
+    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does, while no event loop runs."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -195,16 +192,16 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 def _announce_if_possible(engine: RunningEngine) -> None:
-    """Rewrite the entry of an engine; one that cannot be rewritten serves, and drains, all the same."""
+    """Update an engine's entry; if that fails, log a warning and keep serving."""
     try:
         engine.announce()
     except OSError as error:
-        logger.warning("the engine's entry cannot be written: %s; its state there is out of date", error)
+        logger.warning("the engine's entry cannot be written: %s; it shows an outdated state", error)
 
 
 @contextmanager
 def _cancelled_by_signals() -> Iterator[None]:
-    """Have each SIGINT and SIGTERM cancel this task: the first ends what it does, the second the ending."""
+    """Have each SIGINT and SIGTERM cancel this task: the first its work, the second its clean-up."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "called by a coroutine"
     handlers = {number: signal.getsignal(number) for number in _ENDING}
@@ -214,7 +211,7 @@ def _cancelled_by_signals() -> Iterator[None]:
         yield
     finally:
         for number in _ENDING:
-            loop.remove_signal_handler(number)  # which sets the default
+            loop.remove_signal_handler(number)  # this resets it to the default
             signal.signal(number, handlers[number])
 
 

@@ -1,4 +1,4 @@
-"""Keeps one core running: starts its process, watches it, starts it again when it dies or hangs."""
+"""Keeps one core running: starts its process, watches it, and restarts it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sagellm.core import EngineDeadError, EngineError, get_logger
 from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.serving.core_handle import CoreHandle, Stall
+from sagellm.engines.serving.heartbeat import RESPONSIVE_S
 from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
-from sagellm.engines.serving.pulse import RESPONSIVE_S
 
 logger = get_logger(__name__)
 
@@ -27,9 +27,9 @@ _DIED = "the engine's process died"
 
 
 class Supervisor:
-    """Passes on what the core says, and its deaths. One that dies four times in a minute stays dead.
+    """Reports the core's messages and deaths. After four deaths within a minute it is not restarted.
 
-    A core whose pulse does not beat for `server.frozen_after_s` is killed, which is a death like any other.
+    A core without a heartbeat for `server.frozen_after_s` is killed, which counts as a death.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Supervisor:
 
     @property
     def is_responsive(self) -> bool:
-        """Whether that core came further within the last seconds, between two steps or inside one."""
-        return self.is_ready and self.core is not None and self.core.pulse.age_s < RESPONSIVE_S
+        """Whether that core has made progress within the last 4 s, between two steps or inside one."""
+        return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
 
     async def start(self) -> None:
         """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
@@ -120,13 +120,13 @@ class Supervisor:
                 return
             self.num_restarts += 1
             if failed is None:
-                logger.error("the engine's process%s; it is started again", self._ending)
-            else:  # what is lacking, memory or a folder, may be there again soon
-                logger.error("the engine cannot start: %s; it is tried again", failed)
+                logger.error("the engine's process%s and is restarted", self._ending)
+            else:  # the lacking memory or folder may be back soon
+                logger.error("the engine cannot start: %s; trying again", failed)
                 await asyncio.sleep(_RETRY_S)
 
     async def _attempt(self) -> EngineError | None:
-        """Run a core until it is gone. Return why it could not start, if that is so."""
+        """Run a core until it is gone; return the error if it could not start."""
         while True:
             try:
                 await self._run_once()
@@ -138,8 +138,8 @@ class Supervisor:
                 logger.error("the engine's process cannot be started again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            except Exception:  # what it said has no meaning
-                logger.exception("the engine's process cannot be followed")
+            except Exception:  # it sent something invalid
+                logger.exception("the engine's process sent an invalid message")
             return None
 
     async def _run_once(self) -> None:
@@ -159,7 +159,7 @@ class Supervisor:
                 if self.num_restarts:
                     away_s = time.monotonic() - self._ended_s
                     logger.warning("the engine takes requests again, after %.1f s", away_s)
-                stalled = await self._watch(core, link.lost, lambda: core.pulse.last_ns)
+                stalled = await self._watch(core, link.lost, lambda: core.heartbeat.last_ns)
             reason = stalled or reason
         finally:
             self._ended_s = time.monotonic()
@@ -172,7 +172,7 @@ class Supervisor:
     async def _watch(
         self, core: CoreHandle, awaited: asyncio.Future[Any], progress: Callable[[], int | None]
     ) -> str | None:
-        """Wait for what a core does; kill one that makes no progress meanwhile, and return that it was."""
+        """Wait for a core's message or end; if it makes no progress, kill it and return that reason."""
         limit_s = self.config.server.frozen_after_s
         stall = Stall(limit_s, _TICK_S)
         while not (await asyncio.wait({awaited}, timeout=_TICK_S))[0]:
@@ -185,7 +185,7 @@ class Supervisor:
 
 
 class _Link(asyncio.Protocol):
-    """One connection to a core: its first message, then all others, then the end."""
+    """One connection to a core: its first message, all others, and its end."""
 
     def __init__(self, receive: Callable[[FromCore], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -209,7 +209,7 @@ class _Link(asyncio.Protocol):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # the panic of an extension module is not an Exception
-            logger.exception("the engine's messages cannot be followed")
+            logger.exception("the engine sent an invalid message")
             assert self._transport is not None
             self._transport.close()
 

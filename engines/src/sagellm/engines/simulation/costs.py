@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import ConfigError
-from sagellm.engines.config.json_text import parse_json
+from sagellm.engines.config.bounded_json import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is asked of a chat template and a tokenizer, as values that run here or in another process."""
+"""Calls of a chat template or tokenizer, as values that run in this process or in another one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sagellm.engines.text.chat import ChatTemplate
 from sagellm.engines.text.messages import ChatMessage
 from sagellm.engines.text.tokenizer import decode, encode
 
-_CHARACTERS_A_MESSAGE = 64
+_CHARACTERS_PER_MESSAGE = 64  # overhead of rendering one
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """The template's tokens for a conversation, as one list; `options` are variables of the template."""
+    """Returns the tokens of a conversation, as one list; `options` are variables of the template."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool
@@ -24,8 +24,8 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_characters(self) -> int:
-        """How much it has to read."""
-        return sum(_CHARACTERS_A_MESSAGE + len(message.content) for message in self.messages)
+        """Approximate size of the input."""
+        return sum(_CHARACTERS_PER_MESSAGE + len(message.content) for message in self.messages)
 
     def run(self, template: ChatTemplate) -> list[list[int]]:
         """Render the conversation."""
@@ -37,14 +37,14 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of each text."""
+    """Returns the tokens of each text."""
 
     texts: list[str]
     add_special_tokens: bool
 
     @property
     def num_characters(self) -> int:
-        """How much it has to read."""
+        """Approximate size of the input."""
         return sum(map(len, self.texts))
 
     def run(self, template: ChatTemplate) -> list[list[int]]:
@@ -56,30 +56,30 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeBadWords(msgspec.Struct, frozen=True, tag=True):
-    """The token sequences that spell each of some words."""
+    """Returns the token sequences that spell each word."""
 
     words: list[str]
 
     @property
     def num_characters(self) -> int:
-        """How much it has to read."""
+        """Approximate size of the input."""
         return sum(map(len, self.words))
 
     def run(self, template: ChatTemplate) -> list[list[int]]:
-        """Tokenize the words, each at the beginning of a text and after a space."""
+        """Tokenize each word, at the start of a text and after a space."""
         if template.tokenizer is None:
             raise InvalidRequestError("bad_words are text and the model has no tokenizer")
         return [list(ids) for ids in bad_words_token_ids(self.words, template.tokenizer)]
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """The text of tokens."""
+    """Returns the text of tokens."""
 
     token_ids: list[int]
 
     @property
     def num_characters(self) -> int:
-        """How much it has to read."""
+        """Approximate size of the input."""
         return len(self.token_ids)
 
     def run(self, template: ChatTemplate) -> str:
@@ -92,10 +92,10 @@ Call = TokenCall | Decode
 
 
 class TextRunner(Protocol):
-    """Runs calls of one model's template and tokenizer; where, and within which limits, is its own affair.
+    """Runs calls of one model's template and tokenizer, in a process and within limits of its choice.
 
-    Both methods raise ForeignTextError for what template or tokenizer cannot do, InvalidRequestError for
-    what the caller got wrong, and EngineError if nothing can be run at all.
+    Both methods raise ForeignTextError if template or tokenizer fail or exceed a limit, InvalidRequestError
+    for invalid input, and EngineError if no call can be run.
     """
 
     async def token_ids(self, call: TokenCall) -> list[list[int]]:

@@ -34,8 +34,8 @@ class ChatTemplate:
     just these, so that its KV is found again, unless the template edits it (some leave out what a
     model has thought): then the template's text holds.
 
-    A template is a program of the checkpoint, and this class lets it run as long as it likes, in the calling
-    thread; what others wait for asks a `TextProcess` instead. `max_characters` bounds what it may write.
+    A template is a program that comes with the checkpoint. It runs in the calling thread without a time
+    limit; servers use a `ProcessTextRunner` instead. `max_characters` bounds its output.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ChatTemplate:
             raise InvalidRequestError("the model has no tokenizer; chatting needs one with a chat template")
         if not self.exists:
             raise InvalidRequestError(
-                "the model's tokenizer has no chat template; it is no chat model: give it plain prompts"
+                "the model's tokenizer has no chat template, so it is not a chat model; give it plain prompts"
             )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class ChatTemplate:
                 raise InvalidRequestError(f"a request cannot set {name!r} of the chat template; leave it out")
 
     def prepare(self) -> None:
-        """Build what all conversations share; none of the template runs."""
+        """Build what all conversations share, without running the template."""
         if self._tokenizer is not None:
             self._control  # noqa: B018
 
@@ -160,7 +160,7 @@ class ChatTemplate:
         try:
             text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))
         except MemoryError:
-            raise TextLimitError("the model's chat template needs more memory than it may take") from None
+            raise TextLimitError("the model's chat template needs more memory than it may use") from None
         except Exception as error:  # of the template, which may refuse roles and their order
             raise _template_error(error) from None
         if self.max_characters is not None and len(text) > self.max_characters:
@@ -175,7 +175,7 @@ class ChatTemplate:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the messages are no valid Unicode text: {error}") from error
+            raise InvalidRequestError(f"the messages are not valid Unicode text: {error}") from error
         return encode(self._tokenizer, text, add_special_tokens=False)
 
 

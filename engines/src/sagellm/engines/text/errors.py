@@ -1,13 +1,13 @@
-"""Errors of what a checkpoint brings along for text: its chat template and its tokenizer.
+"""Errors of a checkpoint's chat template and tokenizer.
 
 InvalidRequestError
-└── ForeignTextError          it failed on this request; the next one may be fine
-    ├── ChatTemplateError     the template refuses the messages, or is wrong
+└── ForeignTextError          either failed on this request; the next one may succeed
+    ├── ChatTemplateError     the template refused the messages, or is wrong
     ├── TokenizerError        the tokenizer raised, or panicked
-    └── TextLimitError        either took more time, memory or output than it may
+    └── TextLimitError        either exceeded its time, memory or output
 
 EngineError
-└── TextBusyError             all processes for texts have been busy for long; the request may be sent again
+└── TextBusyError             no worker became free; the request may be retried
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sagellm.core import EngineError, InvalidRequestError
 
 
 class ForeignTextError(InvalidRequestError):
-    """A template or tokenizer failed on one request; `summary` is the message without its insides.
+    """A template or tokenizer failed on one request.
 
-    A server tells its callers the summary alone: who may ask need not know the checkpoint.
+    A server sends `summary` to its callers; `detail`, which may quote the checkpoint, is only logged.
     """
 
     def __init__(self, summary: str, detail: str = "") -> None:
@@ -36,8 +36,8 @@ class TokenizerError(ForeignTextError):
 
 
 class TextLimitError(ForeignTextError):
-    """A template or tokenizer took more time, memory or output than it may."""
+    """A template or tokenizer exceeded its limit on time, memory or output."""
 
 
 class TextBusyError(EngineError):
-    """All processes for texts have been busy for long; the request may be sent again."""
+    """No worker became free in time; the request may be retried."""

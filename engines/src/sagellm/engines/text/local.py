@@ -1,4 +1,4 @@
-"""Templates and tokenizers in the caller's own process, for engines that are in that process too."""
+"""Runs templates and tokenizers in the caller's process, for engines that run there too."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG_TEXT = 4096
-"""Characters from which on a text is worth tokenizing apart from the rest."""
+"""Characters above which a text is tokenized off the event loop."""
 
 
 def is_long(call: Call) -> bool:
-    """Say whether a call may take a while; variables of a template may make work."""
+    """Say whether a call may take long; template variables may ask for any amount of work."""
     return call.num_characters > LONG_TEXT or (isinstance(call, Render) and bool(call.options))
 
 
-class LocalText:
-    """A TextRunner that does short work in place and long work on a thread.
+class LocalTextRunner:
+    """A TextRunner that runs short calls in place and long ones on a thread.
 
-    No thread can be ended, so nothing here has a deadline: a server that outlives its requests uses
-    `TextProcess`.
+    Threads cannot be killed, so calls have no deadline; servers use `ProcessTextRunner`.
     """
 
     def __init__(

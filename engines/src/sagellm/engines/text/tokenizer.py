@@ -1,4 +1,4 @@
-"""Calls of a tokenizer. It is foreign: what it raises or panics with is an error of one request.
+"""Calls a checkpoint's tokenizer, whose exceptions and panics become errors of one request.
 
 A panic of Rust arrives as pyo3's PanicException, which is a BaseException and would pass every
 `except Exception` between here and the end of the process.
@@ -41,9 +41,9 @@ def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Say whether an error is an exception or a panic, and not what ends the program, such as Ctrl-C.
+    """Say whether an error is an exception or a Rust panic, as opposed to KeyboardInterrupt or SystemExit.
 
-    Each extension module of Rust has a PanicException of its own.
+    Each Rust extension module has its own PanicException, so it is recognised by name.
     """
     return isinstance(error, Exception) or any(
         kind.__name__ == "PanicException" for kind in type(error).__mro__
@@ -51,5 +51,5 @@ def is_foreign(error: BaseException) -> bool:
 
 
 def tokenizer_error(summary: str, error: BaseException) -> TokenizerError:
-    """Phrase what a tokenizer raised; callers of a server are told the summary alone."""
+    """Return the error for an exception of a tokenizer, which goes into its detail."""
     return TokenizerError(summary, f"{type(error).__name__}: {str(error)[:_MAX_TOLD]}")

@@ -58,9 +58,8 @@ def _choose(path: Path, first_line: str, name: str | None, tokenize: Tokenize | 
     registry = PluginRegistry.load()
 
     def make(name: str) -> TraceReaderProtocol:
-        entry = registry.find("trace_reader", name)
         factory = cast("Callable[..., TraceReaderProtocol]", registry.resolve("trace_reader", name))
-        label = f"trace_reader {name!r} of {entry.distribution} {entry.version}"
+        label = registry.find("trace_reader", name).label
         return call_plugin(label, "its factory", factory, tokenize=tokenize)
 
     if name is not None:

@@ -71,11 +71,11 @@ def _check_namespace(section: Section) -> None:
 
 
 def _check_chaos(section: Section) -> None:
-    """Faults that tests inject; nobody else wants them."""
+    """Warn if fault injection is on, which is for tests only."""
     given = os.environ.get(VARIABLE, "")
     if CHAOS is not None:
         section.warn(
-            f"{VARIABLE}={given}: what is started from here fails now and then on purpose, for tests",
+            f"{VARIABLE}={given}: programs started from here fail on purpose, for tests",
             f"unset {VARIABLE}",
         )
     elif given:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sagellm.core import ConfigError, EngineError, PluginRegistry
-from sagellm.core.chaos import note
+from sagellm.core.chaos import notice
+from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import make_flag, with_flags
@@ -28,7 +29,6 @@ from sagellm.engines.cli.serve import (
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
-from sagellm.engines.serving.runtime_folder import runtime_folder
 
 if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig
@@ -72,7 +72,7 @@ def start(
         raise (ConfigError if answer.get("is_usage") else EngineError)(answer["error"])
     typer.echo(
         f"{answer['name']} serves {answer['model']} at {answer['url']}/v1 (process {answer['pid']}); "
-        f"end it with: sage llm engine stop {answer['name']}{note()}"
+        f"end it with: sage llm engine stop {answer['name']}{notice()}"
     )
 
 

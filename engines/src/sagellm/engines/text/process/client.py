@@ -1,4 +1,4 @@
-"""The front's side: calls go to workers, which are started, timed, killed and replaced here."""
+"""The front's side: sends calls to workers, and starts, times, kills and replaces those."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sagellm.engines.text.errors import (
     TextLimitError,
     TokenizerError,
 )
-from sagellm.engines.text.limits import Limits
+from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.local import is_long
 from sagellm.engines.text.process.messages import Answer, Failure
 
@@ -35,61 +35,58 @@ _START_S = 60.0  # the fork server loads the tokenizer before its first worker
 _FORK_S = 10.0  # once it has: a fork takes milliseconds
 _STOP_S = 1.0
 _MAX_WAIT_S = 30.0
-_WORKERS = 2
-"""Workers of a pool: one call that takes its whole time holds up none of the others."""
+_WORKERS_PER_POOL = 2  # so that a call that runs into its limit delays no other
 
 _ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",  # this one and the next two: no threads, as the process forks
+    # A process that forks must not have threads.
+    "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",  # it would warn that there is no torch
+    "TRANSFORMERS_VERBOSITY": "error",  # else it warns that there is no torch
 }
+
+_FOREIGN_ERRORS = {"template": ChatTemplateError, "tokenizer": TokenizerError, "limit": TextLimitError}
 
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-class TextProcess:
-    """A TextRunner whose work is done in other processes, each call within the limits.
+class ProcessTextRunner:
+    """A TextRunner that runs calls in worker processes, within limits.
 
-    Conversations and plain texts, short ones and long ones have workers of their own: a template that
-    never ends keeps no one from completing a text, nor a long text others from chatting. Workers are
-    forked when they are first needed. Everything runs on one event loop.
+    There are separate pools for conversations and plain texts, short and long: an endless template does not
+    delay completions, nor a long text chats. Workers are forked when first needed. All methods are called on
+    one event loop.
     """
 
     def __init__(self, tokenizer_path: Path) -> None:
         self._server = _ForkServer(tokenizer_path)
         self._pools: dict[tuple[bool, bool], _Pool] = {}
-        self._limits: Limits | None = None
+        self._limits: TextLimits | None = None
         self._numbers = count()
 
-    @property
-    def pids(self) -> list[int]:
-        """The process that workers are forked from."""
-        return self._server.pids
-
     def load(self) -> None:
-        """Begin to load the tokenizer, and return at once."""
+        """Start loading the tokenizer, without waiting."""
         self._server.start()
 
-    async def start(self, limits: Limits) -> None:
-        """Return when calls are answered. Raises EngineError with its reason if they never will be."""
+    async def start(self, limits: TextLimits) -> None:
+        """Wait until calls can be answered. Raises EngineError with the reason if they cannot."""
         self._limits = limits
         await self._pool(is_chat=True, is_long=False).start()
 
     async def token_ids(self, call: TokenCall) -> list[list[int]]:
         """Return lists of token ids, as the call describes them."""
         token_ids = (await self._run(call)).token_ids
-        assert token_ids is not None, "the kind of result that this call has"
+        assert token_ids is not None, "a TokenCall returns token ids"
         return token_ids
 
     async def text(self, call: Decode) -> str:
         """Return a text."""
         text = (await self._run(call)).text
-        assert text is not None, "the kind of result that this call has"
+        assert text is not None, "Decode returns a text"
         return text
 
     async def close(self) -> None:
-        """End all processes; calls that run or wait fail with EngineError."""
+        """End all processes; pending calls fail with EngineDeadError."""
         for pool in self._pools.values():
             pool.close()
         await self._server.stop()
@@ -101,29 +98,26 @@ class TextProcess:
         return answer
 
     def _pool(self, *, is_chat: bool, is_long: bool) -> _Pool:
-        assert self._limits is not None, "start came first"
+        assert self._limits is not None, "start is called first"
         key = is_chat, is_long
         if key not in self._pools:
-            workers = [_Worker(self._server, next(self._numbers), self._limits) for _ in range(_WORKERS)]
+            workers = [
+                _Worker(self._server, next(self._numbers), self._limits) for _ in range(_WORKERS_PER_POOL)
+            ]
             self._pools[key] = _Pool(workers)
         return self._pools[key]
 
 
 def _error(failure: Failure) -> Exception:
-    match failure.kind:
-        case "template":
-            return ChatTemplateError(failure.summary, failure.detail)
-        case "tokenizer":
-            return TokenizerError(failure.summary, failure.detail)
-        case "limit":
-            return TextLimitError(failure.summary, failure.detail)
-        case "request":
-            return InvalidRequestError(failure.summary)
+    if (kind := _FOREIGN_ERRORS.get(failure.kind)) is not None:
+        return kind(failure.summary, failure.detail)
+    if failure.kind == "request":
+        return InvalidRequestError(failure.summary)
     return EngineError(f"a text worker failed: {failure.summary}")
 
 
 class _Pool:
-    """Workers that are alike, and the calls that wait for one."""
+    """Interchangeable workers, and the calls that wait for one."""
 
     def __init__(self, workers: list[_Worker]) -> None:
         self._workers = workers
@@ -136,13 +130,13 @@ class _Pool:
         await self._workers[0].start()
 
     async def run(self, call: Call) -> Answer:
-        """Run a call on the worker that was used last, which is there already."""
+        """Run a call on the most recently used worker, whose process exists already."""
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
                 await self._free.acquire()
         except TimeoutError:
             raise TextBusyError(
-                "the server is busy with templates and texts of others; try again later"
+                "the server is busy with other templates and texts; try again later"
             ) from None
         try:
             if self._is_closed:
@@ -160,21 +154,21 @@ class _Pool:
             self._free.release()
 
     def close(self) -> None:
-        """Take no more calls, and fail those that run."""
+        """Refuse further calls and fail the running ones."""
         self._is_closed = True
         for worker in self._workers:
             worker.end()
 
 
 class _Worker:
-    """One worker's process, which is started by the first call and again after each one that ended it."""
+    """One worker, whose process is forked for its first call and after each call that killed it."""
 
-    def __init__(self, server: _ForkServer, number: int, limits: Limits) -> None:
+    def __init__(self, server: _ForkServer, number: int, limits: TextLimits) -> None:
         self._server, self._number, self._limits = server, number, limits
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, call: Call) -> Answer:
-        """Have a call answered; whatever keeps it from that ends the process, and it alone."""
+        """Run a call; kill the process if it times out, is cancelled or gives no valid answer."""
         try:
             frame = encode(call)
         except UnicodeEncodeError as error:
@@ -195,11 +189,11 @@ class _Worker:
         return answer
 
     async def start(self) -> None:
-        """Fork the process if there is none. Raises EngineError."""
+        """Fork the process unless it is running. Raises EngineError."""
         if self._streams is not None:
             if not self._streams[0].at_eof():
                 return
-            self.end()  # killed by someone else meanwhile
+            self.end()  # it died between two calls
         ours, theirs = socket.socketpair()
         with theirs:
             self._server.fork(self._number, theirs)
@@ -218,7 +212,7 @@ class _Worker:
             raise
 
     def end(self) -> None:
-        """Kill the process, if there is one; a call that it runs fails."""
+        """Kill the process, if any; its running call fails."""
         if self._streams is not None:
             self._streams[1].transport.abort()
             self._streams = None
@@ -226,7 +220,7 @@ class _Worker:
 
     @flaky("tokenizer.exchange")
     async def _exchange(self, frame: bytes) -> Answer:
-        assert self._streams is not None, "started"
+        assert self._streams is not None, "start is called first"
         reader, writer = self._streams
         writer.write(frame)
         size = int.from_bytes(await reader.readexactly(4), "little")
@@ -235,27 +229,27 @@ class _Worker:
         return _answers.decode(await reader.readexactly(size))
 
 
-def _what(call: Call) -> str:
+def _subject(call: Call) -> str:
     return "the model's chat template and tokenizer" if isinstance(call, Render) else "the model's tokenizer"
 
 
 def _too_long(call: Call, timeout_s: float) -> ForeignTextError:
     logger.warning(
         "%s took more than %g s (server.encoding_timeout) for a request; its process was killed",
-        _what(call),
+        _subject(call),
         timeout_s,
     )
     return TextLimitError(
-        f"{_what(call)} took more than {timeout_s:g} s (server.encoding_timeout) and had to be stopped"
+        f"{_subject(call)} took more than {timeout_s:g} s (server.encoding_timeout) and had to be stopped"
     )
 
 
 def _crashed(call: Call) -> ForeignTextError:
-    return TokenizerError(f"{_what(call)} crashed, perhaps for want of memory", "the process ended")
+    return TokenizerError(f"{_subject(call)} crashed, perhaps out of memory", "it ended")
 
 
 class _ForkServer:
-    """The process that workers are forked from, started again if it should be gone."""
+    """The process that workers are forked from, restarted if it has died."""
 
     def __init__(self, tokenizer_path: Path) -> None:
         self._path = tokenizer_path
@@ -265,19 +259,14 @@ class _ForkServer:
         self.has_forked = False  # a worker that has answered, so the tokenizer is loaded
 
     @property
-    def pids(self) -> list[int]:
-        """The process, if there is one."""
-        return [] if self._process is None else [self._process.pid]
-
-    @property
     def state(self) -> str:
-        """What has become of the process, for an error."""
+        """The state of the process, for an error message."""
         if self._process is None or (code := self._process.poll()) is None:
-            return "no process answers"
-        return f"the process that does it ended with {code}; its error stands above"
+            return "the tokenizer's process does not answer"
+        return f"the tokenizer's process ended with exit code {code}; its error is above"
 
     def start(self) -> None:
-        """Start the process unless it runs. Raises EngineError after `stop`."""
+        """Start the process unless it is running. Raises EngineDeadError after `stop`."""
         if self._is_stopped:
             raise EngineDeadError("the engine is shutting down")
         if self._process is not None and self._process.poll() is None:
@@ -291,10 +280,10 @@ class _ForkServer:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
 
     def fork(self, number: int, connection: socket.socket) -> None:
-        """Fork a worker that talks over the connection; one of that number is ended."""
+        """Fork a worker that talks over the connection, replacing the one with this number."""
         self.start()
-        assert self._control is not None, "started"
-        with suppress(OSError):  # it has just died: so does the connection, and its owner learns of it there
+        assert self._control is not None, "start opened it"
+        with suppress(OSError):  # it has just died, which its owner notices on the connection
             socket.send_fds(self._control, [bytes([number])], [connection.fileno()])
 
     def end(self, number: int) -> None:
@@ -310,7 +299,7 @@ class _ForkServer:
             self._process.wait()
 
     async def stop(self) -> None:
-        """End the process and all that were forked from it."""
+        """End the process and all its workers."""
         self._is_stopped = True
         self._release()
         if self._process is not None:

@@ -1,11 +1,11 @@
 """The process that workers are forked from: `python -m sagellm.engines.text.process.fork_server PATH`.
 
-Standard input is a socket. Each byte on it is the number of a worker, which is ended; if a socket comes
-with the byte, a new worker of that number is forked, and talks to the front over that. The tokenizer is
-loaded before the first one. When the front is gone, however it went, the socket closes and all end.
+Standard input is a socket. Each byte on it is the number of a worker to kill; if a socket is passed with the
+byte, a new worker with that number is forked to serve it. The tokenizer is loaded first. When the front ends,
+for whatever reason, the socket closes and all processes end.
 
-It has one thread, so that forking is safe, and never runs a template or tokenizer for a request, so that
-it always answers.
+It has one thread, so that forking is safe, and never runs a template or tokenizer itself, so that it always
+responds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Load the tokenizer in the directory that is named, then fork and end workers as told."""
-    for draining in (signal.SIGINT, signal.SIGTERM):  # is the front's to do, and needs this process
-        signal.signal(draining, signal.SIG_IGN)
+    """Load the tokenizer of the directory given as argument, then fork and kill workers on request."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the front drains, and needs this process meanwhile
+        signal.signal(ending, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers needs a third of time and memory
+    sys.modules["torch"] = None  # type: ignore[assignment]  # without it transformers loads in a third of the time
     template = _load(Path(sys.argv[1]))
     gc.collect()
-    gc.freeze()  # what is loaded stays shared: collecting would write to it
+    gc.freeze()  # a collection would write to the memory that workers share
     workers: dict[int, int] = {}
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -74,12 +74,12 @@ def _fork(control: socket.socket, connection: socket.socket, template: ChatTempl
         work(connection, template)
         status = 0
     finally:
-        os._exit(status)  # nothing of the parent is to be cleaned up here
+        os._exit(status)  # skip the parent's cleanup
 
 
 def _isolate(parent: int) -> None:
-    """Die with the parent, write nothing anywhere, and leave no image of the memory behind."""
-    with suppress(OSError, AttributeError):  # Linux alone has prctl; elsewhere the limit on CPU time ends it
+    """Die with the parent, have no standard streams, and dump no core."""
+    with suppress(OSError, AttributeError):  # elsewhere than on Linux the CPU limit ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What front and worker say to each other, in frames of msgpack."""
+"""Messages between front and worker, in MessagePack frames."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 import msgspec
 
 from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render
-from sagellm.engines.text.limits import Limits
+from sagellm.engines.text.limits import TextLimits
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a call has no result; `kind` chooses the error that the front raises."""
+    """Why a call failed; `kind` selects the exception that the front raises."""
 
     kind: Literal["template", "tokenizer", "limit", "request", "internal"]
     summary: str
@@ -19,7 +19,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a call: one of the first three, none for Limits. After the last one the worker ends."""
+    """The answer to a call, with one of the first three fields set, or to TextLimits, with none.
+
+    The worker ends after an answer that `is_last`.
+    """
 
     token_ids: list[list[int]] | None = None
     text: str | None = None
@@ -27,4 +30,4 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     is_last: bool = False
 
 
-ToWorker = Limits | Render | Encode | EncodeBadWords | Decode
+ToWorker = TextLimits | Render | Encode | EncodeBadWords | Decode

@@ -1,4 +1,4 @@
-"""One worker: a fork that answers calls one after another, within its limits."""
+"""A worker: a forked process that answers calls one after another, within limits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sagellm.engines.serving.frames import FrameReader, encode
 from sagellm.engines.text.calls import Call
 from sagellm.engines.text.chat import ChatTemplate
 from sagellm.engines.text.errors import ChatTemplateError, TextLimitError, TokenizerError
-from sagellm.engines.text.limits import Limits
+from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.process.messages import Answer, Failure, ToWorker
 from sagellm.engines.text.tokenizer import is_foreign
 
-_MAX_GROWTH_KIB = 256 << 10  # of resident memory, above which a worker is not used again
+_MAX_GROWTH_KIB = 256 << 10  # of resident memory, after which a worker ends
 _CPU_GRACE_S = 2
 
 
 def work(connection: socket.socket, template: ChatTemplate) -> None:
-    """Answer until the front hangs up. Limits come first."""
+    """Answer calls until the front closes the connection; its first message is TextLimits."""
     start_kib = _peak_kib()
-    limits: Limits | None = None
+    limits: TextLimits | None = None
     for message in _messages(connection):
-        if isinstance(message, Limits):
+        if isinstance(message, TextLimits):
             limits = message
             _limit_memory(limits.memory_bytes)
             template.max_characters = limits.max_rendered
@@ -49,7 +49,7 @@ def _messages(connection: socket.socket) -> Iterator[ToWorker]:
         yield from reader.feed(data)
 
 
-def _answer(call: Call, template: ChatTemplate, limits: Limits) -> Answer:
+def _answer(call: Call, template: ChatTemplate, limits: TextLimits) -> Answer:
     try:
         result = call.run(template)
     except BaseException as error:
@@ -73,7 +73,7 @@ def _failure(error: BaseException) -> Failure:
             return Failure("limit", error.summary, error.detail)
         case TokenizerError():
             if isinstance(error.__cause__, MemoryError):
-                return Failure("limit", "the model's tokenizer needs more memory than it may take")
+                return Failure("limit", "the model's tokenizer needs more memory than it may use")
             return Failure("tokenizer", error.summary, error.detail)
         case InvalidRequestError():
             return Failure("request", str(error))
@@ -81,15 +81,15 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let allocations fail that would make this process larger by more than this."""
-    with suppress(OSError, ValueError):  # no /proc, or a lower limit is set already
+    """Limit the growth of this process's address space; larger allocations fail."""
+    with suppress(OSError, ValueError):  # no /proc, or a lower limit exists
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the kernel end this process if it computes much longer: the front may be gone by then."""
+    """Have the kernel kill this process after so much more CPU time, in case the front cannot."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime + seconds) + _CPU_GRACE_S
     with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A tier over one backend: an index by key, and records that say what they are."""
+"""A tier over one backend: an index by key, and self-describing records."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
 from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, Checksums, RecordFormat, num_head_bytes
 
 _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9
-"""What is believed of memory, and of what lies behind it, before anything was measured."""
+"""Assumed rates of memory and of a device behind it, until they are measured."""
 
 _MAX_GAP_BYTES = 1 << 28
-"""Without a record in a file, after which no more is looked for: one that is written has hardly any."""
+"""Gap without a record at which the search of a file stops; a written file has hardly any."""
 
 _PACE, _PAUSE_NS = 256, 1_000_000
-"""Places that are looked at in a row, about a millisecond of work, and the pause for others behind them."""
+"""Offsets examined before each pause, about 1 ms of work, and the pause for other threads."""
 
 _log = get_logger(__name__)
 
 
 class Record(NamedTuple):
-    """Where a block lies, and what must be found there."""
+    """Where a block is stored, and what a get must find there."""
 
     offset: int
     header: BlockHeader
@@ -54,14 +54,14 @@ class Record(NamedTuple):
 
 
 class BackendTier(KVTierProtocol):
-    """Blocks on one backend: with xxh3 checksums in memory, sealed by a key in a file.
+    """Blocks on one backend: with xxh3 checksums in memory, sealed with a key in a file.
 
-    Everything is done in `submit`; around one whose device may keep it waiting there is a BackgroundTier. A
-    record that is not what was put is dropped, so that the next get is a plain miss. What a persistent file
-    holds is found again by its heads; the data is checked when it is asked for. One lock guards each request;
-    `contains`, `stored` and `get_cost_ns` take none.
+    `submit` does all work itself; a tier on a slow device runs in a BackgroundTier. A record that differs
+    from what was put is dropped, so the next get is a plain miss. `recover` finds the records of a persistent
+    file by their heads; data is verified when it is read. One lock guards each request; `contains`, `stored`
+    and `get_cost_ns` take none.
 
-    Without a `store_key` the backend says which: none for memory, the user's for a file that stays.
+    Without a `store_key` the backend chooses: none for memory, the user's for a persistent file.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BackendTier(KVTierProtocol):
         return f"<{type(self).__name__} {len(self._records):,} blocks in {sizes} on {backend}>"
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Do it."""
+        """Process the requests."""
         check_requests(requests)
         with self._lock:
             ticket = Ticket(self._num_submits)
@@ -95,7 +95,7 @@ class BackendTier(KVTierProtocol):
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Return what was done."""
+        """Return what has finished."""
         with self._lock:
             results, self._results = self._results, []
         return results
@@ -105,8 +105,8 @@ class BackendTier(KVTierProtocol):
         return key in self._records
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
-        """Return what `recover` found, or was put since."""
-        records = list(self._records.values())  # at once, as far as other threads can see
+        """Return what `recover` found and what was put since."""
+        records = list(self._records.values())  # atomic for other threads
         return [(record.header, record.num_data_bytes) for record in records]
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
@@ -125,7 +125,7 @@ class BackendTier(KVTierProtocol):
             return replace(self._metrics, num_blocks=len(self._records))
 
     def rates(self) -> dict[str, float]:
-        """Return bytes a second as they are believed: from memory, and from the device behind it."""
+        """Return the estimated bytes per second from memory and from the device behind it."""
         return {"fast": self._fast.bytes_per_s, "slow": self._slow.bytes_per_s}
 
     def check_integrity(self) -> None:
@@ -146,22 +146,22 @@ class BackendTier(KVTierProtocol):
             )
 
     def close(self) -> None:
-        """Close the backend; nothing is found any more."""
+        """Forget all blocks and close the backend."""
         with self._lock:
             self._records.clear()
             self._metrics.num_bytes = 0
             self.backend.close()
 
     def recover(self) -> int:
-        """Find the records of a file that another process left; return how many. For an empty tier.
+        """Index the records that another process left in the file; return their number. For an empty tier.
 
-        O(bytes of the file) whatever it has, and others run in between: of a place that is no record 96 bytes
-        are read, and no length is believed that is not sealed.
+        O(bytes of the file) whatever its contents, with pauses for other threads: 96 bytes are read where
+        there is no record, and no length is trusted without a valid seal.
         """
-        assert not self._records, "records are found once, at the beginning"
+        assert not self._records, "recover is called once, first"
         ranges, num_written = self.backend.ranges, self.backend.written_bytes
         found: list[tuple[int, int]] = []
-        offset = end = num_looked_at = 0  # the end is that of the last record
+        offset = end = num_looked_at = 0  # end: of the last record
         while offset + PREFIX_BYTES <= num_written and offset - end < _MAX_GAP_BYTES:
             num_looked_at += 1
             if num_looked_at % _PACE == 0:
@@ -178,8 +178,7 @@ class BackendTier(KVTierProtocol):
         ranges.restore(found)
         if self._metrics.num_foreign or self._metrics.num_corrupt:
             _log.warning(
-                "the %s has %d records of another key or an older format, and %d damaged ones; "
-                "they are not used",
+                "the %s has %d records of another key or an older format and %d damaged ones; none is used",
                 self.backend.label,
                 self._metrics.num_foreign,
                 self._metrics.num_corrupt,
@@ -197,7 +196,7 @@ class BackendTier(KVTierProtocol):
             self._metrics.num_corrupt += refusal == "corrupt"
             return None
         if offset + prefix.num_head_bytes + prefix.num_data_bytes > self.backend.total_bytes:
-            return None  # ours, of a time when the file was larger
+            return None  # written when the file was larger
         head = bytearray(prefix.num_head_bytes)
         if not self.backend.read(offset, [memoryview(head)]):
             return None
@@ -209,27 +208,24 @@ class BackendTier(KVTierProtocol):
 
     def _do(self, request: TierRequest) -> TierOutcome:
         with self._lock:
-            return self._do_locked(request)
-
-    def _do_locked(self, request: TierRequest) -> TierOutcome:
-        try:
-            if request.action == "delete":
-                return self._delete(request.header.key)
-            assert request.data is not None, "submit has looked"
-            do = self._put if request.action == "put" else self._get
-            return do(request.header, request.data.cast("B"))
-        except OSError as error:
-            self._metrics.num_failed += 1
-            if is_logged(self._metrics.num_failed):
-                _log.warning(
-                    "the %s failed to %s a block, %d times so far: %s",
-                    self.backend.label,
-                    request.action,
-                    self._metrics.num_failed,
-                    error.strerror or error,
-                )
-            self._drop(request.header.key)
-            return "failed"
+            try:
+                if request.action == "delete":
+                    return self._delete(request.header.key)
+                assert request.data is not None, "submit has looked"
+                do = self._put if request.action == "put" else self._get
+                return do(request.header, request.data.cast("B"))
+            except OSError as error:
+                self._metrics.num_failed += 1
+                if is_logged(self._metrics.num_failed):
+                    _log.warning(
+                        "the %s failed to %s a block, %d times so far: %s",
+                        self.backend.label,
+                        request.action,
+                        self._metrics.num_failed,
+                        error.strerror or error,
+                    )
+                self._drop(request.header.key)
+                return "failed"
 
     def _put(self, header: BlockHeader, data: memoryview) -> TierOutcome:
         key = header.key

@@ -28,7 +28,7 @@ class TierBackend(ABC):
     """What the log calls it."""
 
     leaves_process = False
-    """Whether others may read or write the bytes, so that a key has to vouch for them."""
+    """Whether other processes may read or write the bytes, which must then be sealed."""
 
     def __init__(self, total_bytes: int, alignment: int = 64) -> None:
         self._ranges = OffsetAllocator(total_bytes, alignment)
@@ -73,7 +73,7 @@ class TierBackend(ABC):
         """Fill parts one after the other; False if there were fewer bytes. Raises OSError."""
 
     def default_key(self) -> StoreKey | None:
-        """Return the key for a tier that was given none; None where the bytes do not leave the process."""
+        """Return the key for a tier without one of its own; None if the bytes do not leave the process."""
         return None
 
     def is_fast(self, offset: int, size: int) -> bool:
@@ -199,9 +199,9 @@ class NVMeBackend(TierBackend):
         return self.file.read_into(offset, parts) == sum(map(len, parts))
 
     def default_key(self) -> StoreKey:
-        """Return the user's for a file that stays; one that ends with its process has a key that does, too.
+        """Return the user's key for a persistent file, else a random one that ends with this process.
 
-        Raises ConfigError if the user's cannot be read or made.
+        Raises ConfigError if the user's cannot be read or created.
         """
         return StoreKey.of_user() if self._is_persistent else StoreKey.fresh()
 

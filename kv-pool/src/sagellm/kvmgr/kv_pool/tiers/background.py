@@ -1,4 +1,4 @@
-"""A tier on a thread of its own, so that nobody who calls it waits for a device or a server."""
+"""Runs a tier on its own thread, so that callers never wait for a device or a server."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from sagellm.core.protocols.kv_tier import (
 from sagellm.core.runtime import Clock, SystemClock
 
 _BATCH_BYTES = 4 << 20
-"""KV that the tier is handed at once, one request at least: what a deadline is for."""
+"""KV handed to the tier in one operation, which has one deadline; at least one job."""
 
 _CLOSE_S = 1.0
 
 _log = get_logger(__name__)
 
 SEARCH_PAUSE_S = 0.004
-"""Between two slices of a search, in which other threads have the interpreter."""
+"""Pause between two slices of a search, which leaves the interpreter to other threads."""
 
 Search: TypeAlias = Callable[[], float | None]
-"""Does what nobody asked for, about a millisecond of it; says in how many seconds it wants to go on."""
+"""Looks for stored blocks for about 1 ms; returns the seconds until the next slice, None when finished."""
 
 
 class _Job(NamedTuple):
@@ -44,7 +44,7 @@ class _Job(NamedTuple):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody waits for data."""
+        """Whether a caller waits for data."""
         return any(request.action == "get" for request in self.requests)
 
     @property
@@ -53,14 +53,13 @@ class _Job(NamedTuple):
 
 
 class BackgroundTier(KVTierProtocol):
-    """Hands what is submitted to a tier that answers at once, on a thread.
+    """Runs a tier whose `submit` blocks on a thread.
 
-    Gets go before what else waits; otherwise the order stays. No operation of the tier lasts longer than
-    `timeout_s` for those who wait: after that it, all behind it and, until it returns, all that is submitted
-    have failed. The tier is given buffers of this one, so that an operation that ends late touches nobody's.
+    Submits with a get come first; otherwise the order is kept. If an operation takes longer than `timeout_s`,
+    it, all queued requests and, until it returns, all new ones fail. The tier works on this object's own
+    buffers, so an operation that ends late never touches a caller's.
 
-    `search` is called at the beginning and after operations, when nothing else is to be done, and as often
-    as it says itself.
+    While the queue is empty the thread calls `search`: at first, after operations, and when it asked for.
     """
 
     def __init__(
@@ -78,36 +77,36 @@ class BackgroundTier(KVTierProtocol):
         self._work.search_in_s = None if search is None else 0.0
         self._thread = Thread(target=_run, args=(self._work, tier, search), name="kv-tier", daemon=True)
         self._thread.start()
-        # The thread knows the work and not this object, so that it ends with it.
+        # The thread refers to the work, not to this object, so that collecting this object ends it.
         self._close = finalize(self, _stop, self._work, self._thread)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.tier!r}>"
 
     def wait_for_search(self, timeout_s: float) -> bool:
-        """Wait until the search has ended or failed, so long at most; say whether it has."""
+        """Wait at most so long until the search has ended or failed; say whether it has."""
         with self._work.changed:
             return self._work.changed.wait_for(lambda: not self._work.is_searching, timeout_s)
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Queue them. Raises InvalidInputError for a put or get without data."""
+        """Queue requests. Raises InvalidInputError for a put or get without data."""
         check_requests(requests)
         with self._work.changed:
             return self._work.add(requests)
 
     def poll(self) -> list[TierResult]:
-        """Return what was done, or has taken too long."""
+        """Return what has finished or timed out."""
         with self._work.changed:
             self._work.give_up_late()
             results, self._work.results = self._work.results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:
-        """Ask the tier's index; nothing is there while it does not answer."""
+        """Look into the tier's index; False while the tier does not answer."""
         return not self._work.is_stuck and self.tier.contains(key)
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
-        """Ask the tier's index."""
+        """List the tier's index."""
         return self.tier.stored()
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
@@ -115,7 +114,7 @@ class BackgroundTier(KVTierProtocol):
         return self.tier.get_cost_ns(keys)
 
     def metrics(self) -> KVTierMetrics:
-        """Return the tier's counts as they were after its last operation."""
+        """Return the tier's counts after its last operation."""
         with self._work.changed:
             counted = self._work.metrics
             return replace(counted, num_failed=counted.num_failed + self._work.num_given_up)
@@ -125,13 +124,13 @@ class BackgroundTier(KVTierProtocol):
         self.tier.check_integrity()
 
     def close(self) -> None:
-        """Have the thread store what it was given and close the tier; after a second, do not wait for it."""
+        """Finish queued puts and close the tier; waits at most one second."""
         self._close()
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """What a thread is to do and has done. `changed` guards all of it."""
+    """The queue and results that callers and the thread share; `changed` guards them all."""
 
     label: str  # for the log
     clock: Clock
@@ -142,8 +141,8 @@ class _Work:
     others: deque[_Job] = field(default_factory=deque)
     current: list[_Job] = field(default_factory=list)
     results: list[TierResult] = field(default_factory=list)
-    started_ns: int | None = None  # the operation that is under way
-    is_stuck: bool = False  # it was given up
+    started_ns: int | None = None  # when the running operation began
+    is_stuck: bool = False  # the running operation has timed out
     search_in_s: float | None = None
     is_closed: bool = False
     num_submits: int = 0
@@ -152,15 +151,15 @@ class _Work:
 
     @property
     def is_searching(self) -> bool:
-        """Whether there is more to be found at once."""
+        """Whether the next slice of the search is due."""
         return self.search_in_s is not None and self.search_in_s <= SEARCH_PAUSE_S
 
     def is_due(self) -> bool:
-        """Say whether there is something to do at once."""
+        """Say whether the thread has something to do now."""
         return bool(self.is_closed or self.urgent or self.others)
 
     def add(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Queue requests, or fail them at once."""
+        """Queue requests, or fail them if the tier is stuck or closed."""
         job = _Job(Ticket(self.num_submits), requests)
         self.num_submits += 1
         if self.is_stuck or self.is_closed or not requests:
@@ -171,14 +170,14 @@ class _Work:
         return job.ticket
 
     def take(self) -> list[tuple[TierRequest, memoryview | None]]:
-        """Begin the next jobs: return their requests with buffers of our own, and the caller's."""
+        """Begin the next jobs; return their requests on our own buffers, each with the caller's buffer."""
         num_bytes = 0
         while waiting := self.urgent or self.others:
             num_bytes += waiting[0].num_bytes
             if self.current and num_bytes > _BATCH_BYTES:
                 break
             self.current.append(waiting.popleft())
-        return [self._own(request) for job in self.current for request in job.requests]
+        return [self._with_own_buffer(request) for job in self.current for request in job.requests]
 
     def end(
         self,
@@ -186,14 +185,14 @@ class _Work:
         outcomes: Sequence[TierOutcome],
         metrics: KVTierMetrics,
     ) -> None:
-        """Give callers what their requests came to, unless they were given up."""
+        """Copy data and outcomes to the callers, unless the operation has timed out."""
         self.metrics = metrics
         left = iter(zip(taken, outcomes, strict=True))
         for job in self.current:
             mine = [next(left) for _ in job.requests]
             for (request, theirs), outcome in mine:
                 if request.action == "get" and outcome == "done" and theirs is not None:
-                    assert request.data is not None, "it has a buffer where the caller's has"
+                    assert request.data is not None, "it has a buffer where the caller's request has one"
                     theirs[:] = request.data
             self.results.append(TierResult(job.ticket, tuple(outcome for _, outcome in mine)))
         self.current = []
@@ -201,13 +200,13 @@ class _Work:
         self.spare = [request.data for request, _ in taken if request.data is not None]
 
     def end_search(self, metrics: KVTierMetrics, search_in_s: float | None) -> None:
-        """Note a slice of a search, and tell those who wait for its end."""
+        """Record a slice of the search and wake those who wait for its end."""
         self.metrics, self.search_in_s = metrics, search_in_s
         self._returned()
         self.changed.notify_all()
 
     def give_up_late(self) -> None:
-        """Fail everything if the operation under way has taken too long."""
+        """Fail the running operation and all queued jobs if it has timed out."""
         if self.started_ns is None or self.is_stuck:
             return
         if self.clock.now_ns() - self.started_ns > self.timeout_ns:
@@ -235,7 +234,7 @@ class _Work:
                 self.num_given_up,
             )
 
-    def _own(self, request: TierRequest) -> tuple[TierRequest, memoryview | None]:
+    def _with_own_buffer(self, request: TierRequest) -> tuple[TierRequest, memoryview | None]:
         if request.data is None:
             return request, None
         theirs = request.data.cast("B")
@@ -247,7 +246,7 @@ class _Work:
 
 
 def _run(work: _Work, tier: KVTierProtocol, search: Search | None) -> None:
-    """Do what is submitted until the end, and search in between."""
+    """Run the queue until closed, and the search while it is empty."""
     while True:
         with work.changed:
             work.changed.wait_for(work.is_due, work.search_in_s)
@@ -273,7 +272,7 @@ def _do(
     try:
         outcomes = run_to_end(tier, [request for request, _ in taken])
     except BaseException:  # this thread gets no Ctrl-C
-        _log.exception("a KV tier raised an error; what it was asked for has failed")
+        _log.exception("a KV tier raised an error; its requests have failed")
         outcomes = _failed(len(taken))
     metrics = tier.metrics()
     with work.changed:
@@ -298,13 +297,13 @@ def _search(work: _Work, tier: KVTierProtocol, search: Search) -> None:
 
 
 def _stop(work: _Work, thread: Thread) -> None:
-    """End the thread once what is to be stored is; one that is stuck closes its tier when it returns."""
+    """End the thread after the queued puts; a stuck one closes its tier when its operation returns."""
     with work.changed:
         work.is_closed = True
-        work.urgent.clear()  # nobody waits for data any more
+        work.urgent.clear()  # no caller will read the data
         work.results.clear()
         work.changed.notify_all()
-    if thread is not current_thread():  # where the collector may run
+    if thread is not current_thread():  # the collector may run this on the thread itself
         thread.join(_CLOSE_S)
         with work.changed:
             work.others.clear()

@@ -17,10 +17,10 @@ from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
 _MAX_START_S = 1.0
-"""What an engine's start waits for a server; what is found later is found later."""
+"""How long an engine's start waits for a server's blocks; the rest are found while it runs."""
 
 _SLACK_S = 0.25
-"""After its own deadline a tier is given this to end an exchange by itself, before it is given up."""
+"""How much longer than an exchange's own deadline a background thread may take."""
 
 
 def host_tier(max_bytes: int, *, runtime: Runtime | None = None) -> KVTierProtocol:
@@ -42,12 +42,12 @@ def file_tier(
     name: str | None = None,
     timeout_s: float = 30.0,
 ) -> KVTierProtocol:
-    """Make a tier in a file of a folder, by default of the user's cache folder.
+    """Make a tier in a file, by default in the user's cache folder.
 
-    Without a name the file is deleted at the end; with one it stays, and those who have the key find its
-    blocks again. The folder is made, mode 0700; a '~' in front is the user's own. Reading and writing is done
-    on a thread; a device that does not answer for `timeout_s` fails. Raises ConfigError if the file cannot be
-    had: one that exists must be the user's own, no link, and is cut to `max_bytes`.
+    Without a name the file is deleted when the process ends; a named one is persistent, and an engine with
+    the same key finds its blocks again. The folder is created with mode 0700; a leading '~' is expanded. A
+    background thread reads and writes; operations longer than `timeout_s` fail. Raises ConfigError if the
+    file cannot be opened: an existing one must be the user's own, not a link, and is cut to `max_bytes`.
     """
     _check_timeout(timeout_s)
     runtime = runtime or Runtime.system()
@@ -78,15 +78,15 @@ def redis_tier(
     prefix: str = "sagellm",
     timeout_s: float = 1.0,
 ) -> KVTierProtocol:
-    """Make a tier in a server, which need not be there yet: it is waited for `timeout_s` at most.
+    """Make a tier in a Redis or Valkey server; waits for it at most `timeout_s`, and at most one second.
 
-    Everything is asked on a thread, and each exchange has to end within `timeout_s`. Raises ConfigError for
-    options that cannot be. The URL, which may hold a password, is in no message.
+    A background thread talks to it; each exchange must end within `timeout_s`. Raises ConfigError for invalid
+    options; no message shows the URL, which may hold a password.
     """
     from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
 
     if not isinstance(prefix, str) or not prefix:
-        raise ConfigError(f"prefix is {prefix!r}; give a text, the beginning of all keys")
+        raise ConfigError(f"prefix is {prefix!r}; it must be the text that all keys start with")
     _check_timeout(timeout_s)
     runtime = runtime or Runtime.system()
     try:
@@ -97,11 +97,11 @@ def redis_tier(
         raise ConfigError(
             "url is not a Redis URL; give redis://HOST:PORT/DB, rediss:// or unix://PATH"
         ) from None
-    beside = BackgroundTier(
+    background = BackgroundTier(
         tier, timeout_s=timeout_s + _SLACK_S, search=tier.search, clock=runtime.clock, label=tier.label
     )
-    beside.wait_for_search(min(timeout_s, _MAX_START_S))
-    return beside
+    background.wait_for_search(min(timeout_s, _MAX_START_S))
+    return background
 
 
 def tiered(
@@ -125,7 +125,7 @@ def default_folder() -> Path:
 
 
 def _in_background(tier: BackendTier, runtime: Runtime, timeout_s: float) -> KVTierProtocol:
-    """Put a tier on a thread, but not on virtual time, on which nothing runs beside anything."""
+    """Run a tier on a thread, except on virtual time, where everything runs on one thread."""
     if isinstance(runtime.clock, VirtualClock):
         return tier
     return BackgroundTier(tier, timeout_s=timeout_s, clock=runtime.clock, label=tier.backend.label)
@@ -133,7 +133,7 @@ def _in_background(tier: BackendTier, runtime: Runtime, timeout_s: float) -> KVT
 
 def _check_timeout(timeout_s: object) -> None:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 3600:
-        raise ConfigError(f"timeout_s is {timeout_s!r}; give seconds above 0, at most 3600")
+        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be above 0 and at most 3600 seconds")
 
 
 def _is_plain(name: str) -> bool:

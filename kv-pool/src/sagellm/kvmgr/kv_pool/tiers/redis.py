@@ -1,4 +1,4 @@
-"""KV in a Redis or Valkey server, which other engines may share."""
+"""A tier in a Redis or Valkey server, which several engines may share."""
 
 from __future__ import annotations
 
@@ -40,16 +40,15 @@ _log = get_logger(__name__)
 
 
 class RedisTier(KVTierProtocol):
-    """One key a block, `prefix:` and the block's name; the value is the record that files hold, too.
+    """Stores one key per block, `prefix:NAME`; the value is the same record as in a file.
 
-    `submit` sends the commands of its requests together and waits for the replies, `timeout_s` at most from
-    its beginning to its end: around this tier there is a BackgroundTier. Whatever goes wrong with the server
-    ends the connection, and it is tried again after a second, and after ever longer pauses until an exchange
-    succeeds; meanwhile nothing is there and everything fails.
+    `submit` pipelines the commands of its requests and waits for the replies, at most `timeout_s` in all, so
+    it is run in a BackgroundTier. Any failure closes the connection. It is retried after one second, then
+    after pauses that double up to 64 s until an exchange succeeds; meanwhile gets miss and puts fail.
 
-    What others stored is found by `search`, which has to be called again and again until it returns None,
-    and after operations. `max_bytes` bounds what is stored under the prefix, as far as this tier knows. What
-    the server evicts by itself is a miss. One lock guards it all; `contains` and `stored` take none.
+    `search` finds what others stored; call it until it returns None, and again after operations. `max_bytes`
+    bounds what this tier knows to be stored under the prefix. What the server evicts is a miss. One lock
+    guards all state; `contains` and `stored` take none.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class RedisTier(KVTierProtocol):
         store_key: StoreKey | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Connect to nothing yet. Raises ValueError if the URL is not one of Redis."""
+        """Connect to nothing yet. Raises ValueError if the URL is not a Redis URL."""
         self._server = parse_url(url)
         self.label = f"KV server {self._server.address}"
         self._prefix = prefix.encode() + b":"
@@ -72,9 +71,9 @@ class RedisTier(KVTierProtocol):
         self._lock = Lock()
         self._connection: RespConnection | None = None
         self._scan: Iterator[Found] | None = None
-        self._retry_ns = -(1 << 62)  # not before
-        self._num_failures = 0  # in a row
-        self._num_lost = 0  # in all
+        self._retry_ns = -(1 << 62)  # earliest time to reconnect
+        self._num_failures = 0  # consecutive
+        self._num_lost = 0  # in total
         self._sizes: dict[BlockKey, int] = {}
         self._num_bytes = 0  # the sum of the sizes
         self._found: dict[BlockKey, tuple[BlockHeader, int]] = {}
@@ -88,7 +87,7 @@ class RedisTier(KVTierProtocol):
         return f"<{type(self).__name__} {kept}>"
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Ask the server for what has to be asked of it, and wait for the replies."""
+        """Process requests, waiting for the server's replies if any need it."""
         check_requests(requests)
         with self._lock:
             ticket = Ticket(self._num_submits)
@@ -97,15 +96,15 @@ class RedisTier(KVTierProtocol):
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Return what was done."""
+        """Return what has finished."""
         with self._lock:
             results, self._results = self._results, []
         return results
 
     def search(self) -> float | None:
-        """Look at some of what the server has, if that was not done since the connection began.
+        """Scan the next batch of the server's names, connecting first if needed.
 
-        Return in how many seconds to go on; None if there is no more to be found.
+        Return the seconds until the next call; None when the scan of this connection is complete.
         """
         with self._lock:
             try:
@@ -127,11 +126,11 @@ class RedisTier(KVTierProtocol):
             return SEARCH_PAUSE_S
 
     def contains(self, key: BlockKey) -> bool:
-        """Say what is known of the server."""
+        """Look into the index of what is known to be stored."""
         return key in self._sizes
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
-        """Return what was found on this connection so far."""
+        """Return what the scan of this connection has found so far."""
         return list(self._found.values())
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
@@ -190,7 +189,7 @@ class RedisTier(KVTierProtocol):
         return outcomes
 
     def _plan(self, request: TierRequest) -> tuple[TierOutcome, Command | None]:
-        """Return the command that finds the outcome, or without one the outcome itself."""
+        """Return the outcome and no command if it is known already, else the command to send."""
         key = request.header.key
         name, known = name_of(self._prefix, self._records, request.header), self._sizes.get(key)
         if request.action == "delete":
@@ -218,8 +217,8 @@ class RedisTier(KVTierProtocol):
         return "done", (b"SET", name, head + data)
 
     def _read(self, request: TierRequest, reply: Reply) -> TierOutcome:
-        """Say what a reply means."""
-        if isinstance(reply, Refusal):  # as that it is out of memory
+        """Return the outcome that a reply stands for."""
+        if isinstance(reply, Refusal):  # such as being out of memory
             self._metrics.num_failed += 1
             if is_logged(self._metrics.num_failed):
                 _log.warning(
@@ -240,17 +239,15 @@ class RedisTier(KVTierProtocol):
                 return self._take(request, reply)
 
     def _take(self, request: TierRequest, reply: Reply) -> TierOutcome:
-        """Compare a stored record with what was asked for, and copy its data."""
+        """Copy a record's data if all of it matches the block asked for."""
         assert request.data is not None, "submit has looked"
         header, num_bytes = request.header, request.data.nbytes
         if not reply:
             self._forget(header.key)
             return "missing"
-        record, num_in_head = (
-            memoryview(reply if isinstance(reply, bytearray) else b""),
-            num_head_bytes(header),
-        )
-        head, data = record[:num_in_head], record[num_in_head:]
+        record = memoryview(reply if isinstance(reply, bytearray) else b"")
+        head_end = num_head_bytes(header)
+        head, data = record[:head_end], record[head_end:]
         is_whole = len(data) == num_bytes
         if not is_whole or head != self._records.encode_head(
             header, num_bytes, self._records.digest_of(header, data), 0
@@ -310,11 +307,11 @@ class RedisTier(KVTierProtocol):
 
     @property
     def _is_down(self) -> bool:
-        """Whether there is no connection, and it is too early to try again."""
+        """Whether there is no connection and it is too early to reconnect."""
         return self._connection is None and self._clock.now_ns() < self._retry_ns
 
     def _connect(self, deadline: Deadline | None = None) -> None:
-        """Connect if there is no connection and it is time to try. Raises what connecting raises."""
+        """Connect unless connected or down. Raises OSError."""
         if self._connection is None and not self._is_down:
             self._connection = RespConnection(self._server, deadline or self._deadline())
             self._scan = StoreScan(self._connection, self._prefix, self._records).run(self._deadline)
@@ -326,7 +323,7 @@ class RedisTier(KVTierProtocol):
         self._num_failures = 0
 
     def _fail(self, error: Exception) -> None:
-        """End the connection, and leave the server alone for a while."""
+        """Disconnect, and schedule the next attempt."""
         if not self._is_down:
             self._num_failures += 1
             self._num_lost += 1
@@ -353,7 +350,7 @@ class RedisTier(KVTierProtocol):
 
 
 def _max_reply_bytes(request: TierRequest) -> int:
-    """Return the bytes of the record that is asked for, and one that shows that it is longer."""
+    """Return the length of the requested record, and one more byte to detect a longer one."""
     if request.action != "get" or request.data is None:
         return PREFIX_BYTES
     return num_head_bytes(request.header) + request.data.nbytes + 1

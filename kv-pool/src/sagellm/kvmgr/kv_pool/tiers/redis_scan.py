@@ -1,4 +1,4 @@
-"""What a Redis or Valkey server has under a prefix."""
+"""Finds the blocks that a Redis or Valkey server has under a prefix."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, RecordFormat
 from sagellm.kvmgr.kv_pool.tiers.resp import Command, Deadline, Reply, RespConnection, RespError
 
 _BATCH = 64
-"""Names asked for at once: about a millisecond of work."""
+"""Names requested per SCAN: about 1 ms of work."""
 
 _MAX_BATCH, _MAX_NAME_BYTES = 64 * _BATCH, 1 << 16
-"""What an answer may have: a server returns a few more names than asked for, and of anybody's length."""
+"""Bounds of an answer: a server may return more names than requested, and others may have made them long."""
 
 _PATTERN_BYTES = re.compile(rb"[*?\[\]^\\-]")
-"""What the server takes for a part of a pattern unless it follows a backslash."""
+"""Characters with a meaning in a pattern unless escaped by a backslash."""
 
 
 class Found(NamedTuple):
-    """What some names of a server turned out to be."""
+    """One batch of a scan."""
 
-    blocks: list[tuple[BlockHeader, int]]  # with the bytes of their data
+    blocks: list[tuple[BlockHeader, int]]  # header, bytes of data
     num_foreign: int
     num_corrupt: int
 
 
 class StoreScan:
-    """Goes through all names with a prefix on one connection, some at a time.
+    """Iterates over all names with a prefix on one connection, in batches.
 
-    Only sealed records under their own name are blocks. Whatever the connection raises ends the scan.
+    Only sealed records under their own name count as blocks. An error of the connection ends the scan.
     """
 
     def __init__(self, connection: RespConnection, prefix: bytes, records: RecordFormat) -> None:
         self._connection, self._prefix, self._records = connection, prefix, records
 
     def run(self, make_deadline: Callable[[], Deadline]) -> Iterator[Found]:
-        """Yield what each batch of names has; each has a deadline of its own. Raises OSError."""
+        """Yield the blocks of each batch, each with its own deadline. Raises OSError."""
         pattern = _PATTERN_BYTES.sub(rb"\\\g<0>", self._prefix) + b"*"
         cursor: Reply = b"0"
         while isinstance(cursor, bytes | bytearray):
@@ -51,7 +51,7 @@ class StoreScan:
             yield self._look_at([bytes(name) for name in names if isinstance(name, bytearray)], deadline)
             if cursor == b"0":
                 return
-        raise RespError("a scan without a cursor")
+        raise RespError("a SCAN reply has no cursor")
 
     def _look_at(self, names: Sequence[bytes], deadline: Deadline) -> Found:
         starts = self._ask(
@@ -83,7 +83,7 @@ class StoreScan:
     def _ask(
         self, commands: Sequence[Command], deadline: Deadline, *, max_bytes: int = PREFIX_BYTES
     ) -> list[bytes]:
-        """Return the replies; none where the server refused, as where a name has no string but a list."""
+        """Return the replies, b"" where the server refused, such as for a name that holds a list."""
         self._connection.send(commands, deadline)
         replies = [self._connection.read(deadline, max_bytes=max_bytes) for _ in commands]
         return [bytes(reply) if isinstance(reply, bytearray) else b"" for reply in replies]

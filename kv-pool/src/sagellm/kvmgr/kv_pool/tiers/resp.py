@@ -1,8 +1,8 @@
-"""A connection to a Redis or Valkey server on which everything has an absolute deadline.
+"""A client connection to a Redis or Valkey server with absolute deadlines.
 
-The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-spec. A deadline is that of a
-whole exchange: a server that sends a byte now and then gains no time by it. Lengths that a server announces
-are compared with what was asked for before anything is read.
+The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-spec. A deadline covers a whole
+exchange, however slowly its bytes arrive. Lengths that the server announces are checked against what was
+asked for before anything is read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -28,11 +29,11 @@ Command: TypeAlias = Sequence[bytes | memoryview]
 
 
 class RespError(ConnectionError):
-    """What arrived is not what a server may answer."""
+    """The reply is malformed, of an unexpected type or too long, or the connection was closed."""
 
 
 class Refusal(NamedTuple):
-    """The server's own words why it did not do what it was told."""
+    """An error reply: why the server refused a command."""
 
     text: str
 
@@ -41,7 +42,7 @@ Reply: TypeAlias = bytes | bytearray | int | Refusal | None
 
 
 class Server(NamedTuple):
-    """Where a server is, and who we are there."""
+    """A server's address and our credentials."""
 
     host: str
     port: int
@@ -61,7 +62,7 @@ class Server(NamedTuple):
 
 
 class Deadline:
-    """A point in time for whatever is done until then."""
+    """A point in time by which an exchange must end."""
 
     def __init__(self, clock: Clock, duration_s: float) -> None:
         self._clock, self._end_ns = clock, clock.now_ns() + round(duration_s * 1e9)
@@ -77,7 +78,7 @@ class Deadline:
 def parse_url(url: str) -> Server:
     """Read redis://[USER[:PASSWORD]@]HOST[:PORT][/DB], rediss://… for TLS or unix://[…@]PATH[?db=DB].
 
-    Raises ValueError, without what the URL has in it, which may be a password.
+    Raises ValueError, whose message never quotes the URL, as it may hold a password.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
@@ -85,9 +86,9 @@ def parse_url(url: str) -> Server:
         raise ValueError("not a Redis URL")
     is_unix, is_tls = parts.scheme == "unix", parts.scheme == "rediss"
     if is_unix and (parts.hostname or not parts.path):
-        raise ValueError("no path of a socket")
+        raise ValueError("no socket path")
     if not is_tls and any(name.startswith("ssl_") for name in options):
-        raise ValueError("options of TLS without TLS")
+        raise ValueError("TLS options without TLS")
     database = options.get("db") or ("" if is_unix else parts.path.strip("/")) or "0"
     return Server(
         host=parts.hostname or "localhost",
@@ -101,7 +102,7 @@ def parse_url(url: str) -> Server:
 
 
 class RespConnection:
-    """One connection. Whatever raises OSError leaves it unusable; `close` it then."""
+    """One connection. After an OSError it is unusable and must be closed."""
 
     def __init__(self, server: Server, deadline: Deadline) -> None:
         """Connect and log in. Raises OSError."""
@@ -113,13 +114,13 @@ class RespConnection:
             self.send(commands, deadline)
             for _ in commands:
                 if isinstance(self.read(deadline), Refusal):
-                    raise RespError("the server refuses the user, password or database")
+                    raise RespError("the server refused the user, password or database")
         except BaseException:
             self.close()
             raise
 
     def send(self, commands: Sequence[Command], deadline: Deadline) -> None:
-        """Send all of them. Raises OSError."""
+        """Send commands. Raises OSError."""
         small = bytearray()
         for command in commands:
             small += b"*%d\r\n" % len(command)
@@ -135,7 +136,7 @@ class RespConnection:
         self._send(small, deadline)
 
     def read(self, deadline: Deadline, *, max_bytes: int = _LINE_BYTES) -> Reply:
-        """Read a reply, not a list, of at most `max_bytes`. Raises RespError for any other, OSError."""
+        """Read one reply of at most `max_bytes`. Raises RespError, also for a list, and OSError."""
         line = self._read_line(deadline)
         kind, rest = line[:1], line[1:]
         match kind:
@@ -148,18 +149,18 @@ class RespConnection:
             case b"$":
                 size = _number(rest)
                 if size > max_bytes:
-                    raise RespError(f"a reply of {size} bytes where at most {max_bytes} were asked for")
+                    raise RespError(f"a reply has {size} bytes; at most {max_bytes} were asked for")
                 return None if size < 0 else self._read_exactly(size, deadline)
-        raise RespError("a reply of a kind that was not asked for")
+        raise RespError("a reply has an unexpected type")
 
     def read_count(self, deadline: Deadline, *, max_items: int) -> int:
-        """Read how many replies the list has that they begin. Raises RespError if there is none, OSError."""
+        """Read a list's header and return its length. Raises RespError if there is none, OSError."""
         line = self._read_line(deadline)
         if line[:1] != b"*":
-            raise RespError("something else where a list was asked for")
+            raise RespError("a reply is not a list")
         count = _number(line[1:])
         if not 0 <= count <= max_items:
-            raise RespError(f"a list of {count} where at most {max_items} were asked for")
+            raise RespError(f"a list has {count} items; at most {max_items} were asked for")
         return count
 
     def close(self) -> None:
@@ -175,7 +176,7 @@ class RespConnection:
     def _read_line(self, deadline: Deadline) -> bytes:
         while (end := self._received.find(b"\r\n")) < 0:
             if len(self._received) > _LINE_BYTES:
-                raise RespError("a line that is too long")
+                raise RespError("a line is too long")
             self._received += self._receive(deadline)
         line = bytes(self._received[:end])
         del self._received[: end + 2]
@@ -198,7 +199,7 @@ class RespConnection:
         while len(self._received) < 2:
             self._received += self._receive(deadline)
         if self._received[:2] != b"\r\n":
-            raise RespError("a string that is longer than announced")
+            raise RespError("a string is longer than announced")
         del self._received[:2]
         return found
 
@@ -212,31 +213,26 @@ class RespConnection:
 
 def _number(text: bytes) -> int:
     if len(text) > 20 or not text.removeprefix(b"-").isdigit():
-        raise RespError("a length that is not a number")
+        raise RespError("a length is not a number")
     return int(text)
 
 
 @flaky("redis.connect", errno.ECONNREFUSED, rate=10)
 def _connect(server: Server, deadline: Deadline) -> socket.socket:
-    if server.path:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+    with ExitStack() as closing:
+        if server.path:
+            connected = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connected.settimeout(deadline.left_s())
             connected.connect(server.path)
-        except BaseException:
-            connected.close()
-            raise
-        return connected
-    connected = socket.create_connection((server.host, server.port), deadline.left_s())
-    try:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if server.tls is None:
-            return connected
-        connected.settimeout(deadline.left_s())
-        return _tls_context(server.tls).wrap_socket(connected, server_hostname=server.host)
-    except BaseException:
-        connected.close()
-        raise
+        else:
+            address = server.host, server.port
+            connected = closing.enter_context(socket.create_connection(address, deadline.left_s()))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if server.tls is not None:
+            connected.settimeout(deadline.left_s())
+            connected = _tls_context(server.tls).wrap_socket(connected, server_hostname=server.host)
+        closing.pop_all()
+    return connected
 
 
 def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:

@@ -336,12 +336,11 @@ class TieredKVStorage(KVTierProtocol):
         return next((level for level, usage in enumerate(self._usages) if key in usage), None)
 
     def _find(self, request: TierRequest) -> int | None:
-        """Return the tier that has a block; take note of what one found after it was made."""
+        """Return the tier that has a block; adopt one that its tier found after the start."""
         header = request.header
         level = self._noted_at(header.key)
         if level is None:
-            has_it = (level for level, tier in enumerate(self._tiers) if tier.contains(header.key))
-            level = next(has_it, None)
+            level = next((n for n, tier in enumerate(self._tiers) if tier.contains(header.key)), None)
             if level is not None:
                 now_ns = self._clock.now_ns()
                 num_bytes = 0 if request.data is None else request.data.nbytes

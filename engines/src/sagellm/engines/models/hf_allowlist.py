@@ -1,9 +1,9 @@
-"""Which entries of a checkpoint's config.json reach transformers: those that its configuration class knows.
+"""The allow-list of config.json entries that are passed to transformers' configuration classes.
 
-transformers makes every other entry an attribute of the configuration, which its model classes then obey:
-such attributes choose kernels that are fetched from the hub, code of the checkpoint's own, files, fusions. So
-what passes is listed: what the class declares, what its own code mentions (older spellings, which it
-converts), and what any model class may ask for.
+transformers turns every other entry into an attribute of the configuration, which its model classes obey:
+such attributes select kernels to fetch from the hub, code from the checkpoint, files, and fusions. Allowed
+are the names that a class declares, names in its own code (older spellings, which it converts), and names
+that any model class may read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-# What model classes and masks of transformers read from any configuration, declared or not.
+# What transformers' model classes and masks read from any configuration, declared or not.
 _COMMON = frozenset(
     {
         *("model_type", "architectures", "dtype", "torch_dtype", "tie_word_embeddings", "is_encoder_decoder"),
@@ -29,7 +29,7 @@ _COMMON = frozenset(
         *("original_max_position_embeddings", "swiglu_alpha"),
     }
 )
-# What never passes, whoever declares it.
+# Never passed on, even if a class declares it.
 _REFUSED = frozenset(
     {
         # code, kernels and files from elsewhere
@@ -41,7 +41,7 @@ _REFUSED = frozenset(
         *("backbone", "backbone_config", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
         *("pretrained_cfg", "model_args", "peft_type", "gguf_file", "configuration_files", "extra_files"),
         *("name_or_path", "_name_or_path", "_commit_hash", "revision", "cache_dir", "token"),
-        # what a model returns, and classifiers, whose labels transformers makes by the million if told so
+        # what a model returns, and the labels of classifiers, of which transformers creates any number
         *("return_dict", "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id"),
         *("problem_type", "label_names", "num_classes"),
     }
@@ -51,34 +51,34 @@ _PER_LAYER = "per_layer_config"
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-def known_entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Copy what a configuration class may be given, with nested configurations; transformers changes those.
+def allowed_entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
+    """Return a deep copy of the entries that a configuration class may be given, as transformers edits them.
 
     Raises ValueError for a nested configuration of an unknown type.
     """
-    allowed = _allowed(config_class)
+    allowed = _allowed_names(config_class)
     return {
-        key: _known_value(key, value, config_class)
+        key: _allowed_value(key, value, config_class)
         for key, value in config.items()
         if key in allowed and (key not in ("dtype", "torch_dtype") or value in _DTYPES)
     }
 
 
-def _known_value(key: str, value: Any, config_class: Any) -> Any:
+def _allowed_value(key: str, value: Any, config_class: Any) -> Any:
     if not isinstance(value, Mapping):
         return _copy(value)
     if key in config_class.sub_configs:
-        return known_entries(value, _nested_class(config_class, key, value))
+        return allowed_entries(value, _nested_class(config_class, key, value))
     if key in _ROPE:
-        return _copy(value, _rope_keys() | _allowed(config_class) | frozenset(_layer_types(value)))
+        return _copy(value, _rope_keys() | _allowed_names(config_class) | frozenset(_layer_types(value)))
     if key == _PER_LAYER:
-        allowed = _allowed(config_class) | {"skip"}
+        allowed = _allowed_names(config_class) | {"skip"}
         return {layer: _copy(changed, allowed) for layer, changed in value.items()}
     return _copy(value)
 
 
 def _copy(value: Any, allowed: frozenset[str] | None = None) -> Any:
-    """Copy plain values, of mappings the keys that are allowed; without a list, all that are not refused."""
+    """Deep-copy a value, keeping the allowed keys of mappings; None allows all that are not refused."""
     if isinstance(value, Mapping):
         return {
             key: _copy(nested, allowed)
@@ -89,7 +89,7 @@ def _copy(value: Any, allowed: frozenset[str] | None = None) -> Any:
 
 
 def _layer_types(rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of layer types under which parameters of their own stand."""
+    """Yield the names of layer types that have RoPE parameters of their own."""
     return (key for key, value in rope.items() if isinstance(value, Mapping))
 
 
@@ -107,7 +107,7 @@ def _nested_class(config_class: Any, key: str, value: Mapping[str, Any]) -> Any:
 
 
 @lru_cache
-def _allowed(config_class: Any) -> frozenset[str]:
+def _allowed_names(config_class: Any) -> frozenset[str]:
     from transformers import PreTrainedConfig
 
     own = config_class.__mro__[: config_class.__mro__.index(PreTrainedConfig)]
@@ -136,7 +136,7 @@ def _names_in_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _names_in_code(code: CodeType) -> Iterator[str]:
-    """Yield the names that code has as text, and the attributes that it sets, which are saved too."""
+    """Yield the string constants in code that are names, and the attributes that it sets."""
     yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

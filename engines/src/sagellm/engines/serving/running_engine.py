@@ -1,7 +1,7 @@
-"""The user's runtime folder: which engines run, and where their sockets are.
+"""The engines in the user's runtime folder: their entries, locks, sockets and logs.
 
-An engine holds a lock on its file NAME.lock as long as its process lives, however that ends. So whether it
-lives needs no clock, and no process that later gets the same number passes for it.
+An engine's process holds a lock on NAME.lock until it ends, for whatever reason. So liveness depends on no
+clock, and a reused process id is never mistaken for the engine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Literal, Self
 
 from sagellm.core import ConfigError, UnknownNameError, nearest
 from sagellm.core.chaos import flaky
-from sagellm.core.runtime_folder import VARIABLE as VARIABLE, runtime_folder as runtime_folder
+from sagellm.core.runtime_folder import runtime_folder
 
-_ASKED_S = 0.5  # somebody who asks whether an engine lives has its lock for a moment
+_LOCK_WAIT_S = 0.5  # a process that checks whether an engine is alive holds its lock for a moment
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 
 
@@ -30,18 +30,18 @@ EngineState = Literal["starting", "ready", "draining"]
 
 
 class EngineLock:
-    """The right to an engine's name, for as long as this process lives or until `release`.
+    """The exclusive right to an engine's name, until `release` or the end of this process.
 
-    Children that are forked share it; programs that are started do not.
+    Forked children share it; executed programs do not inherit it.
     """
 
     def __init__(self, name: str) -> None:
         """Take the lock. Raises ConfigError if an engine of this name runs."""
-        deadline = time.monotonic() + _ASKED_S
+        deadline = time.monotonic() + _LOCK_WAIT_S
         while (descriptor := _try_lock(name)) is None:
             if time.monotonic() > deadline:
                 raise ConfigError(f"an engine {name!r} runs already; choose another --name")
-            time.sleep(_ASKED_S / 50)
+            time.sleep(_LOCK_WAIT_S / 50)
         self._name, self._descriptor = name, descriptor
 
     def release(self) -> None:
@@ -60,7 +60,7 @@ class EngineLock:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningEngine:
-    """What an engine tells about itself in the runtime folder; its process has the EngineLock of its name."""
+    """An engine's entry in the runtime folder; its process holds the EngineLock of its name."""
 
     name: str
     pid: int  # of the front
@@ -71,23 +71,23 @@ class RunningEngine:
 
     @property
     def socket(self) -> Path:
-        """Where its core listens."""
+        """The path of its core's socket."""
         return socket_of(self.name)
 
     @property
     def log(self) -> Path:
-        """What it writes to when it runs in the background."""
+        """The path of its log when it runs in the background."""
         return runtime_folder() / f"{self.name}.log"
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process of its front is there."""
+        """Whether its front's process is running."""
         try:
             descriptor = os.open(_lock_of(self.name), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: askers do not see each other
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that checks do not conflict
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
@@ -103,7 +103,7 @@ class RunningEngine:
 
     @flaky("runtime_folder.announce", errno.ENOSPC, rate=10, num_spared=1)
     def announce(self) -> None:
-        """Write the entry, whole or not at all."""
+        """Write the entry atomically."""
         path = _entry_of(self.name)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -116,10 +116,10 @@ class RunningEngine:
 
     @classmethod
     def withdraw_dead(cls) -> list[Self]:
-        """Remove what engines left behind that ended without a word, and return them."""
+        """Remove the files of engines that ended without cleaning up, and return those engines."""
         dead = []
         for engine in cls._read_all():
-            descriptor = _try_lock(engine.name)  # so that none of this name begins meanwhile
+            descriptor = _try_lock(engine.name)  # so that no engine of this name starts meanwhile
             if descriptor is not None:
                 if _entry_of(engine.name).exists():
                     dead.append(engine)
@@ -137,7 +137,7 @@ class RunningEngine:
 
     @classmethod
     def find(cls, name: str | None = None) -> Self:
-        """Return the engine of a name, or the only one. Raises UnknownNameError with what there is."""
+        """Return the engine with this name, or the only one. Raises UnknownNameError, which lists them."""
         engines = cls.all()
         if name is not None:
             for engine in engines:
@@ -145,7 +145,7 @@ class RunningEngine:
                     return engine
             known = ", ".join(engine.name for engine in engines) or "none"
             hint = nearest(name, [engine.name for engine in engines])
-            raise UnknownNameError(f"no engine {name!r} runs; running: {known}.{hint}")
+            raise UnknownNameError(f"no engine {name!r} is running; running: {known}.{hint}")
         if len(engines) == 1:
             return engines[0]
         if not engines:
@@ -157,7 +157,10 @@ class RunningEngine:
 def check_name(name: str) -> str:
     """Return an engine's name if it can be a file's. Raises ConfigError."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"engine name {name!r}: letters, digits, '.', '_' and '-', at most 41")
+        raise ConfigError(
+            f"the engine's name is {name!r}; it must be at most 41 letters, digits, '.', '_' and '-', and "
+            f"start with a letter or digit"
+        )
     return name
 
 
@@ -184,7 +187,7 @@ def _try_lock(name: str) -> int | None:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except FileNotFoundError:
-            pass  # its last holder removed the file after we opened it; take the next one
+            pass  # its last holder removed the file after we opened it; create a new one
         except OSError as error:
             os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):

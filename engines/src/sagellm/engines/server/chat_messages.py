@@ -1,4 +1,4 @@
-"""The messages of a chat, read one by one."""
+"""Decodes the messages of a chat, one by one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from sagellm.engines.server.errors import invalid, unsupported
-from sagellm.engines.server.long_values import Limits, check_text, items, too_many_characters
-from sagellm.engines.server.names import (
+from sagellm.engines.server.json_fields import (
     Known,
     decode_field,
     decode_object,
@@ -19,6 +18,7 @@ from sagellm.engines.server.names import (
     missing,
     read_names,
 )
+from sagellm.engines.server.long_values import PromptLimits, check_text, items, too_many_characters
 from sagellm.engines.server.schema import MAX_MESSAGES, MAX_PARTS, Message, TextPart
 from sagellm.engines.server.unsupported import IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES
 
@@ -39,13 +39,13 @@ _PART = Known(TextPart.__struct_fields__, {}, {})
 
 
 def read_messages(
-    value: memoryview, limits: Limits, ignored: dict[str, None], *, is_optional: bool
+    value: memoryview, limits: PromptLimits, ignored: dict[str, None], *, is_optional: bool
 ) -> list[Message] | None:
     """Return messages; the names of ignored fields are added to `ignored`. Raises APIError."""
     if is_optional and is_null(value):
         return None
     if first_byte(value) != b"[":
-        msgspec.json.decode(value, type=list)  # raises: it is not one
+        msgspec.json.decode(value, type=list)  # raises ValidationError
     plain = _read_plain(value) if len(value) <= _MAX_PLAIN_BYTES else None
     if plain is not None and sum(len(message.text) for message in plain) <= limits.num_characters:
         return plain
@@ -64,7 +64,7 @@ def read_messages(
 
 
 def _read_plain(value: memoryview) -> list[Message] | None:
-    """Return short messages with known fields alone, ten times as fast. None has to be read or explained."""
+    """Decode messages that have only known fields at once, ten times as fast; None if there are others."""
     try:
         if all(_NAMES.issuperset(names) for names in _decode_names_of_all(value)):
             messages: list[Message] = _decode_all(value)
@@ -74,7 +74,7 @@ def _read_plain(value: memoryview) -> list[Message] | None:
     return None
 
 
-def _read_message(where: str, value: memoryview, limits: Limits, ignored: dict[str, None]) -> Message:
+def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> Message:
     values = decode_object(value, where)
     role = memoryview(values.get("role", b""))
     if any(is_json(role, name) for name in _TOOL_ROLES):
@@ -94,7 +94,7 @@ def _read_message(where: str, value: memoryview, limits: Limits, ignored: dict[s
     return Message(**fields)
 
 
-def _read_parts(where: str, value: memoryview, limits: Limits) -> list[TextPart]:
+def _read_parts(where: str, value: memoryview, limits: PromptLimits) -> list[TextPart]:
     parts = []
     for number, item in enumerate(items(value)):
         if number == MAX_PARTS:
@@ -103,7 +103,7 @@ def _read_parts(where: str, value: memoryview, limits: Limits) -> list[TextPart]
     return parts
 
 
-def _read_part(where: str, value: memoryview, limits: Limits) -> TextPart:
+def _read_part(where: str, value: memoryview, limits: PromptLimits) -> TextPart:
     values = decode_object(value, where)
     kind = memoryview(values.get("type", b""))
     if first_byte(kind) == b'"' and not is_json(kind, b'"text"'):

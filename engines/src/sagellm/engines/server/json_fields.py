@@ -1,4 +1,4 @@
-"""The names in a JSON object of a body: known, ignored, or refused with the reason or the nearest name."""
+"""Splits a JSON object into its fields: known ones, ignored ones, and refused ones with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATTERN = re.compile(r"matching regex '.*'")
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The known names in an object of a body: its fields, and those that are ignored or refused."""
+    """The names that an object may have: its fields, and those that are ignored or refused."""
 
     fields: tuple[str, ...]
     ignored: Mapping[str, type]
@@ -41,7 +41,7 @@ def decode_object(value: memoryview, name: str) -> dict[str, Raw]:
 
 
 def decode_field(value: memoryview | Raw, decode: Callable[[memoryview | Raw], T], name: str) -> T:
-    """Return the value of a field. Raises APIError."""
+    """Decode the value of a field. Raises APIError."""
     try:
         return decode(value)
     except msgspec.ValidationError as error:
@@ -51,7 +51,10 @@ def decode_field(value: memoryview | Raw, decode: Callable[[memoryview | Raw], T
 def read_names(
     values: Mapping[str, Raw], known: Known, prefix: str, ignored: dict[str, None]
 ) -> dict[str, Raw]:
-    """Return the fields; add what is ignored to `ignored`, and refuse the rest if it asks for something."""
+    """Return the known fields and add ignored ones to `ignored`.
+
+    Raises APIError for any other, unless its value requests nothing, such as null or false.
+    """
     fields = {}
     for name, raw in values.items():
         if name in known.fields:
@@ -68,22 +71,22 @@ def read_names(
 
 
 def is_null(value: memoryview) -> bool:
-    """Say whether JSON is null."""
+    """Say whether a JSON value is null."""
     return is_json(value, b"null")
 
 
 def is_json(value: memoryview, text: bytes) -> bool:
-    """Say whether JSON is exactly this."""
+    """Say whether a JSON value is exactly this text."""
     return len(value) == len(text) and bytes(value) == text
 
 
 def first_byte(value: memoryview) -> bytes:
-    """Return the byte that tells the kind of a JSON value."""
+    """Return the first byte of a JSON value, which determines its type."""
     return bytes(value[:1])
 
 
 def explain(error: msgspec.ValidationError, name: str) -> APIError:
-    """Say what is wrong with the value of a field, and where in it."""
+    """Return the error for an invalid value of a field, with the path within it."""
     found = _WHERE.fullmatch(str(error))
     what, path = (found[1], found[2] or "") if found else (str(error), "")
     where = name + ("." if path and not path.startswith("[") else "") + path
@@ -93,12 +96,12 @@ def explain(error: msgspec.ValidationError, name: str) -> APIError:
 
 
 def missing(name: str) -> APIError:
-    """Refuse an object without a field that it must have."""
+    """Return the error for a missing required field."""
     return invalid(name, f"the parameter {name!r} is missing", code="missing_parameter")
 
 
 def _require_type(shown: str, value: memoryview, kind: type) -> None:
-    """Check the type alone: a value that is ignored may be long."""
+    """Check only the type: an ignored value may be long."""
     if first_byte(value) in _FIRST_BYTES[kind]:
         return
     try:

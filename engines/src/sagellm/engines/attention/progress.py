@@ -1,4 +1,4 @@
-"""Reports progress inside a step: once for each layer, whatever computes the attention."""
+"""Reports progress within a step, at each layer, whichever backend computes the attention."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ import torch
 from sagellm.core import AttentionBackendProtocol, AttentionMetrics, AttentionSpec, InputBatch
 
 
-def _ignore() -> None:
-    pass
-
-
-class Heartbeat:
-    """Calls `beat` whenever a step has come further; whoever watches the engine sets it."""
+class ProgressHook:
+    """Holds the callback `beat`, which a server sets after the engine is built."""
 
     __slots__ = ("beat",)
 
     def __init__(self) -> None:
-        self.beat: Callable[[], None] = _ignore
+        self.beat: Callable[[], None] = lambda: None
 
 
-class BeatingAttention(AttentionBackendProtocol):
-    """An attention backend that beats before and after each layer's attention."""
+class ProgressReportingAttention(AttentionBackendProtocol):
+    """Delegates to another backend, and calls `beat` before and after each layer's attention."""
 
-    def __init__(self, attention: AttentionBackendProtocol, heartbeat: Heartbeat) -> None:
+    def __init__(self, attention: AttentionBackendProtocol, progress: ProgressHook) -> None:
         self._attention = attention
-        self._heartbeat = heartbeat
+        self._progress = progress
 
     def plan(self, batch: InputBatch) -> object:
-        """Prepare what all layers of a step share."""
+        """Delegate."""
         return self._attention.plan(batch)
 
     def forward(
@@ -42,12 +38,12 @@ class BeatingAttention(AttentionBackendProtocol):
         plan: object,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Attend, and beat."""
-        self._heartbeat.beat()
+        """Delegate, with a beat before and after."""
+        self._progress.beat()
         out = self._attention.forward(query, key, value, layer_kv, plan, spec)
-        self._heartbeat.beat()
+        self._progress.beat()
         return out
 
     def metrics(self) -> AttentionMetrics:
-        """Return the counts so far."""
+        """Delegate."""
         return self._attention.metrics()

@@ -1,7 +1,7 @@
-"""The only place that parses YAML, with limits: files and flags may come from anyone.
+"""Parses all YAML, which may be untrusted, within limits.
 
-YAML's aliases stand for whole trees, so a few hundred bytes can describe billions of values, and each digit,
-nesting and value costs time in a parser written in Python. Settings need none of that.
+Aliases stand for whole trees, so a few hundred bytes can describe billions of values, and each digit, level
+and value costs time in a parser written in Python.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _MAX_REASON = 300  # characters; some messages quote a whole tag
 
 
 class YAMLSyntaxError(ConfigError):
-    """The text is not YAML, or has a value that YAML's own rules refuse."""
+    """The text is not YAML, or has an invalid value."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what YAML says: plain values, lists and mappings.
+    """Return the plain values, lists and mappings of a YAML text, within a second and 100 MB.
 
-    Raises YAMLSyntaxError for other text, and ConfigError for what exceeds a limit; neither takes more than
-    a second and 100 MB.
+    Raises YAMLSyntaxError for invalid YAML, and ConfigError for a text that exceeds a limit.
     """
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"it is longer than {MAX_BYTES} bytes")
@@ -35,13 +34,13 @@ def parse_yaml(text: str) -> Any:
         return _BoundedLoader(text).get_single_data()
     except ConfigError:
         raise
-    except Exception as error:  # besides YAMLError whatever int, datetime and PyYAML's own constructors raise
+    except Exception as error:  # YAMLError, and errors of int, datetime and PyYAML's constructors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise YAMLSyntaxError(reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}…") from error
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Stops at a limit as soon as it is reached, before what lies behind it has been read."""
+    """Raises ConfigError as soon as a limit is exceeded, without reading the rest."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -54,7 +53,7 @@ class _BoundedLoader(yaml.SafeLoader):
         event: yaml.NodeEvent = self.peek_event()  # type: ignore[no-untyped-call]
         anchor, is_alias = event.anchor or "", isinstance(event, yaml.AliasEvent)
         if is_alias and anchor in self.anchors and anchor not in self._sizes:
-            raise ConfigError(f"the alias *{anchor} stands inside of what it stands for")
+            raise ConfigError(f"the alias *{anchor} refers to a value that contains it")
         before = self._num_values
         self._num_values += self._sizes.get(anchor, 0) if is_alias else 1
         self._depth += 1
@@ -82,7 +81,7 @@ class _BoundedLoader(yaml.SafeLoader):
     def construct_number(self, node: yaml.ScalarNode) -> float:
         """Read an integer or a float of YAML, which may be in base 2, 8, 16 or 60."""
         if len(node.value) > _MAX_DIGITS:
-            raise ConfigError(f"it has a number of {len(node.value)} digits; at most {_MAX_DIGITS} are read")
+            raise ConfigError(f"it has a number of {len(node.value)} digits; the limit is {_MAX_DIGITS}")
         is_int = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 

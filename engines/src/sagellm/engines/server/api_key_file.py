@@ -1,4 +1,4 @@
-"""Reads the API keys of a file that only its owner may read."""
+"""Reads API keys from a file that only its owner should be able to read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> ServerConfig:
-    """Return the settings with the keys of `api_key_file` among `api_keys`, and without the file.
+    """Return the settings with the file's keys added to `api_keys`, and `api_key_file` unset.
 
-    A line that begins with '#' is a comment.
-
-    The file is read once, so that it may be a pipe. `warn` is called if others may read it. Raises
-    ConfigError for a file that cannot be read or has no key.
+    A line that begins with '#' is a comment. The file is read once, so it may be a pipe. `warn` is called if
+    others may access it. Raises ConfigError for a file that cannot be read, has no key or exceeds 1 MiB.
     """
     path = settings.api_key_file
     if path is None:
@@ -38,7 +36,7 @@ def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> Server
         raise ConfigError(f"server.api_key_file is {path!r}, which has {found}; write one key per line")
     if stat.S_ISREG(mode) and mode & _OTHERS:
         warn(
-            f"server.api_key_file {path} has the mode {stat.S_IMODE(mode):04o}: others than its owner may "
-            f"use it; change that with: chmod 600 {path}"
+            f"server.api_key_file {path} has mode {stat.S_IMODE(mode):04o}: users other than its owner may "
+            f"access it; run: chmod 600 {path}"
         )
     return settings.model_copy(update={"api_keys": (*settings.api_keys, *keys), "api_key_file": None})

@@ -1,4 +1,4 @@
-"""What a request must keep to, checked where it is made and again where the engine's process receives it."""
+"""Checks of a request against the model's limits, run where it is created and again in the core's process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from sagellm.core import InvalidRequestError, Namespace, RequestLimits, TokenIds, nearest
-from sagellm.engines.sampling.checks import shown
+from sagellm.engines.config.shown import shown
 from sagellm.engines.sampling.params import SamplingParams
 
 MAX_NAME_CHARACTERS = 1024
-"""Of a request id, and of each part of a namespace."""
+"""Longest request id, and longest part of a namespace."""
 
 
 def check_names(request_id: str, namespace: Namespace) -> None:
@@ -29,7 +29,7 @@ def check_names(request_id: str, namespace: Namespace) -> None:
 
 
 def check_token_ids(token_ids: TokenIds, limits: RequestLimits) -> None:
-    """Raise InvalidRequestError for a prompt that is empty or too long, or has tokens of another model."""
+    """Raise InvalidRequestError for a prompt that is empty, too long, or has ids beyond the vocabulary."""
     if not len(token_ids):
         raise InvalidRequestError("the prompt is empty; give at least one token")
     values = np.frombuffer(token_ids.data, np.int32)
@@ -46,12 +46,12 @@ def check_token_ids(token_ids: TokenIds, limits: RequestLimits) -> None:
 
 
 def kv_capacity(num_prompt: int, limits: RequestLimits) -> int:
-    """Return the tokens that can be generated before the KV blocks are full; the last one needs no KV."""
+    """Return how many tokens can be generated before the KV blocks are full; the last one needs no KV."""
     return limits.num_blocks * limits.block_size + 1 - num_prompt
 
 
 def check_room(num_prompt: int, max_tokens: int, limits: RequestLimits) -> None:
-    """Raise InvalidRequestError if prompt and output together are more than all KV blocks hold."""
+    """Raise InvalidRequestError if prompt and output together exceed all KV blocks."""
     if max_tokens > kv_capacity(num_prompt, limits):
         needed = -(-(num_prompt + max_tokens - 1) // limits.block_size)
         raise InvalidRequestError(
@@ -62,7 +62,7 @@ def check_room(num_prompt: int, max_tokens: int, limits: RequestLimits) -> None:
 
 
 def check_params(params: SamplingParams, limits: RequestLimits) -> None:
-    """Raise InvalidRequestError for parameters that this model or its logits processors do not take."""
+    """Raise InvalidRequestError for parameters that this model or its logits processors do not accept."""
     params.validate_for(limits.vocab_size)
     _check_extra_args(params.extra_args or {}, limits)
     if params.allowed_token_ids is None:
@@ -102,7 +102,7 @@ def _check_extra_args(extra_args: Mapping[str, Any], limits: RequestLimits) -> N
 
 
 def _is_unicode(text: str) -> bool:
-    """Say whether a text has no half of a surrogate pair, which UTF-8 cannot express."""
+    """Say whether a text can be encoded as UTF-8, that is, has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Parsing JSON that may be hostile, with limits that no real configuration comes near."""
+"""Parses untrusted JSON within limits far above any real configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagellm.core import ConfigError
 _MAX_DEPTH = 32
 _MAX_DIGITS = 40  # tokenizers write 10^30 for "no limit"
 MAX_VALUES = 500_000
-"""Commas and opening brackets, which bound the values from above. Each takes a hundred bytes at most."""
+"""Commas and opening brackets, an upper bound of the values, of at most about 100 bytes each."""
 
 
 def parse_json(
@@ -20,9 +20,10 @@ def parse_json(
     max_values: int = MAX_VALUES,
     object_hook: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Any:
-    """Return what JSON says. Raises ConfigError, with what is wrong alone, for other text and beyond a limit.
+    """Return the value of a JSON text.
 
-    Limits are 32 nestings, 40 digits of an integer, and `max_values`.
+    Raises ConfigError for invalid JSON, more than 32 levels, integers of more than 40 digits, or more than
+    `max_values` values. The message does not name the source: "it ...".
     """
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > max_values:
         raise ConfigError(f"it has more than {max_values} values")
@@ -40,12 +41,12 @@ def parse_json(
 
 def _parse_int(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ConfigError(f"it has a number of {len(digits)} digits; at most {_MAX_DIGITS} are read")
+        raise ConfigError(f"it has a number of {len(digits)} digits; the limit is {_MAX_DIGITS}")
     return int(digits)
 
 
 def _check_depth(value: Any, remaining: int) -> None:
-    """Raise ConfigError for deeper nesting: all code that walks through the value may then recurse."""
+    """Raise ConfigError for deeper nesting, so that code may recurse over the value."""
     if not isinstance(value, dict | list):
         return
     if not remaining:

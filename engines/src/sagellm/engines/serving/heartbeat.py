@@ -1,4 +1,4 @@
-"""When a core last came further: one number, in memory that its process and the front share."""
+"""The time of a core's last progress, in memory that its process and the front share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from typing import Self
 
 RESPONSIVE_S = 4.0
-"""An engine without a beat for this long is not healthy."""
+"""An engine without a beat for longer is unhealthy."""
 
 _BYTES = 8
 
 
-class Pulse:
-    """A clock that a core sets at each layer of a forward pass, and that stops when the core hangs.
+class Heartbeat:
+    """A timestamp that a core renews at each layer of a forward pass, so that it ages when the core hangs.
 
     A beat is one aligned store of monotonic nanoseconds, so it needs no lock, and reading it needs no answer
-    of the core. A thread or a timer that beat on its own would go on while a step hangs.
+    from the core. No thread or timer beats by itself: it would continue while a step hangs.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -26,27 +26,27 @@ class Pulse:
 
     @classmethod
     def create(cls) -> tuple[Self, int]:
-        """Make a pulse that beats now; return the descriptor that another process opens it by, too.
+        """Return a heartbeat that has just beaten, and a descriptor with which another process opens it.
 
-        The caller closes the descriptor. The memory has no name, so nothing else can reach or shorten it.
+        The caller closes the descriptor. The memory has no name, so no other process can reach or shrink it.
         """
         if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("sagellm-pulse")
+            descriptor = os.memfd_create("sagellm-heartbeat")
         else:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
         os.truncate(descriptor, _BYTES)
-        pulse = cls(descriptor)
-        pulse.beat()
-        return pulse, descriptor
+        heartbeat = cls(descriptor)
+        heartbeat.beat()
+        return heartbeat, descriptor
 
     def beat(self) -> None:
-        """Say that the core has come further."""
+        """Record that the core is making progress."""
         self._time_ns[0] = time.monotonic_ns()
 
     @property
     def last_ns(self) -> int:
-        """The time of the last beat, of the monotonic clock that all processes of a machine share."""
+        """The time of the last beat on the machine-wide monotonic clock."""
         return self._time_ns[0]
 
     @property
