@@ -42,7 +42,7 @@ def configure(level: str = "WARNING", *, as_json: bool | None = None) -> None:
     """Send the records of all sageLLM packages to standard error. A second call replaces the first.
 
     With `as_json` None the variable SAGELLM_LOG_FORMAT decides: plain, which is the default, or json. Raises
-    ConfigError for another value, and for a level that is none of LEVELS; case does not matter.
+    ConfigError for another value, and for an unknown level (see LEVELS); case does not matter.
     """
     if as_json is None:
         as_json = _is_json_wanted(os.environ.get(_FORMAT, "plain"))

@@ -172,7 +172,7 @@ def _make_private(descriptor: int) -> None:
     """Take a file that others may read away from them. Raises PermissionError if it is not one's own."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        raise PermissionError(errno.EPERM, "it is no regular file")
+        raise PermissionError(errno.EPERM, "it is not a regular file")
     if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}")
     if found.st_nlink > 1:

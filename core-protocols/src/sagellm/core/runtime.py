@@ -165,10 +165,10 @@ class SystemFiles(Files):
         os.replace(old, new)
 
     def size(self, path: str) -> int:
-        """Ask the system; what is no plain file counts as missing."""
+        """Ask the system; anything but a regular file counts as missing."""
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "no plain file", path)
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
         return found.st_size
 
     @flaky("files.open", errno.EMFILE, errno.EIO, rate=10, num_spared=1)

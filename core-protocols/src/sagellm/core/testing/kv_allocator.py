@@ -95,7 +95,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         allocator.check_integrity()
 
     def test_nothing_may_be_freed(self) -> None:
-        """An empty list is no error and changes nothing."""
+        """An empty list is accepted and changes nothing."""
         allocator, total = self.make_with(0)
         allocator.free([])
         assert allocator.all_allocated([])
@@ -166,7 +166,7 @@ class KVAllocatorContract(KVAllocatorLoad):
 
     @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
     def test_what_is_no_free_block_cannot_be_claimed(self, bad: Any) -> None:
-        """Neither what is no id, nor one that is held or given twice; nothing changes then."""
+        """An invalid id, one that is held, or one given twice is refused, and nothing changes."""
         allocator, total = self.make_with(3)
         a, b = allocator.allocate(2)
         allocator.free([b])

@@ -305,7 +305,7 @@ class KVCacheManager:
         return fetching
 
     def _end_fetches(self) -> None:
-        """End what is over at once, whoever waits for it: others may need the blocks."""
+        """End completed fetches at once, even if their sequence still waits: others may need the blocks."""
         for sequence_id in [name for name, one in self._fetches.items() if one.fetch.is_over]:
             self._end_fetch(self._fetches.pop(sequence_id))
 

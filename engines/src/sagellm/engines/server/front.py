@@ -26,7 +26,7 @@ class Stream(Protocol):
     async def __anext__(self) -> RequestOutput: ...
 
     def close(self) -> None:
-        """Abort the request unless it has ended; whoever waits for an output gets no more. Never blocks."""
+        """Abort the request unless it has ended; readers get no further output. Never blocks."""
 
 
 class EngineFront(Protocol):

@@ -125,7 +125,7 @@ class Front:
     ) -> OutputStream:
         """Check and send one request and return its stream.
 
-        Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if there is no core any more.
+        Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if the core is gone.
         """
         await self.supervisor.wait_until_ready()
 

@@ -50,7 +50,7 @@ class Costs:
 def read_costs(path: Path) -> dict[str, Costs]:
     """Read sets of costs by name; values at the top of the file are those of every set.
 
-    Raises ConfigError for a file that is none, and for rates that are not above 0.
+    Raises ConfigError for a file of another form, and for rates that are not positive.
     """
     try:
         try:

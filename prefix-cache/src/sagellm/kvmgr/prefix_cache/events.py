@@ -1,4 +1,4 @@
-"""KV events: made from the nodes of a tree when blocks enter and leave, and told to whoever subscribed."""
+"""KV events: made from the nodes of a tree when blocks enter and leave, and sent to subscribers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Events:
         self._tell(BlockRemoved(block_hashes=gone, reason=departure.reason, tenant=node.namespace.account))
 
     def show(self, node: PrefixNode, num_blocks: int) -> None:
-        """Show the last blocks of a node, which are still there, to whoever keeps what is evicted."""
+        """Show the last blocks of a node, before they go, to the keeper of evicted blocks."""
         if self.keep is None:
             return
         hashes, size = self._hashes_of(node), self._block_bytes

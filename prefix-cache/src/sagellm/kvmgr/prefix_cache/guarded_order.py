@@ -54,7 +54,7 @@ class GuardedOrder:
             self._replace(error).on_hit(node)
 
     def leave(self, node: CachedNode) -> None:
-        """Tell that a candidate is none any more and has left the tree."""
+        """Report a candidate that has left the tree."""
         try:
             self.current.remove_candidate(node)
             self.current.on_remove(node)
@@ -94,7 +94,7 @@ class GuardedOrder:
         self._replace(error)
 
     def refuse(self, node: CachedNode) -> None:
-        """Take a victim that is no unlocked leaf for the failure it is."""
+        """Treat a victim that is not an unlocked leaf as a failure of the policy."""
         name = getattr(node, "node_id", node)
         self._replace(PluginError(f"it named node {name} as a victim, which is no unlocked leaf"))
 

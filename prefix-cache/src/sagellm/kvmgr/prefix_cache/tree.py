@@ -100,7 +100,7 @@ class RadixTree:
             self.leaves.add(node)
 
     def touch(self, node: PrefixNode, now_ns: int) -> None:
-        """Note a use of the path to a node that is no hit."""
+        """Note a use of the path to a node without counting a hit."""
         is_candidate = self._is_candidate(node)
         if is_candidate:
             self.leaves.remove(node)
@@ -166,7 +166,7 @@ class RadixTree:
     def release_partial(self, block_id: BlockId) -> None:
         """Let a partial block go; its namespace stays, as something is about to enter it."""
         partial = self.partials.get(block_id)
-        assert partial is not None, f"block {block_id} is no partial one"
+        assert partial is not None, f"block {block_id} is not a partial one"
         self._release([self.partials.drop(partial)])
 
     def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
@@ -183,7 +183,7 @@ class RadixTree:
                 self._drop_whole(num_blocks, departure, dropped)
             while (wanted := num_blocks - len(dropped)) > 0 and (node := order.victim()) is not None:
                 if not isinstance(node, PrefixNode) or not node.parent or node.children or node.lock_count:
-                    assert own is None, f"node {node.node_id} is no leaf of {own}'s"
+                    assert own is None, f"node {node.node_id} is not a leaf of {own}'s"
                     self.leaves.order.refuse(node)
                     continue
                 given = node.num_blocks
@@ -344,7 +344,7 @@ class RadixTree:
     def _detach(self, node: PrefixNode) -> PrefixNode:
         """Take a leaf from its parent and return that."""
         parent = node.parent
-        assert parent is not None, "a root is no victim"
+        assert parent is not None, "a root is never a victim"
         del parent.children[node.edge[: self.block_bytes]]
         node.parent = None
         return parent
