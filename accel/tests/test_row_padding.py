@@ -10,11 +10,11 @@ from sagellm.accel.widening import can_pack, packed_linear, widened_product
 NUM_ROWS = range(1, 2049)
 
 
-def test_2048_numbers_of_rows_become_79():
+def test_2048_numbers_of_rows_become_55():
     padded = [num_padded(num_rows) for num_rows in NUM_ROWS]
-    assert len(set(padded)) == 79
+    assert len(set(padded)) == 55
     assert all(after >= before for before, after in zip(NUM_ROWS, padded, strict=True))
-    assert max(num_padded(num_rows) / num_rows for num_rows in range(256, 2049)) < 1.063
+    assert max(num_padded(num_rows) / num_rows for num_rows in range(128, 2049)) < 1.126
 
 
 def test_a_batch_that_decodes_is_not_padded():
@@ -24,7 +24,7 @@ def test_a_batch_that_decodes_is_not_padded():
 
 def test_rows_of_zeros_are_added():
     x = torch.randn(300, 4)
-    assert torch.equal(pad_rows(x), torch.cat((x, torch.zeros(4, 4))))
+    assert torch.equal(pad_rows(x), torch.cat((x, torch.zeros(20, 4))))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 17, 48, 515])

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError, get_logger
@@ -57,9 +58,10 @@ def serve(
             state="starting",
         )
         _check_socket_path(engine)
-        with EngineLock(engine.name):
+        with EngineLock(engine.name) as lock:
             engine.announce()
-            tokenizer = _prepare(config)
+            with _ended_by_signals(lock):
+                tokenizer = _prepare(config)
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
                 runner.run(serving)
@@ -97,10 +99,12 @@ def _own_engine_at(port: int) -> str:
 
 
 def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    """Check the settings, then load the tokenizer, downloading it if needed."""
+    """Check the settings, then load the server and the tokenizer, downloading it if needed."""
     from sagellm.engines.server import check_access
 
     check_access(config.server)
+    import_module("sagellm.engines.serving.front")
+    import_module("sagellm.engines.text.process")
     from sagellm.engines.loading.source import resolve_tokenizer
     from sagellm.engines.loading.tokenizer import load_tokenizer
 
@@ -189,6 +193,26 @@ def _interrupted_by_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _ended_by_signals(lock: EngineLock) -> Iterator[None]:
+    """Have SIGINT and SIGTERM end this process; it has no children yet.
+
+    An exception would arise in whatever is being imported, and some native modules abort at one.
+    """
+
+    def end(*_: object) -> None:
+        lock.release()
+        sys.stderr.flush()
+        os._exit(0)
+
+    handlers = {number: signal.signal(number, end) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _announce_if_possible(engine: RunningEngine) -> None:
