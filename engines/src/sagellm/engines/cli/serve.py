@@ -94,7 +94,7 @@ def say_state(engine: RunningEngine) -> None:
     """Tell where the engine is, or what it waits for."""
     if engine.state == "draining":
         typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
-    else:
+    elif engine.state == "ready":
         typer.echo(
             f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){notice()}", err=True
         )

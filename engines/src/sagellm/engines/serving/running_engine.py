@@ -26,7 +26,7 @@ _LOCK_WAIT_S = 0.5  # a process that checks whether an engine is alive holds its
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 
 
-EngineState = Literal["starting", "ready", "draining"]
+EngineState = Literal["starting", "ready", "draining", "stopped"]
 
 
 class EngineLock:

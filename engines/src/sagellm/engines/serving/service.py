@@ -45,8 +45,9 @@ def serve(
     """Serve until a signal arrives.
 
     The first SIGTERM or SIGINT drains running requests, the second stops at once; while the model loads, the
-    first stops at once. `on_state` is called with "ready", and with "draining" if requests run. Raises
-    ConfigError for a port or name in use, and the errors of loading the model.
+    first stops at once. `on_state` is called with "ready", with "draining" if requests run, and with
+    "stopped" if a signal ends the process before anything is loaded. Raises ConfigError for a port or name
+    in use, and the errors of loading the model.
     """
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
@@ -60,7 +61,7 @@ def serve(
         _check_socket_path(engine)
         with EngineLock(engine.name) as lock:
             engine.announce()
-            with _ended_by_signals(lock):
+            with _ended_by_signals(lock, lambda: on_state(replace(engine, state="stopped"))):
                 tokenizer = _prepare(config)
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
@@ -196,14 +197,15 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _ended_by_signals(lock: EngineLock) -> Iterator[None]:
-    """Have SIGINT and SIGTERM end this process; it has no children yet.
+def _ended_by_signals(lock: EngineLock, tell: Callable[[], None]) -> Iterator[None]:
+    """Have SIGINT and SIGTERM end this process, after `tell`; it has no children yet.
 
     An exception would arise in whatever is being imported, and some native modules abort at one.
     """
 
     def end(*_: object) -> None:
         lock.release()
+        tell()
         sys.stderr.flush()
         os._exit(0)
 

@@ -119,6 +119,7 @@ def _be_the_engine(
 ) -> NoReturn:
     """Run as the forked process: a session of its own, its output in the log. Never returns."""
 
+    stopped = "the engine was stopped before it was ready"
     told = os.fdopen(writing, "w", encoding="utf-8")
 
     def say(answer: dict[str, Any]) -> None:
@@ -130,6 +131,8 @@ def _be_the_engine(
         if engine.state == "ready":
             log.replace(engine.log)
             say(asdict(engine))
+        elif engine.state == "stopped":
+            say({"error": stopped})
 
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -139,7 +142,7 @@ def _be_the_engine(
     code = 0
     try:
         run_service(config, name=name, log_level=log_level, on_state=say_running)
-        say({"error": "the engine was stopped before it was ready"})
+        say({"error": stopped})
     except BaseException as error:
         is_usage = isinstance(error, ConfigError)
         say({"error": str(error) or type(error).__name__, "is_usage": is_usage})
