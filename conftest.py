@@ -92,6 +92,17 @@ def _what_stays_is_not_searched_again() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _late_steps() -> None:
+    """With SAGELLM_LATE_STEPS set, have every engine keep a step in flight while it plans the next one."""
+    if "SAGELLM_LATE_STEPS" in os.environ:
+        from step_executors import LateExecutor
+
+        from sagellm.engines.worker import inline_executor
+
+        inline_executor.InlineExecutor = LateExecutor  # type: ignore
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many tests were skipped for which reason."""
     reasons = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))

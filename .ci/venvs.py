@@ -12,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
-MEMBERS: list[str] = _HATCH["workspace"]["members"]
+MEMBERS: list[str] = [
+    each if isinstance(each, str) else each["path"] for each in _HATCH["workspace"]["members"]
+]
 META = "meta-package"
 """The folder of the distribution `sagellm`, which has no code."""
 QUICK = "not full and not matrix and not cuda"

@@ -34,7 +34,7 @@ def main() -> None:
     wheels = build(scratch, watch)
     constraints = write_constraints(scratch, wheels)
     for folder in options.packages:
-        check(folder, scratch, constraints, wheels["core-protocols"], watch)
+        check(folder, scratch, constraints, wheels, watch)
 
 
 def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:
@@ -63,14 +63,11 @@ def write_constraints(scratch: Path, wheels: dict[str, Path]) -> Path:
     return path
 
 
-def check(folder: str, scratch: Path, constraints: Path, core: Path, watch: Stopwatch) -> None:
+def check(folder: str, scratch: Path, constraints: Path, wheels: dict[str, Path], watch: Stopwatch) -> None:
     """Install one wheel alone and use it."""
     alone = scratch / "folders" / folder
     environment = Environment(scratch / "environments" / folder)
     environment.pip("install", "-q", "-c", str(constraints), f"sagellm-{folder}")
-    if folder == "engines":  # `sagellm` is this package by the name that people type first
-        environment.pip("install", "-q", "-c", str(constraints), "sagellm")
-        environment.execute(PROGRAM)
     environment.pip("check")
     watch.lap(f"{folder}: installed alone")
 
@@ -79,7 +76,13 @@ def check(folder: str, scratch: Path, constraints: Path, core: Path, watch: Stop
         environment.execute(example)
     watch.lap(f"{folder}: public names, README examples")
 
-    # pip cannot join an extra with a constraint that is a file, so here the wheel is named itself.
+    # pip cannot join an extra with a constraint that is a file, so here wheels are named themselves.
+    if folder == "engines":  # `sagellm` is this package, and what serves, by the name that people type first
+        server = f"sagellm-engines[serve] @ {wheels['engines'].as_uri()}"
+        environment.pip("install", "-q", "-c", str(constraints), server, "sagellm")
+        environment.pip("check")
+        environment.execute(PROGRAM)
+    core = wheels["core-protocols"]
     kit = f"sagellm-core-protocols[testing] @ {core.as_uri()}"
     tools = [tool for tool in test_requirements(alone) if not tool.startswith("sagellm-")]
     pins = str(ROOT / "constraints.txt")

@@ -146,7 +146,7 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
     )
     core = engine.client.core  # type: ignore[attr-defined]
     # What is first written to is slow, and blocks that were in use before compaction are not.
-    core.runner.copy_blocks([(0, block_id) for block_id in range(1, options.num_blocks)])
+    core.steps.copy_blocks([(0, block_id) for block_id in range(1, options.num_blocks)])
     run_load(engine, argparse.Namespace(**{**vars(options), "tokens": 4}))  # warm-up
     loads: dict[bool, list[Load]] = {False: [], True: []}
     for _ in range(options.rounds):

@@ -25,12 +25,13 @@ from sagellm.core import (
     EvictionPolicyProtocol,
     Namespace,
     PluginRegistry,
+    ProviderSpec,
     SequenceId,
     VirtualClock,
 )
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
-from sagellm.engines.modules import Modules, eviction_policy
+from sagellm.engines.modules import Modules
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 
 BLOCK_SIZE = 16
@@ -97,7 +98,7 @@ class Leaves:
 
 def cost(modules: Modules, name: str, num_leaves: int, leaf_blocks: int, *, ghosts: bool) -> dict[str, Any]:
     """Measure 10,000 calls of each kind after 1,000 that are not counted."""
-    made = eviction_policy(modules, name, {})
+    made = modules.eviction_policy(ProviderSpec(name))
     leaves = Leaves(made, num_leaves, leaf_blocks, None if ghosts else 0)
     list(leaves.evict(1000, 1))
     figures = {
@@ -126,7 +127,7 @@ def select_cost(modules: Modules, name: str) -> dict[str, Any]:
         )
         for number in range(1000)
     ]
-    policy = eviction_policy(modules, name, {})
+    policy = modules.eviction_policy(ProviderSpec(name))
     durations = []
     for _ in range(10_000):
         start = time.perf_counter_ns()

@@ -30,10 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"prefix_cache.eviction_policy": "lru"},
     "reuse": {"prefix_cache.eviction_policy": "reuse"},
     "qos": {"prefix_cache.eviction_policy": "qos"},
-    "qos, within: reuse": {
-        "prefix_cache.eviction_policy": "qos",
-        "prefix_cache.eviction_options": {"within": "reuse"},
-    },
+    "qos, within: reuse": {"prefix_cache.eviction_policy": "qos{within=reuse}"},
 }
 
 

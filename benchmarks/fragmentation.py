@@ -30,6 +30,7 @@ from sagellm.core import (
     BlockAllocationRequest,
     BlockId,
     PluginRegistry,
+    ProviderSpec,
     Request,
     RequestId,
     SequenceId,
@@ -39,6 +40,7 @@ from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules
 from sagellm.engines.core.engine_core import EngineCore
 from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.queued_request import QueuedSequence
 from sagellm.kvmgr.kv_pool import PagedKVPool
 
 ALLOCATORS = ("free_list", "buddy")
@@ -75,11 +77,11 @@ class TimedModules(Modules):
 
     pool: TimedPool
 
-    def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
+    def make(self, kind: str, spec: ProviderSpec | str, *args: Any, **keywords: Any) -> Any:
         """Make the timed pool in place of the other."""
         if kind != "kv_pool":
-            return super().make(kind, name, *args, **options)
-        self.pool = TimedPool(*args, **options)
+            return super().make(kind, spec, *args, **keywords)
+        self.pool = TimedPool(*args, **keywords)
         return self.pool
 
 
@@ -97,9 +99,7 @@ class Samples:
         """Look at the pool and at the block tables of the sequences that run."""
         metrics = pool.metrics()
         held = [sequence for sequence in sequences if sequence.block_ids]
-        lost = sum(
-            len(sequence.block_ids) * BLOCK_SIZE - sequence.schedule.num_computed_tokens for sequence in held
-        )
+        lost = sum(len(sequence.block_ids) * BLOCK_SIZE - sequence.num_computed_tokens for sequence in held)
         self.internal.append(lost / (metrics.num_used_blocks * BLOCK_SIZE))
         self.external.append(metrics.external_fragmentation)
         self.num_free.append(metrics.num_free_blocks)
@@ -123,7 +123,7 @@ def requests(num_requests: int, seed: int) -> Iterator[Sequence]:
             arrival_ns=number,
         )
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        yield Sequence.of(asked, SequenceId(str(number)), params=params, seed=0, stop_token_ids=frozenset())
+        yield Sequence.of(QueuedSequence(SequenceId(str(number)), asked, params, 0, frozenset()))
 
 
 def make_core(allocator: str, num_blocks: int, *, with_cache: bool) -> tuple[EngineCore, TimedPool]:

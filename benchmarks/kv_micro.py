@@ -35,6 +35,7 @@ from sagellm.core import BlockAllocationRequest, BlockId, PluginRegistry, Sequen
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.core.kv_modules import KVModules, build_kv
+from sagellm.engines.core.seats import Seats
 from sagellm.engines.modules import Modules
 
 NUM_CALLS = 10_000
@@ -80,7 +81,8 @@ class Ours:
 
     def build(self, num_blocks: int) -> KVModules:
         """Make cache, pool and eviction policy as an engine does."""
-        return build_kv(Modules(PluginRegistry.load(), self.config), BLOCK_SIZE, num_blocks, SystemClock())
+        seats = Seats(256, max_tokens=num_blocks * BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
+        return build_kv(Modules(PluginRegistry.load(), self.config), seats, num_blocks, SystemClock())
 
     @staticmethod
     def insert(kv: KVModules, prompt: list[int]) -> None:

@@ -18,9 +18,9 @@ from common import report
 from make_model import ensure
 
 from sagellm.accel import kl_divergence
-from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry
+from sagellm.core import InputBatch, KVLayout, PluginRegistry
 from sagellm.engines.config import ModelConfig
-from sagellm.engines.loading import load_model
+from sagellm.engines.loading import open_model
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def compute_logits(path: Path, tokens: list[int], dtype: str, quantizer: Any) ->
     """Return the logits (tokens, vocab) of one prefill and the bytes of the weights."""
     registry = PluginRegistry.load()
     settings = ModelConfig(name=str(path), dtype=dtype)
-    loaded = load_model(settings, registry, device=CPU, quantizer=quantizer)
-    sizes = loaded.geometry
+    opened = open_model(settings, registry)
+    sizes = opened.spec.geometry
     attention = registry.resolve("attention_backend", "sdpa")(
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
@@ -39,16 +39,16 @@ def compute_logits(path: Path, tokens: list[int], dtype: str, quantizer: Any) ->
         block_size=BLOCK_SIZE,
     )
     backend = registry.resolve("forward_backend", "torch")(
-        loaded.model, attention, device=CPU, dtype=loaded.dtype
+        opened.spec,
+        opened.weights,
+        device=CPU,
+        dtype=opened.dtype,
+        attention=attention,
+        quantizer=quantizer,
     )
-    group = KVGroup(
-        layer_ids=tuple(range(sizes.num_layers)),
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        dtype=loaded.dtype_name,
-    )
+    (group,) = opened.spec.kv_groups(opened.dtype_name)
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
-    backend.initialize_kv_caches(KVLayout(group=group, block_size=BLOCK_SIZE), num_blocks)
+    backend.initialize_kv_caches([KVLayout(group=group, block_size=BLOCK_SIZE)], [num_blocks])
     positions = torch.arange(len(tokens))
     logits = backend.forward(
         InputBatch(
@@ -61,7 +61,7 @@ def compute_logits(path: Path, tokens: list[int], dtype: str, quantizer: Any) ->
             logits_indices=positions,
         )
     )
-    return logits, loaded.model.metrics().weight_bytes
+    return logits, backend.model_metrics().weight_bytes
 
 
 def main() -> None:

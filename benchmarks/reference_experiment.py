@@ -93,7 +93,6 @@ def statistics(replay: CacheReplay) -> dict[str, int]:
         "num_inserted_blocks": cache.num_inserted_blocks,
         "num_allocations": pool.num_allocations,
         "num_failed_allocations": pool.num_failed_allocations,
-        "num_evicted_blocks": pool.num_evicted_blocks,
     }
 
 

@@ -58,7 +58,7 @@ FLAGS = (
     "--max-queued-requests=64",
     f"--kv-tiers={TIERS}",
     "--kv-fetch=always",
-    f"--prefix-cache-options={{max_ghost_blocks: {NUM_GHOSTS}}}",
+    f"--prefix-cache=radix{{max_ghost_blocks={NUM_GHOSTS}}}",
     *(f"--api-key={key}" for key in KEYS),
 )
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from common import foreign_cores, output_flags, publish, spread
 
+from sagellm.core import FetchRule
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
-from sagellm.engines.core.kv_offload import FetchRule, KVOffload
+from sagellm.kvmgr.kv_pool.offload import KVOffload
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 RULES: tuple[FetchRule, ...] = ("always", "never", "cheaper")

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 from common import output_flags, publish
 
-from sagellm.core import TraceRequest
+from sagellm.core import FetchRule, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
-from sagellm.engines.core.kv_offload import FetchRule
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.simulation.costs import Costs, read_costs
 from sagellm.engines.simulation.tier_replay import SavedTime, TierReplay, TierSettings

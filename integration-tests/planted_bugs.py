@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -227,9 +227,9 @@ def a_wrong_tenant_s_account() -> None:
     "::test_cause_and_position_of_1_000_known_misses_are_right_while_ghosts_are_within_budget",
 )
 def ghost_keys_that_collide() -> None:
-    from sagellm.kvmgr.prefix_cache import edges, explain, ghosts
+    from sagellm.kvmgr.prefix_cache import edges, ghosts, radix
 
-    for module in (edges, explain, ghosts):
+    for module in (edges, ghosts, radix):
         module.hash = lambda value: hash(value) & 63  # type: ignore[attr-defined]
 
 
@@ -291,7 +291,7 @@ def a_partial_block_shared_for_writing() -> None:
         num_copies = len(self._copies)
         original(self, sequence)
         for source, target in self._copies[num_copies:]:
-            sequence.block_ids[sequence.block_ids.index(target)] = source
+            self.seats.set_blocks(sequence.seat, sequence.block_ids.index(target), [source])
             self._pool.share([source])
             self._pool.free([target])
         del self._copies[num_copies:]
@@ -302,18 +302,42 @@ def a_partial_block_shared_for_writing() -> None:
     caught_by="engines/tests/test_compaction.py::test_tokens_are_the_same_when_blocks_move_at_every_step[enable_prefix_caching-free_list]",
 )
 def a_stale_block_table() -> None:
-    from sagellm.engines.core.model_runner import ModelRunner
+    from sagellm.engines.core.seats import Seats
 
-    tables: dict[Any, list[Any]] = {}
+    @change(Seats, "replace_blocks")
+    def replace_blocks(original: Any, self: Any, moved: Any) -> None:
+        known = list(self._updates)
+        original(self, moved)
+        self._updates = known
 
-    @change(ModelRunner, "prepare_inputs")
-    def prepare_inputs(original: Any, self: Any, scheduled: Any) -> Any:
-        for entry in scheduled:
-            sequence = entry.sequence
-            known = tables.get(sequence.sequence_id, [])
-            sequence.block_ids[: len(known)] = known[: len(sequence.block_ids)]
-            tables[sequence.sequence_id] = list(sequence.block_ids)
-        return original(self, scheduled)
+
+@bug(
+    "What is collected for a sequence that has left its seat is given to the next one there.",
+    caught_by="integration-tests/test_step_contract.py::test_aborts_in_flight_lose_nothing",
+)
+def a_seat_without_generations() -> None:
+    from sagellm.engines.core.seats import Seats
+
+    @change(Seats, "leave")
+    def leave(original: Any, self: Any, seat: Any) -> None:
+        original(self, seat)
+        self.generation[seat] -= 1
+
+
+@bug(
+    "A draft that was refused counts as computed.",
+    caught_by="integration-tests/test_step_contract.py::test_drafts_change_no_token[random_draft-roomy-0]",
+)
+def a_refused_draft_kept() -> None:
+    from dataclasses import replace
+
+    from sagellm.engines.core.step_runner import StepRunner
+
+    @change(StepRunner, "_commit")
+    def commit(original: Any, self: Any, step: Any, output: Any, is_live: Any) -> Any:
+        if step.drafts is not None:
+            output = replace(output, num_accepted=step.drafts.counts)
+        return original(self, step, output, is_live)
 
 
 @bug(
@@ -378,7 +402,7 @@ def a_namespace_ignored_by_the_tiers() -> None:
     "::test_no_order_of_steps_copies_and_late_answers_changes_a_token[0]",
 )
 def an_offload_that_reads_after_the_free() -> None:
-    from sagellm.engines.core.kv_offload import KVOffload
+    from sagellm.kvmgr.kv_pool.offload import KVOffload
 
     late: list[Any] = []
 
@@ -400,12 +424,11 @@ def an_offload_that_reads_after_the_free() -> None:
     "::test_no_order_of_steps_copies_and_late_answers_changes_a_token[0]",
 )
 def fetched_blocks_in_the_wrong_order() -> None:
-    from sagellm.engines.core.kv_offload import KVOffload
+    from sagellm.kvmgr.kv_pool.offload import KVOffload
 
-    @change(KVOffload, "_arrived")
-    def arrived(original: Any, self: Any, fetch: Any, outcomes: Any) -> None:
-        fetch.buffers.reverse()
-        original(self, fetch, outcomes)
+    @change(KVOffload, "_write")
+    def write(original: Any, self: Any, fetch: Any, data: Any) -> bool:
+        return bool(original(self, fetch, data[::-1]))
 
 
 # -- from tokens to tokens, and to text
@@ -446,14 +469,11 @@ def another_row_s_seed() -> None:
     caught_by="engines/tests/test_engine_requests.py::test_several_continuations_of_one_prompt",
 )
 def one_seed_for_all_continuations() -> None:
-    from sagellm.engines.core.sequence import Sequence as EngineSequence
+    from sagellm.engines import queued_request
 
-    of = EngineSequence.of
-
-    def of_one_seed(*arguments: Any, seed: int, **options: Any) -> Any:
-        return of(*arguments, seed=1, **options)
-
-    EngineSequence.of = of_one_seed  # type: ignore[method-assign, assignment]
+    @change(queued_request, "QueuedSequence")
+    def queued_sequence(original: Any, *arguments: Any) -> Any:
+        return replace(original(*arguments), seed=1)
 
 
 @bug(

@@ -63,7 +63,7 @@ def test_its_shadow_of_lru_saves_what_lru_saves():
 
 
 def test_an_admission_makes_no_explanation_that_nobody_asked_for(monkeypatch):
-    from sagellm.kvmgr.prefix_cache import explain, radix
+    from sagellm.kvmgr.prefix_cache import radix
 
     asked = []
 
@@ -71,7 +71,7 @@ def test_an_admission_makes_no_explanation_that_nobody_asked_for(monkeypatch):
         asked.append(arguments)
         return made(*arguments)
 
-    made = explain.explain
+    made = radix.explain
     monkeypatch.setattr(radix, "explain", note)
     requests = LOADS["chat"](7, 30)
     values = {"kv.num_blocks": 500, "kv.block_size": requests[0].block_tokens}

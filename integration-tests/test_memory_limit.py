@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from sagellm.comm.cgroups import group_folders
+from sagellm.comm.memory import group_folders
 from sagellm.comm.tree import Tree
 from sagellm.engines import LLMEngine, SamplingParams
-from sagellm.engines.core.kv_offload import KVOffload
 from sagellm.engines.testing import make_checkpoint
+from sagellm.kvmgr.kv_pool.offload import KVOffload
 
 LIMIT = 3 << 30
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -127,24 +128,25 @@ def test_a_request_without_memory_ends_alone(
 ) -> None:
     engine = make(checkpoint)
     core = engine.client.core  # type: ignore[attr-defined]
-    owner = core.parts.sampler if stage == "sample" else core.runner
+    owner = core.parts.worker.sampler if stage == "sample" else core.runner
     original = getattr(owner, stage)
 
-    def is_heavy(argument: Any) -> bool:
+    def is_heavy(*arguments: Any) -> bool:
         if stage == "prepare_inputs":
-            return any(HEAVY in entry.sequence.request.token_ids for entry in argument)
+            step, state, _ = arguments
+            return bool((state.tokens[step.seats, 0] == HEAVY).any())
         if stage == "execute_model":
-            return HEAVY in argument.input_ids
-        return False
+            return HEAVY in arguments[0].input_ids
+        return any(row.seed == HEAVY for row in arguments[1])
 
     def call(*arguments: Any) -> Any:
-        rows = arguments[1] if stage == "sample" else ()
-        if is_heavy(arguments[0]) or any(HEAVY in row.prompt_token_ids for row in rows):
+        if is_heavy(*arguments):
             no_memory(kind)
         return original(*arguments)
 
     monkeypatch.setattr(owner, stage, call)
-    *outputs, heavy = engine.generate([*PROMPTS, [HEAVY] * 30], GREEDY)
+    params = [GREEDY] * len(PROMPTS) + [replace(GREEDY, seed=HEAVY)]
+    *outputs, heavy = engine.generate([*PROMPTS, [HEAVY] * 30], params)
     assert heavy.outputs[0].finish_reason == "error"
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert all_blocks_are_back(engine)

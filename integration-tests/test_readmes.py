@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
-PACKAGES: list[str] = HATCH["workspace"]["members"]
+PACKAGES = [each if isinstance(each, str) else each["path"] for each in HATCH["workspace"]["members"]]
 DOCUMENTS = [
     ROOT / "README.md",
     *(ROOT / name / "README.md" for name in PACKAGES),

@@ -68,7 +68,7 @@ def test_a_documented_factory_is_the_one_that_the_protocol_states(kind):
     contract = " ".join((protocol_of(kind).__doc__ or "").split())
     stated = re.search(r"Providers are called as `(factory\([^`]*\))`", contract)
     assert stated, f"{protocol_of(kind).__name__} does not say how its providers are called"
-    assert KIND_ROWS[kind][1] == stated.group(1)
+    assert KIND_ROWS[kind][1] == stated.group(1) == KINDS[kind].call
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,9 @@ from hatchling.build import build_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
+MEMBERS = [each if isinstance(each, str) else each["path"] for each in HATCH["workspace"]["members"]]
 META = "meta-package"
-FOLDERS: list[str] = [*HATCH["workspace"]["members"], META]
+FOLDERS: list[str] = [*MEMBERS, META]
 BULKY = shutil.ignore_patterns("__pycache__", ".*", "tests", "embedded", "embedded_model")
 
 
@@ -48,7 +49,7 @@ def test_a_wheel_carries_its_licence_and_says_who_made_it_for_what(folder, tmp_p
 
 def test_the_short_name_needs_the_engine_of_its_version_and_has_no_code(tmp_path, monkeypatch):
     metadata, wheel = build(META, tmp_path, monkeypatch)
-    assert metadata.get_all("Requires-Dist") == [f"sagellm-engines=={metadata['Version']}"]
+    assert metadata.get_all("Requires-Dist") == [f"sagellm-engines[serve]=={metadata['Version']}"]
     assert all(".dist-info/" in name for name in wheel.namelist())
 
 

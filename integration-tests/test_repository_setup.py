@@ -7,6 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
+FEATURES = {
+    each if isinstance(each, str) else each["path"]: [] if isinstance(each, str) else each["features"]
+    for each in HATCH["workspace"]["members"]
+}
 
 
 def lines(name: str) -> list[str]:
@@ -16,8 +20,10 @@ def lines(name: str) -> list[str]:
 
 def test_requirements_dev_installs_every_package_editable():
     editable = [line.removeprefix("-e ./") for line in lines("requirements-dev.txt") if line.startswith("-e")]
-    assert [name.partition("[")[0] for name in editable] == HATCH["workspace"]["members"]
+    assert [name.partition("[")[0] for name in editable] == list(FEATURES)
     assert "core-protocols[testing]" in editable
+    assert "engines[serve]" in editable
+    assert FEATURES["engines"] == ["serve"]
 
 
 def test_requirements_dev_installs_the_tools_of_the_hatch_environment():
@@ -34,12 +40,12 @@ def test_every_constraint_is_a_pin_of_the_hatch_environment():
 
 def test_every_package_is_a_member_of_the_workspace():
     folders = {path.parent.name for path in ROOT.glob("*/pyproject.toml")}
-    assert folders == {*HATCH["workspace"]["members"], "meta-package"}  # which has no code
+    assert folders == {*FEATURES, "meta-package"}  # which has no code
 
 
 def test_the_licence_is_one_for_all():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
-    for name in HATCH["workspace"]["members"]:
+    for name in FEATURES:
         assert (
             tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]["license"] == "Apache-2.0"
         )

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
-PACKAGES: list[str] = HATCH["workspace"]["members"]
+PACKAGES = [each if isinstance(each, str) else each["path"] for each in HATCH["workspace"]["members"]]
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in PACKAGES}
 MODULES = {
     name: next(iter(project["entry-points"]["sagellm"].values())).removesuffix(".plugin")
@@ -33,7 +33,7 @@ DETERMINISTIC = [
 ]
 
 SOFT_MEDIAN_LINES = 100
-HARD_LINES = 400
+HARD_LINES = 800
 SOURCE_SUFFIXES = {".py", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp"}
 
 
@@ -82,7 +82,7 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def test_no_source_file_has_more_than_400_lines():
+def test_no_source_file_has_more_than_800_lines():
     sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
     too_long = {name: size for name, size in sizes.items() if size > HARD_LINES}
     assert not too_long

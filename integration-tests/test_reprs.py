@@ -20,7 +20,7 @@ MODULES = [
     (kind, entry.provider.name)
     for kind in OPTIONS
     for entry in REGISTRY.providers(kind)
-    if entry.provider.name not in ("redis", "tiered", "belady")
+    if entry.provider.name not in ("redis", "belady")
 ]
 
 

@@ -7,9 +7,17 @@ from random import Random
 
 import pytest
 
-from sagellm.core import ConfigError, InvalidInputError, PluginError, PluginRegistry, TraceRequest, pack
+from sagellm.core import (
+    ConfigError,
+    InvalidInputError,
+    PluginError,
+    PluginRegistry,
+    ProviderSpec,
+    TraceRequest,
+    pack,
+)
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.modules import Modules, eviction_policy
+from sagellm.engines.modules import Modules
 from sagellm.engines.simulation.bounds import count_known_tokens, replay, replay_belady, replay_unlimited
 from sagellm.engines.simulation.figures import figures_of, sharing_fractions
 from sagellm.engines.simulation.replay import CacheReplay
@@ -24,7 +32,7 @@ def config(num_blocks: int, policy: str = "lru") -> EngineConfig:
             "kv.num_blocks": num_blocks,
             "kv.block_size": SIZE,
             "prefix_cache.eviction_policy": policy,
-            "prefix_cache.options": {"reuses_partial_blocks": False},
+            "prefix_cache.name": "radix{reuses_partial_blocks=false}",
         }
     )
 
@@ -225,12 +233,12 @@ def test_a_policy_that_wants_a_lifetime_predictor_is_given_a_new_one_of_the_conf
     registry = PluginRegistry.load()
     for name in ("statistical", "null"):
         modules = Modules(registry, config(40, "predictive").with_values({"predictor.name": name}))
-        policies = [eviction_policy(modules, "predictive", {"min_confidence": 0.5}) for _ in range(2)]
+        policies = [modules.eviction_policy(modules.config.prefix_cache.eviction_policy) for _ in range(2)]
         kinds = {type(policy.lifetime_predictor) for policy in policies}
         assert kinds == {registry.resolve("lifetime_predictor", name)}
         assert policies[0].lifetime_predictor is not policies[1].lifetime_predictor
-        with pytest.raises(ConfigError, match="'predictive' takes min_confidence, horizon_s"):
-            eviction_policy(modules, "predictive", {"depth": 3})
+        with pytest.raises(ConfigError, match="'predictive' has no option 'depth'; it takes min_confidence"):
+            modules.eviction_policy(ProviderSpec("predictive", {"depth": 3}))
 
 
 def test_a_replay_teaches_the_predictor_of_its_policy():
@@ -244,7 +252,7 @@ def test_a_replay_teaches_the_predictor_of_its_policy():
 
 def test_options_are_those_of_the_configured_policy_alone():
     requests = [TraceRequest(float(i), SIZE * 2, 1, token_ids=pack([i % 3] * SIZE * 2)) for i in range(9)]
-    settings = config(4, "qos").with_values({"prefix_cache.eviction_options": {"weights": {"a": 2.0}}})
+    settings = config(4, "qos").with_values({"prefix_cache.eviction_policy": "qos{weights={a: 2.0}}"})
     found = simulate(requests, settings, capacities=[4], policies=["qos", "lru", "belady"], advance=ignore)
     assert [run.eviction_policy for run in found.runs] == ["qos", "lru", "belady"]
 

@@ -7,15 +7,23 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sagellm.core import CheckpointError, ConfigError, UnsupportedModelError
-from sagellm.engines.loading import Checkpoint, WeightReader, load_checkpoint, load_tokenizer, resolve_source
+from sagellm.core import CheckpointError, ConfigError, TensorSpec, UnsupportedModelError
+from sagellm.engines.loading import (
+    SafetensorsFormat,
+    WeightReader,
+    load_tokenizer,
+    open_checkpoint,
+    resolve_source,
+)
+from sagellm.engines.loading.checkpoint import check_tensors
+from sagellm.engines.models import Qwen3Family
 from sagellm.engines.models.hf_config import read_hf_config
-from sagellm.engines.models.qwen3 import Qwen3Family
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -47,12 +55,12 @@ def sharded(single: Path) -> Path:
 
 
 def test_shards_hold_what_the_single_file_holds(checkpoint, sharded):
-    one, two = Checkpoint.open(checkpoint), Checkpoint.open(sharded)
+    one, two = (SafetensorsFormat().open(path).weights for path in (checkpoint, sharded))
     assert {tensor.path.name for tensor in two.tensors.values()} == set(SHARDS)
     expected = load_file(checkpoint / SINGLE)
     assert one.tensors.keys() == two.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert WeightReader(two.tensors, tensor.dtype).load(name).equal(tensor)
+        assert WeightReader(two, tensor.dtype).load(TensorSpec(name, tuple(tensor.shape))).equal(tensor)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_shards_hold_what_the_single_file_holds(checkpoint, sharded):
 def test_damage_of_a_single_file_is_named(single: Path, damage: Callable[[Path], object], message: str):
     damage(single)
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(single)
+        SafetensorsFormat().open(single)
 
 
 @pytest.mark.parametrize(
@@ -87,21 +95,23 @@ def test_damage_of_a_single_file_is_named(single: Path, damage: Callable[[Path],
 def test_damage_of_shards_is_named(sharded: Path, damage: Callable[[Path], object], message: str):
     damage(sharded)
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(sharded)
+        SafetensorsFormat().open(sharded)
 
 
 def test_tensors_that_contradict_the_config_are_named(single):
-    checkpoint = Checkpoint.open(single)
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    checkpoint.check(shapes)
-    left_over, resized = list(shapes)[:2]
-    changed = {**shapes, resized: (1, 2), "absent": (3,)}
+    checkpoint = SafetensorsFormat().open(single)
+    spec = Qwen3Family().spec(checkpoint.config, frozenset(checkpoint.weights.tensors))
+    check_tensors(checkpoint, spec)
+    left_over, resized = list(spec.tensors)[:2]
+    absent = TensorSpec("absent", (3,))
+    changed = {**spec.tensors, resized: TensorSpec(resized, (1, 2)), "absent": absent}
     del changed[left_over]
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.check(changed)
+        check_tensors(checkpoint, replace(spec, tensors=changed))
     for problem in ("1 missing: absent", f"1 not in the model: {left_over}", f"of another shape: {resized}"):
         assert problem in str(caught.value)
-    checkpoint.check({name: shapes[name] for name in shapes if name != left_over}, ignored=[left_over])
+    kept = {name: tensor for name, tensor in spec.tensors.items() if name != left_over}
+    check_tensors(checkpoint, replace(spec, tensors=kept, ignored_tensors=frozenset({left_over})))
 
 
 def cached(files: Path, cache: Path) -> Path:
@@ -209,7 +219,7 @@ def write_header(path: Path, text: str) -> None:
 def test_a_header_with_senseless_numbers_is_refused_at_once(single, entry, message):
     write_header(single / SINGLE, f'{{"a": {entry}}}')
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(single)
+        SafetensorsFormat().open(single)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, SINGLE])
@@ -220,7 +230,7 @@ def test_what_is_no_plain_file_is_never_read(single, name, make):
     (single / name).unlink(missing_ok=True)
     make(single / name)
     with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
-        Checkpoint.open(single)
+        SafetensorsFormat().open(single)
 
 
 def test_a_tokenizer_that_is_no_plain_file_is_never_read(single):
@@ -234,13 +244,13 @@ def test_a_json_file_without_end_is_refused(single):
     with open(single / "config.json", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(CheckpointError, match=r"config\.json is longer than"):
-        Checkpoint.open(single)
+        SafetensorsFormat().open(single)
 
 
 def test_a_file_name_that_no_file_can_have_is_missing(sharded):
     edit_json(sharded / INDEX, weight_map={"a": "x" * 5000})
     with pytest.raises(CheckpointError, match="lacks 1 of 1"):
-        Checkpoint.open(sharded)
+        SafetensorsFormat().open(sharded)
 
 
 def test_a_tensor_in_two_files_is_named(sharded):
@@ -248,7 +258,7 @@ def test_a_tensor_in_two_files_is_named(sharded):
     twice = next(iter(load_file(sharded / SHARDS[1])))
     save_file(tensors | {twice: load_file(sharded / SHARDS[1])[twice]}, sharded / SHARDS[0])
     with pytest.raises(CheckpointError, match=f"more than one file: {twice}"):
-        Checkpoint.open(sharded)
+        SafetensorsFormat().open(sharded)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +282,14 @@ def test_a_tensor_in_two_files_is_named(sharded):
 def test_a_config_with_senseless_numbers_is_refused_at_once(single, changes, message):
     edit_json(single / "config.json", **changes)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
-        load_checkpoint(single, [Qwen3Family()])
+        open_checkpoint(single, [Qwen3Family()])
 
 
 def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(single):
     special = {"above": {"__float__": "Infinity"}, "nested": [{"below": {"__float__": "-Infinity"}}]}
     other = {"kept": {"__float__": 1}, "beside": {"__float__": "NaN", "more": 1}}
     edit_json(single / "config.json", **special, **other)
-    config = Checkpoint.open(single).config
+    config = SafetensorsFormat().open(single).config
     assert (config["above"], config["nested"]) == (float("inf"), [{"below": float("-inf")}])
     assert {key: config[key] for key in other} == other
 
@@ -287,7 +297,7 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(single):
 def test_a_generation_config_with_senseless_numbers_is_refused(single):
     edit_json(single / "generation_config.json", do_sample=True, temperature=10**400)
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read: .* of 401 digits"):
-        load_checkpoint(single, [Qwen3Family()])
+        open_checkpoint(single, [Qwen3Family()])
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
@@ -297,7 +307,7 @@ def test_a_bad_end_of_text_token_is_reported_with_its_file(single, name):
     with pytest.raises(
         CheckpointError, match=rf"^{name}\b.*'eos_token_id'|^{name}: eos_token_id is '</s>'; it must"
     ):
-        load_checkpoint(single, [Qwen3Family()])
+        open_checkpoint(single, [Qwen3Family()])
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"])
@@ -305,7 +315,7 @@ def test_a_bad_end_of_text_token_is_reported_with_its_file(single, name):
 def test_a_size_below_one_is_told_by_its_name(single, name, value):
     config = {**json.loads((single / "config.json").read_text()), name: value}
     with pytest.raises(CheckpointError, match=f"config.json: {name} is {value}; it must be at least 1"):
-        Qwen3Family().geometry(config)
+        Qwen3Family().spec(config)
 
 
 def test_other_spellings_of_a_size_are_told_too():

@@ -32,7 +32,7 @@ class Compacting:
         self._random = random.Random(1)
         self._step, self._kv, self._chance = core.step, core.kv, chance
         self.compactor = Compactor(
-            core.kv, core.runner.copy_blocks, core.parts.runtime.clock, core.has_unfinished
+            core.kv, core.steps.copy_blocks, core.parts.runtime.clock, core.has_unfinished
         )
         core.step = self.step
 
@@ -119,7 +119,7 @@ def test_fetches_under_way_find_their_blocks_where_these_went(
 
     def count(moves):
         nonlocal moved_for_fetches
-        fetched = {block for each in kv._fetches.values() for block in each.fetch.block_ids}
+        fetched = {block for each in kv._fetches for block in each.fetch.block_ids}
         moved_for_fetches += len(fetched.intersection(source for source, _ in moves))
         move(moves)
 

@@ -19,8 +19,10 @@ from sagellm.core import (
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.core.compaction import Compactor
 from sagellm.engines.core.kv_modules import build_kv
+from sagellm.engines.core.seats import Seats
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.modules import Modules
+from sagellm.engines.queued_request import QueuedSequence
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -46,7 +48,7 @@ class Memory:
 
     def check(self, sequence):
         tokens = sequence.token_ids().data
-        for position in range(sequence.schedule.num_computed_tokens):
+        for position in range(sequence.num_computed_tokens):
             found = self.slots[self.slot(sequence, position)]
             assert found == (sequence.request.namespace, tokens[: 4 * (position + 1)]), f"slot of {position}"
 
@@ -59,7 +61,8 @@ class Load:
         config = EngineConfig.from_flat(
             kv_allocator=allocator, enable_prefix_caching=with_cache, block_size=BLOCK_SIZE
         )
-        built = build_kv(Modules(registry, config), BLOCK_SIZE, NUM_BLOCKS, VirtualClock())
+        seats = Seats(64, max_tokens=NUM_BLOCKS * BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
+        built = build_kv(Modules(registry, config), seats, NUM_BLOCKS, VirtualClock())
         self.kv, self.pool = built.manager, built.pool
         self.memory = Memory()
         self.compactor = Compactor(self.kv, self.memory.copy, VirtualClock(), lambda: True)
@@ -99,11 +102,7 @@ class Load:
         self.num_made += 1
         self.waiting.append(
             Sequence.of(
-                request,
-                SequenceId(request.request_id),
-                params=SamplingParams(),
-                seed=0,
-                stop_token_ids=frozenset(),
+                QueuedSequence(SequenceId(request.request_id), request, SamplingParams(), 0, frozenset())
             )
         )
 
@@ -119,20 +118,22 @@ class Load:
             return
         self.running.append(self.waiting.pop(0))
         self.memory.copy(self.kv.take_copies())
-        for position in range(sequence.schedule.num_computed_tokens, sequence.num_tokens):
+        for position in range(sequence.num_computed_tokens, sequence.num_tokens):
             self.memory.write(sequence, position)
-        sequence.schedule.num_computed_tokens = sequence.num_tokens
+        self.kv.commit(sequence, sequence.num_tokens)
         self.kv.share_computed(sequence)
 
     def decode(self):
         for sequence in list(self.running):
             try:
-                self.kv.grow(sequence, sequence.num_tokens + 1)
+                self.kv.reserve(sequence.seat, sequence.num_tokens + 1)
             except OutOfBlocksError:
                 continue
-            sequence.output_token_ids.append(self.random.randrange(2))
+            seats = self.kv.seats
+            seats.tokens[sequence.seat, sequence.num_tokens] = self.random.randrange(2)
+            seats.num_tokens[sequence.seat] += 1
             self.memory.write(sequence, sequence.num_tokens - 1)
-            sequence.schedule.num_computed_tokens = sequence.num_tokens
+            self.kv.commit(sequence, sequence.num_tokens)
 
     def end(self):
         if self.running:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, ProviderSpec
 from sagellm.engines.config import EngineConfig, KVConfig, SchedulerConfig
-from sagellm.engines.config.settings import ALL_NAMES, PROVIDER_KINDS, flag_of
+from sagellm.engines.config.schema import PROVIDER_KINDS
+from sagellm.engines.config.settings import ALL_NAMES, flag_of
+from sagellm.engines.config.sources import load_config
 
 
 def message(**flat):
@@ -43,12 +45,12 @@ def test_flat_names_reach_their_sections():
     assert config.model.name == "/models/small"
     assert config.kv.memory_fraction == 1.0
     assert config.prefix_cache.enabled is False
-    assert config.scheduler.passes == ("first", "second")
-    assert config.forward.attention == "naive"
+    assert config.scheduler.passes == (ProviderSpec("first"), ProviderSpec("second"))
+    assert config.forward.attention == ProviderSpec("naive")
 
 
 def test_passes_may_be_separated_by_commas():
-    assert SchedulerConfig(passes="first, second").passes == ("first", "second")
+    assert SchedulerConfig(passes="first, second").passes == (ProviderSpec("first"), ProviderSpec("second"))
     assert SchedulerConfig(passes="").passes == ()
 
 
@@ -80,14 +82,19 @@ def test_devices_are_taken(device):
         ({"device": "gpu"}, "model.device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:x"}, "model.device is 'cuda:x'; it must be auto, cpu, cuda or cuda:N"),
         ({"model": ""}, "model.name (model) is ''; it must be a text that is not empty"),
-        ({"scheduler_passes": 3}, "scheduler.passes (scheduler_passes) is 3; it must be a list of names"),
+        (
+            {"scheduler_passes": 3},
+            "scheduler.passes (scheduler_passes) cannot be read: it is 3; it must be a name, or a mapping "
+            "{name: …, options: {…}}",
+        ),
         (
             {"enable_prefix_caching": "maybe"},
             "prefix_cache.enabled (enable_prefix_caching) is 'maybe'; it must be true or false",
         ),
         (
-            {"eviction_options": [1]},
-            "prefix_cache.eviction_options is [1]; it must be a mapping of names to values",
+            {"eviction_policy": {"name": "qos", "options": [1]}},
+            "prefix_cache.eviction_policy cannot be read: the options of 'qos' must be a mapping of names to "
+            "values",
         ),
     ],
 )
@@ -155,3 +162,68 @@ def test_a_copy_is_checked_like_the_first():
 
 def test_a_flag_is_the_flat_name_with_dashes():
     assert flag_of("max_num_batched_tokens") == "--max-num-batched-tokens"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lru", ProviderSpec("lru")),
+        (" acme:lru ", ProviderSpec("acme:lru")),
+        ("qos{within=reuse}", ProviderSpec("qos", {"within": "reuse"})),
+        ("qos{ within: reuse }", ProviderSpec("qos", {"within": "reuse"})),
+        (
+            "qos{weights={gold=3, b: 1.5}, within=reuse}",
+            ProviderSpec("qos", {"weights": {"gold": 3, "b": 1.5}, "within": "reuse"}),
+        ),
+        ("a{url='x://h?b,c=d', n=1}", ProviderSpec("a", {"url": "x://h?b,c=d", "n": 1})),
+        ("{name: qos, options: {within: reuse}}", ProviderSpec("qos", {"within": "reuse"})),
+        ({"name": "qos", "options": {"within": "reuse"}}, ProviderSpec("qos", {"within": "reuse"})),
+    ],
+)
+def test_a_provider_takes_options_in_three_forms(text, expected):
+    assert EngineConfig.from_flat(eviction_policy=text).prefix_cache.eviction_policy == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a{x=1, y=[1, 2]},b",
+        "[{name: a, options: {x: 1, y: [1, 2]}}, b]",
+        ["a{x=1, y=[1, 2]}", "b"],
+        [{"name": "a", "options": {"x": 1, "y": [1, 2]}}, ProviderSpec("b")],
+    ],
+)
+def test_providers_of_a_list_take_options_too(text):
+    passes = EngineConfig.from_flat(scheduler_passes=text).scheduler.passes
+    assert passes == (ProviderSpec("a", {"x": 1, "y": [1, 2]}), ProviderSpec("b"))
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {"host": "1KiB", "file": {"max_bytes": 5, "folder": "/x"}},
+        "{host: 1KiB, file: {max_bytes: 5, folder: /x}}",
+        "host{max_bytes=1KiB},file{max_bytes=5,folder=/x}",
+        [{"name": "host", "options": {"max_bytes": 1024}}, "file{max_bytes=5, folder=/x}"],
+    ],
+)
+def test_tiers_are_a_list_like_others_or_a_mapping(tiers):
+    assert EngineConfig.from_flat(kv_tiers=tiers).kv.tiers == (
+        ProviderSpec("host", {"max_bytes": 1024}),
+        ProviderSpec("file", {"max_bytes": 5, "folder": "/x"}),
+    )
+
+
+def test_options_may_stand_beside_the_name_of_a_section():
+    config = EngineConfig(prefix_cache={"options": {"max_ghost_blocks": 1}}, engine={"name": "acme"})
+    assert config.prefix_cache.name == ProviderSpec("radix", {"max_ghost_blocks": 1})
+    assert EngineConfig.from_values(config.values()) == config
+    with pytest.raises(ConfigError, match=r"unknown setting 'kv\.options'"):
+        EngineConfig(kv={"options": {}})
+
+
+def test_a_provider_named_anew_has_none_of_the_options_of_the_other(tmp_path):
+    (tmp_path / "sagellm.yaml").write_text("prefix_cache: {name: radix, options: {max_ghost_blocks: 1}}")
+    load = {"directory": tmp_path, "environ": {"HOME": str(tmp_path)}}
+    assert load_config({}, **load).config.prefix_cache.name.options == {"max_ghost_blocks": 1}
+    assert load_config({"prefix_cache": "radix"}, **load).config.prefix_cache.name == ProviderSpec("radix")

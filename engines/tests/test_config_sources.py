@@ -68,7 +68,7 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         {"block_size": "5"}, env={"SAGELLM_KV__BLOCK_SIZE": "4", "SAGELLM_KV__NUM_BLOCKS": "4"}, file=named
     )
     kv = loaded.config.kv
-    assert (kv.block_size, kv.num_blocks, kv.memory_fraction, kv.pool, kv.allocator) == (
+    assert (kv.block_size, kv.num_blocks, kv.memory_fraction, kv.pool.name, kv.allocator.name) == (
         5,
         4,
         0.3,
@@ -99,10 +99,10 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         ("SAGELLM_PREFIX_CACHE__ENABLED", "off", "prefix_cache.enabled", False),
         ("SAGELLM_PREFIX_CACHE__ENABLED", "True", "prefix_cache.enabled", True),
         (
-            "SAGELLM_PREFIX_CACHE__EVICTION_OPTIONS",
-            "{ghosts: 3}",
-            "prefix_cache.eviction_options",
-            {"ghosts": 3},
+            "SAGELLM_PREFIX_CACHE__EVICTION_POLICY",
+            "s3fifo{ghosts=3}",
+            "prefix_cache.eviction_policy",
+            {"name": "s3fifo", "options": {"ghosts": 3}},
         ),
         ("SAGELLM_KV__MEMORY_FRACTION", "5e-1", "kv.memory_fraction", 0.5),
         ("SAGELLM_KV__NUM_BLOCKS", "null", "kv.num_blocks", None),

@@ -153,8 +153,8 @@ def test_an_engine_without_blocks_does_not_start(make_engine):
 
 
 def test_an_option_that_the_policy_does_not_take_is_told(make_engine):
-    with pytest.raises(ConfigError, match=r"eviction_options is \{'depth': 3\}; 'lru' takes no options"):
-        make_engine(eviction_policy="lru", eviction_options={"depth": 3})
+    with pytest.raises(ConfigError, match=r"'lru' has no option 'depth'; it takes no options"):
+        make_engine(eviction_policy="lru{depth=3}")
 
 
 def test_a_model_in_the_place_of_a_configuration_is_refused():
@@ -182,3 +182,15 @@ def test_a_checkpoint_that_asks_for_senseless_sampling_is_named(make_engine, che
     (copy / "generation_config.json").write_text('{"do_sample": true, "temperature": -1.0}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature is -1\.0"):
         make_engine(model=str(copy))
+
+
+@pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, True, 1.5, "high"])
+def test_a_priority_that_is_no_32_bit_integer_is_refused(make_engine, priority):
+    engine = make_engine()
+    with pytest.raises(InvalidRequestError, match="priority is .* from -2147483648 to 2147483647"):
+        engine.add_request([5, 6], SamplingParams(max_tokens=2), priority=priority)
+    assert not engine.has_unfinished_requests()
+    for largest in ((1 << 31) - 1, -(1 << 31)):
+        engine.add_request([5, 6], SamplingParams(max_tokens=2), priority=largest)
+    while engine.has_unfinished_requests():
+        engine.step()

@@ -97,7 +97,7 @@ def test_what_the_model_does_not_know_is_refused(engine, options):
 
 def test_bad_words_need_a_tokenizer(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr(engine._input, "_tokenizer", None)
+    monkeypatch.setattr(engine.driver.input, "_tokenizer", None)
     with pytest.raises(InvalidRequestError, match="bad_words_token_ids"):
         generate(engine, bad_words=["x"])
     assert len(generate(engine, bad_words_token_ids=[[5]]).token_ids) == 12

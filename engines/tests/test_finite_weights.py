@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sagellm.core import CheckpointError
+from sagellm.core import CheckpointError, TensorSpec
 from sagellm.engines import LLMEngine
-from sagellm.engines.loading import WeightReader
+from sagellm.engines.loading.checkpoint import SafetensorsWeights
 from sagellm.engines.loading.safetensors_header import read_header
+from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.testing import make_checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,6 +25,11 @@ def stored(path: Path, tensor: torch.Tensor) -> Path:
     return path / "model.safetensors"
 
 
+def read(path: Path, dtype: torch.dtype) -> torch.Tensor:
+    tensors = read_header(path)
+    return WeightReader(SafetensorsWeights(tensors), dtype).load(TensorSpec("w", tensors["w"].shape))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, -1])
@@ -33,7 +39,7 @@ def test_one_value_in_half_a_million_is_found(tmp_path, dtype, bad, place):
     path = stored(tmp_path, tensor)
     for wanted in (dtype, torch.float32):
         with pytest.raises(CheckpointError) as caught:
-            WeightReader(read_header(path), wanted).load("w")
+            read(path, wanted)
         assert str(caught.value).startswith(f"{path}: tensor 'w' has a value that is NaN or infinite")
 
 
@@ -42,13 +48,13 @@ def test_the_largest_and_smallest_finite_values_are_accepted(tmp_path, dtype):
     about, count = torch.finfo(dtype), 1000
     values = [about.max, about.min, about.tiny, -about.tiny, about.smallest_normal / 2, 0.0, -0.0]
     tensor = torch.tensor(values * count, dtype=dtype)
-    assert WeightReader(read_header(stored(tmp_path, tensor)), dtype).load("w").equal(tensor)
+    assert read(stored(tmp_path, tensor), dtype).equal(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
 def test_integers_are_not_checked(tmp_path, dtype):
     tensor = torch.tensor([-1, 0, 1]).to(dtype)
-    assert WeightReader(read_header(stored(tmp_path, tensor)), torch.float32).load("w").equal(tensor)
+    assert read(stored(tmp_path, tensor), torch.float32).equal(tensor)
 
 
 def test_a_value_that_the_wanted_type_cannot_hold_is_named(tmp_path):
@@ -56,8 +62,8 @@ def test_a_value_that_the_wanted_type_cannot_hold_is_named(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"'w' has a value beyond what torch\.float16 can hold.*--dtype"
     ):
-        WeightReader(read_header(path), torch.float16).load("w")
-    assert WeightReader(read_header(path), torch.bfloat16).load("w").isfinite().all()
+        read(path, torch.float16)
+    assert read(path, torch.bfloat16).isfinite().all()
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def engine(machine, monkeypatch):
     engine = LLMEngine(num_blocks=64)
     seen = []
     parts = engine.client.core.parts
-    for owner, name in ((parts.runner, "execute_model"), (parts.sampler, "sample")):
+    for owner, name in ((parts.worker.runner, "execute_model"), (parts.worker.sampler, "sample")):
         call = getattr(owner, name)
 
         def noted(*arguments, call=call):

@@ -19,7 +19,10 @@ from transformers.utils import hub
 from sagellm.core import CheckpointError, UnsupportedModelError
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.loading import load_tokenizer
+from sagellm.engines.loading.families import select_family
+from sagellm.engines.models.families import LlamaFamily
 from sagellm.engines.models.hf_config import read_hf_config
+from sagellm.engines.models.transformers_family import TransformersFamily
 from sagellm.engines.testing import make_checkpoint
 
 KERNELS = "kernels-community/flash-attn"
@@ -219,6 +222,23 @@ def test_a_nested_configuration_of_an_unknown_type_is_named():
         CheckpointError, match=r"text_config\.model_type is 'evil', which transformers does not"
     ):
         read_hf_config({"model_type": "fuyu", "text_config": {"model_type": "evil"}})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"architectures": ["SomeForCausalLM" * 10] * 10_000},
+        {"architectures": "x" * 1_000_000},
+        {"model_type": "y" * 1_000_000},
+        {"model_type": "llama", "quantization_config": {"quant_method": "z" * 1_000_000}},
+        {"model_type": "llama", "architectures": [["a"] * 100_000]},
+    ],
+)
+def test_an_error_quotes_a_little_of_a_large_entry(entries):
+    families = [TransformersFamily(), LlamaFamily()]
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as refused:
+        select_family({"hidden_size": -1, **entries}, families)
+    assert len(str(refused.value)) < 5000
 
 
 @pytest.fixture

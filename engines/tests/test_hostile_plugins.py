@@ -32,6 +32,7 @@ KINDS_AND_SETTINGS = {
     "lifetime_predictor": {"lifetime_predictor": "exit"},
     "logits_processor": {"logits_processors": ["exit"]},
     "attention_backend": {"attention_backend": "exit"},
+    "executor": {"executor": "exit"},
     "forward_backend": {"forward_backend": "exit"},
     "quantizer": {"quantization": "exit"},
 }
@@ -173,6 +174,8 @@ CALLS_IN_STEPS = {
     ("prefix_cache", "insert_prefix"): rf"{WHERE}Quits: gone",
     ("scheduler", "schedule"): rf"{WHERE}Quits: gone",
     ("scheduler_pass", "run"): r"EngineError: scheduler pass 'null' failed: Quits: gone",
+    ("executor", "submit"): rf"{WHERE}Quits: gone",
+    ("executor", "collect"): rf"{WHERE}Quits: gone",
     ("forward_backend", "forward"): rf"{WHERE}Quits: gone",
     ("attention_backend", "forward"): rf"{WHERE}Quits: gone",
     ("logits_processor", "apply"): r"logits_processor 'null' of acme 3: apply\(\) failed; Quits: gone",
@@ -269,6 +272,8 @@ def test_requests_go_on_without_a_module_that_quits_and_only_advises(
     [
         ("kv_allocator", "allocate"),  # fails a step
         ("scheduler_pass", "run"),
+        ("executor", "submit"),
+        ("executor", "collect"),
         ("forward_backend", "forward"),  # fails a request
         ("eviction_policy", "on_insert"),  # fails nothing
         ("lifetime_predictor", "predict"),

@@ -14,7 +14,7 @@ from sagellm.engines import EngineConfig
 from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
-from sagellm.engines.loading import Checkpoint
+from sagellm.engines.loading import SafetensorsFormat
 from sagellm.engines.simulation.costs import read_costs
 
 MAX_SECONDS, MAX_BYTES = 1.0, 100_000_000
@@ -88,14 +88,14 @@ def test_yaml_beyond_a_limit_is_named_in_files_variables_and_flags(text: str, tm
     file.write_text(f"engine:\n  options: {text}\n")
     sources = {
         f"the configuration file {file} cannot be read: it ": {"directory": tmp_path, "environ": {}},
-        "engine.options (engine_options) cannot be read: it ": {
+        "engine.name (engine_kind) cannot be read: it ": {
             "directory": tmp_path / "empty",
-            "environ": {"SAGELLM_ENGINE__OPTIONS": text},
+            "environ": {"SAGELLM_ENGINE__NAME": f"{{name: llm, options: {text}}}"},
         },
-        "engine.options (engine_options) cannot be read": {
+        "engine.name (engine_kind) cannot be read": {
             "directory": tmp_path / "empty",
             "environ": {},
-            "flags": {"engine_options": text},
+            "flags": {"engine_kind": f"llm{{size={text}}}"},
         },
     }
     for start, source in sources.items():
@@ -113,7 +113,11 @@ def test_invalid_yaml_is_a_short_config_error(text: str, tmp_path: Path) -> None
         parse_yaml(text)
     assert 0 < len(str(caught.value)) < 400
     with WithinASecond(), pytest.raises(ConfigError) as caught:
-        load_config({"engine_options": text}, environ={"HOME": str(tmp_path)}, directory=tmp_path)
+        load_config(
+            {"engine_kind": f"{{name: llm, options: {text}}}"},
+            environ={"HOME": str(tmp_path)},
+            directory=tmp_path,
+        )
     assert 0 < len(str(caught.value)) < 600
 
 
@@ -147,7 +151,7 @@ def test_json_of_a_checkpoint_has_limits(text: bytes, expected: str, name: str, 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(text)
     with WithinASecond(), pytest.raises(CheckpointError, match=expected) as caught:
-        Checkpoint.open(tmp_path)
+        SafetensorsFormat().open(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / name} cannot be read: it ")
 
 

@@ -272,7 +272,7 @@ def test_an_aborted_request_ends_even_if_its_text_cannot_be_decoded(make_engine,
     monkeypatch.setattr(IncrementalDetokenizer, "finish", fail)
     engine.abort_request(request_id)
     assert not engine.has_unfinished_requests()
-    assert request_id not in engine._output
+    assert request_id not in engine.driver
 
 
 def test_ctrl_c_in_a_tokenizer_propagates(make_engine, monkeypatch):

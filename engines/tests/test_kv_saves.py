@@ -24,7 +24,7 @@ from sagellm.core import (
     headers_of,
 )
 from sagellm.engines import SamplingParams
-from sagellm.engines.core.kv_copier import joined_runs
+from sagellm.kvmgr.kv_pool.saves import joined_runs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(5)
@@ -327,7 +327,7 @@ def test_a_second_one_waits_its_turn_unless_the_first_was_left(make, monkeypatch
     finish(saves)
     assert [each["name"] for each in saves.saves()] == ["first"]
     left = saves.save("second")
-    monkeypatch.setattr("sagellm.engines.core.kv_saves._ABANDONED_AFTER_NS", 0)
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.saves._ABANDONED_AFTER_NS", 0)
     saves.save("third")
     assert begun.number < left.number
     with pytest.raises(InvalidInputError, match="no save or load is running"):
@@ -428,7 +428,7 @@ def test_a_step_copies_few_blocks_of_a_save(make, monkeypatch):
             copy(self, block_ids, *buffers)
 
         monkeypatch.setattr(backend, name, counted)
-    monkeypatch.setattr("sagellm.engines.core.kv_copier._PART_BLOCKS", 4)
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.saves._PART_BLOCKS", 4)
     save(first)
     assert sum(copied) > 30
     assert max(copied) == 4

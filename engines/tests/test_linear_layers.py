@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from sagellm.accel import widening
 from sagellm.accel.widening import Widening, widened_product
+from sagellm.core import WHOLE, LinearSpec, ModelMetrics, TensorSpec
 from sagellm.engines import LLMEngine, SamplingParams
-from sagellm.engines.layers.linear import Linear, PackedLinear, WideRows, make_linear
+from sagellm.engines.layers.linear import (
+    LinearContext,
+    PackedLinear,
+    PlainLinear,
+    Staging,
+    WideRows,
+    linear_methods,
+)
 from sagellm.engines.testing import make_checkpoint
 
 MIN_ROWS = 4
+CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
@@ -47,9 +59,9 @@ def some(*shape):
 )
 def test_rows_of_sequences_that_compute_many_tokens_are_widened(widened_rows, query_lens, wide):
     weight, bias, x = some(33, 64), some(33), some(sum(query_lens), 64)
-    wide_rows = WideRows(torch.bfloat16, torch.device("cpu"))
+    wide_rows = WideRows(torch.bfloat16, CPU)
     wide_rows.plan(query_lens)
-    product = make_linear(weight, bias, None, wide_rows)(x)
+    product = PlainLinear(CPU).adopt(weight, bias).apply(x, LinearContext(wide_rows))
     expected = functional.linear(x, weight, bias)
     expected[list(wide)] = widened_product(x, weight, bias)[list(wide)]
     assert widened_rows == ([len(wide)] if wide else [])
@@ -57,14 +69,25 @@ def test_rows_of_sequences_that_compute_many_tokens_are_widened(widened_rows, qu
 
 
 def test_what_is_to_be_widened_is_not_packed(widened_rows):
-    assert not PackedLinear.takes(torch.bfloat16, torch.device("cpu"))
-    assert isinstance(make_linear(some(8, 64), None, None), Linear)
+    assert not PackedLinear.takes(torch.bfloat16, CPU)
+    assert type(linear_methods(torch.bfloat16, CPU, None)()) is PlainLinear
+
+
+def test_memory_for_reading_is_gone_once_a_weight_is_packed(monkeypatch):
+    monkeypatch.setattr("sagellm.engines.layers.linear.packed_linear", lambda weight: None)
+    staging = Staging()
+    linear, there = PackedLinear(CPU, staging), weakref.ref(staging)
+    linear.create([LinearSpec(TensorSpec("w", (8, 64), 0))], WHOLE, torch.bfloat16)
+    linear.load(0, SimpleNamespace(load=lambda tensor, out: out.fill_(1)))
+    del staging
+    assert there() is None
+    assert linear.metrics() == ModelMetrics(num_parameters=512, weight_bytes=1024)
 
 
 def test_float32_is_not_widened(widened_rows):
-    wide_rows = WideRows(torch.float32, torch.device("cpu"))
+    wide_rows = WideRows(torch.float32, CPU)
     wide_rows.plan([50])
-    Linear(torch.ones(8, 64), wide_rows=wide_rows)(torch.ones(50, 64))
+    PlainLinear(CPU).adopt(torch.ones(8, 64)).apply(torch.ones(50, 64), LinearContext(wide_rows))
     assert widened_rows == []
 
 

@@ -61,14 +61,14 @@ class Fallback(NullModelFamily):
     def accepts(self, config):
         return True
 
-    def geometry(self, config):
-        return "sizes"
+    def spec(self, config, tensor_names):
+        return "spec"
 
 
 def test_a_fallback_is_asked_last_and_takes_over_where_another_refuses(caplog):
     selected = select_family({"architectures": ["A"]}, [Fallback(), NullModelFamily(), Refusing()])
     assert isinstance(selected.family, Fallback)
-    assert selected.geometry == "sizes"
+    assert selected.spec == "spec"
     assert "the null family runs no model" in caplog.text
 
 

@@ -42,6 +42,6 @@ def test_a_source_that_is_evicted_for_its_own_copy_is_still_right(make_engine):
 
 
 def test_whole_blocks_alone_are_reused_where_that_is_asked_for(make_engine):
-    engine = make_engine(block_size=8, prefix_cache_options={"reuses_partial_blocks": False})
+    engine = make_engine(block_size=8, prefix_cache="radix{reuses_partial_blocks=false}")
     engine.generate(FIRST, GREEDY)
     assert engine.generate(FIRST, GREEDY)[0].num_cached_tokens == 48

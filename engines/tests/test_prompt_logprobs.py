@@ -148,7 +148,7 @@ def test_no_step_holds_logits_of_more_than_a_few_hundred_positions(make_engine, 
 
 def test_one_continuation_scores_the_prompt_for_all(make_engine, reference, monkeypatch):
     engine = make_engine()
-    sampler, scored = engine.client.core.parts.sampler, []
+    sampler, scored = engine.client.core.parts.worker.sampler, []
     score = sampler.score
     monkeypatch.setattr(
         sampler, "score", lambda logits, ids, num_top: scored.append(len(ids)) or score(logits, ids, num_top)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import MissExplanation, Namespace, RequestId, UnknownRequestError, pack
+from sagellm.core import InvalidInputError, MissExplanation, Namespace, RequestId, UnknownRequestError, pack
 from sagellm.engines.core.request_log import LoggedRequest, RequestLog
 from sagellm.engines.server.answer_ids import request_of
 
@@ -54,6 +54,18 @@ def test_prompts_of_a_million_tokens_together_are_remembered():
     log = log_of("one", "two", "three", num_tokens=400_000)
     assert len(log) == 2
     assert len(log_of(*map(str, range(1030)))) == 1024
+
+
+@pytest.mark.parametrize("name", [["a", "b"], {"a": 1}, 5])
+def test_a_name_that_is_not_a_text_is_refused(name):
+    with pytest.raises(InvalidInputError, match=r"the request is .*; it must be a text"):
+        log_of("abcd").find(name)
+
+
+def test_an_error_quotes_a_little_of_a_long_name():
+    with pytest.raises(UnknownRequestError) as refused:
+        log_of("abcd").find("x" * 1_000_000)
+    assert len(str(refused.value)) < 1000
 
 
 def test_an_empty_log_says_so():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from sagellm.core import ExtraArg, Runtime, SequenceId
+from sagellm.core import ExtraArg, Namespace, Runtime, SequenceId
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
 from sagellm.engines.core import TokenOutput
 from sagellm.engines.input_processor import RequestLimits
-from sagellm.engines.serving.conversion import make_requests, make_sequences
-from sagellm.engines.serving.messages import Hello, NewRequest
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.request_checks import check_request
+from sagellm.engines.serving.frames import FrameReader, encode
+from sagellm.engines.serving.messages import Hello, Step
 from sagellm.engines.testing import make_tokenizer
 
 LIMITS = RequestLimits(
@@ -28,7 +29,8 @@ LIMITS = RequestLimits(
 
 
 def over_the_wire(message, kind):
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+    [arrived] = FrameReader(kind).feed(encode(message))
+    return arrived
 
 
 @pytest.mark.parametrize(
@@ -37,16 +39,27 @@ def over_the_wire(message, kind):
         {"logit_bias": {3: 1.5, 1023: -100}, "extra_args": {"rule": [1, 2], "style": "a"}},
         {"allowed_token_ids": [5, 6], "min_tokens": 2, "stop_token_ids": [7]},
         {"bad_words": ["the", "lighthouse"], "bad_words_token_ids": [[1, 2]]},
-        {"prompt_logprobs": 3},
+        {"prompt_logprobs": 3, "n": 3, "seed": -1},
     ],
 )
-def test_parameters_arrive_as_they_were(options):
+def test_a_request_arrives_as_it_was(options):
     processor = InputProcessor(make_tokenizer(), LIMITS, Runtime.virtual())
-    [sequence] = processor.process_request([5, 6, 7], SamplingParams(**options)).sequences
-    [message] = make_requests([sequence])
-    [arrived] = make_sequences(over_the_wire(message, NewRequest), LIMITS)
-    assert arrived.params == sequence.params
-    assert (arrived.num_to_score, arrived.stop_token_ids) == (sequence.num_to_score, sequence.stop_token_ids)
+    request = processor.process_request(
+        [5, 6, 7], SamplingParams(**options), namespace=Namespace("t", "s"), priority=-3
+    )
+    arrived = over_the_wire(request, QueuedRequest)
+    check_request(arrived, LIMITS)
+    assert arrived == request
+    assert arrived.sequences == request.sequences
+    assert arrived.request.token_ids.data == request.request.token_ids.data
+
+
+def test_one_continuation_scores_the_prompt_for_all():
+    params = SamplingParams(n=3, prompt_logprobs=1, seed=2**63 - 1)
+    sequences = InputProcessor(None, LIMITS, Runtime.virtual()).process_request([5, 6], params).sequences
+    assert [each.params.prompt_logprobs for each in sequences] == [1, None, None]
+    assert [each.seed for each in sequences] == [2**63 - 1, 0, 1]
+    assert len({each.sequence_id for each in sequences}) == 3
 
 
 def test_what_logits_processors_read_arrives_as_it_was():
@@ -57,5 +70,5 @@ def test_what_logits_processors_read_arrives_as_it_was():
 
 def test_scores_of_a_prompt_arrive_as_they_were():
     scores = [SampledToken(5, -1.5, [(6, -0.5), (5, -1.5)], 2), SampledToken(6, -2.0, [], 9)]
-    output = TokenOutput(SequenceId("a#0"), SampledToken(7), prompt_scores=scores)
-    assert over_the_wire(output, TokenOutput) == output
+    output = TokenOutput(SequenceId("a#0"), [5, 6], logprobs=scores, prompt_scores=scores)
+    assert over_the_wire(Step([output]), Step).outputs == [output]

@@ -23,28 +23,27 @@ NO_MODEL = "/there/is/no/such/model"
     ("tiers", "message"),
     [
         ({"hots": "4GiB"}, "'hots'"),
-        ({"host": "much"}, "kv.tiers.host is 'much'; give bytes, as in 4GiB"),
-        ({"host": None}, "kv.tiers.host is None; give bytes"),
-        ({"host": "-4GiB"}, "kv.tiers.host is '-4GiB'; give bytes"),
-        ({"host": True}, "kv.tiers.host is True; give bytes"),
-        ({"host": {}}, "kv.tiers.host.max_bytes is missing; give bytes"),
-        ({"file": {"max_bytes": "x"}}, "kv.tiers.file.max_bytes is 'x'; give bytes"),
+        ({"host": "much"}, "host.max_bytes is 'much'; give bytes, as in 4GiB"),
+        ({"host": None}, "host.max_bytes is None; give bytes"),
+        ({"host": "-4GiB"}, "host.max_bytes is '-4GiB'; give bytes"),
+        ({"host": True}, "host.max_bytes is True; give bytes"),
+        ({"host": {}}, "kv.tiers (kv_tiers) cannot be read: host.max_bytes is missing; give bytes"),
+        ({"file": {"max_bytes": "x"}}, "file.max_bytes is 'x'; give bytes"),
         (
             {"host": {"max_bytes": "1MiB", "folder": "x"}},
-            "kv.tiers.host has no option 'folder'; it takes max_bytes",
+            "kv.tiers: kv_tier 'host' has no option 'folder'; it takes max_bytes",
         ),
         (
             {"file": {"max_bytes": "1MiB", "folders": "x"}},
-            "kv.tiers.file has no option 'folders'; it takes max_bytes, folder, name, timeout_s. "
-            "Did you mean 'folder'?",
+            "kv.tiers: kv_tier 'file' has no option 'folders'; it takes max_bytes (int, required), "
+            "folder (str | None, default None), name (str | None, default None), timeout_s (float, default "
+            "30.0). Did you mean 'folder'?",
         ),
         (
             {"file": {"max_bytes": "1MiB", 3: "x"}},
-            "kv.tiers.file has no option 3; it takes max_bytes, folder",
+            "the options of 'file' must be a mapping of names to values",
         ),
-        ({"file": {"max_bytes": "1MiB", "runtime": 1}}, "kv.tiers.file has no option 'runtime'"),
-        ({"tiered": "1MiB"}, "kv.tiers.tiered: this one joins the others by itself"),
-        ({"sagellm-kv-pool:tiered": {"max_bytes": 1}}, "this one joins the others by itself"),
+        ({"file": {"max_bytes": "1MiB", "runtime": 1}}, "kv.tiers: kv_tier 'file' has no option 'runtime'"),
     ],
 )
 def test_a_mistake_is_found_before_a_model_is_looked_for(tiers, message):
@@ -57,22 +56,28 @@ def test_a_mistake_is_found_before_a_model_is_looked_for(tiers, message):
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        ({"file": {"max_bytes": "1MiB", "name": "../x"}}, "kv.tiers.file: the KV file is called '../x'"),
-        ({"file": {"max_bytes": "1MiB", "name": "/etc/x"}}, "kv.tiers.file: the KV file is called '/etc/x'"),
-        ({"file": {"max_bytes": "1MiB", "name": 5}}, "kv.tiers.file: the KV file is called 5"),
-        ({"file": {"max_bytes": "1MiB", "folder": 5}}, "kv.tiers.file: the folder of the KV file is 5"),
-        ({"file": {"max_bytes": "1MiB", "folder": "/proc/x"}}, "kv.tiers.file: the KV file "),
-        ({"file": {"max_bytes": "1MiB", "folder": "a\0b"}}, "kv.tiers.file: the KV file "),
-        ({"host": "9000000TiB"}, "kv.tiers.host: "),
-        ({"redis": {"max_bytes": "1MiB", "timeout_s": 0}}, "kv.tiers.redis: timeout_s is 0"),
-        ({"redis": {"max_bytes": "1MiB", "prefix": ""}}, "kv.tiers.redis: prefix is ''"),
+        ({"file": {"max_bytes": "1MiB", "name": "../x"}}, "kv.tiers: the KV file is called '../x'"),
+        ({"file": {"max_bytes": "1MiB", "name": "/etc/x"}}, "kv.tiers: the KV file is called '/etc/x'"),
+        (
+            {"file": {"max_bytes": "1MiB", "name": 5}},
+            "kv.tiers: kv_tier 'file': name is of type int; it must be str | None",
+        ),
+        (
+            {"file": {"max_bytes": "1MiB", "folder": 5}},
+            "kv.tiers: kv_tier 'file': folder is of type int; it must be str | None",
+        ),
+        ({"file": {"max_bytes": "1MiB", "folder": "/proc/x"}}, "kv.tiers: the KV file "),
+        ({"file": {"max_bytes": "1MiB", "folder": "a\0b"}}, "kv.tiers: the KV file "),
+        ({"host": "9000000TiB"}, "kv.tiers: "),
+        ({"redis": {"max_bytes": "1MiB", "timeout_s": 0}}, "kv.tiers: timeout_s is 0"),
+        ({"redis": {"max_bytes": "1MiB", "prefix": ""}}, "kv.tiers: prefix is ''"),
         (
             {"redis": {"max_bytes": "1MiB", "url": "http://:secret@x"}},
-            "kv.tiers.redis: url is not a Redis URL",
+            "kv.tiers: url is not a Redis URL",
         ),
         (
             {"redis": {"max_bytes": "1MiB", "url": "redis://:secret@x:y"}},
-            "kv.tiers.redis: url is not a Redis URL",
+            "kv.tiers: url is not a Redis URL",
         ),
     ],
 )
@@ -193,7 +198,7 @@ def test_the_asynchronous_engine_closes_what_it_made(checkpoint, make_engine, tm
 @needs_proc
 def test_the_core_of_a_server_closes_its_tiers(make_engine, tmp_path):
     engine = make_engine(block_size=8, kv_tiers={"file": {"max_bytes": "1MiB", "folder": str(tmp_path)}})
-    limits = engine._input.limits
+    limits = engine.driver.input.limits
     hello = Hello({}, limits, SamplingParams(), os.getpid())
     server = CoreServer(engine.client.core, listen(tmp_path / "core.sock"), hello, {})
     fill(engine)

@@ -12,6 +12,7 @@ from sagellm.core import (
     UNNAMED,
     BlockKey,
     ConfigError,
+    KVMemory,
     Namespace,
     NullKVTier,
     TierRequest,
@@ -21,10 +22,10 @@ from sagellm.core import (
     run_to_end,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.core.kv_offload import KVOffload
 from sagellm.engines.simulation.costed_tier import CostedKVTier, NoBytes
 from sagellm.engines.simulation.costs import Costs, read_costs
 from sagellm.engines.simulation.tier_replay import SavedTime, TierReplay, TierSettings
+from sagellm.kvmgr.kv_pool.offload import KVOffload
 
 SIZE = 4
 NAMESPACE = Namespace()
@@ -35,7 +36,7 @@ def config(num_blocks: int) -> EngineConfig:
         "kv.num_blocks": num_blocks,
         "kv.block_size": SIZE,
         "prefix_cache.eviction_policy": "lru",
-        "prefix_cache.options": {"reuses_partial_blocks": False},
+        "prefix_cache.name": "radix{reuses_partial_blocks=false}",
     }
     return EngineConfig().with_values(settings)
 
@@ -139,9 +140,9 @@ def test_of_a_run_the_part_that_pays_is_fetched(prices_ms, num_fetched):
     tokens = pack(range(4 * SIZE))
     headers = headers_of(tokens, SIZE, NAMESPACE, UNNAMED)
     prices = {header.key: round(ms * 1e6) for header, ms in zip(headers, prices_ms, strict=True)}
-    offload = KVOffload(PricedTier(prices), NoBytes(), UNNAMED, block_size=SIZE, block_bytes=1)
+    offload = KVOffload(KVMemory(NoBytes(), SIZE, 1, UNNAMED), PricedTier(prices))
     for num_tokens in (100, 200):
-        offload.prefill.measure(num_tokens, num_tokens**2 / 2, round(num_tokens * 1e6))  # 4 ms a block
+        offload.measure_prefill(num_tokens, num_tokens**2 / 2, round(num_tokens * 1e6))  # 4 ms a block
     assert len(offload.find(tokens, NAMESPACE, 0)) == num_fetched
     assert offload.metrics().num_computed_instead == 4 - num_fetched
 

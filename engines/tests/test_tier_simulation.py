@@ -28,7 +28,7 @@ from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules, build_core
 from sagellm.engines.core.compaction import Compactor
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.queued_request import QueuedSequence
 
 VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32
 LAYOUT = KVLayout(
@@ -59,8 +59,8 @@ class HashBackend(ForwardBackendProtocol):
     def __init__(self, runtime):
         self._clock = runtime.clock
 
-    def initialize_kv_caches(self, layout, num_blocks):
-        self.kv = torch.zeros(num_blocks * BLOCK_SIZE, TOKEN_BYTES // 8, dtype=torch.int64)
+    def initialize_kv_caches(self, layouts, num_blocks):
+        self.kv = torch.zeros(num_blocks[0] * BLOCK_SIZE, TOKEN_BYTES // 8, dtype=torch.int64)
         self._blocks = memoryview(self.kv.numpy()).cast("B")
 
     def _block(self, block_id):
@@ -101,6 +101,28 @@ class HashBackend(ForwardBackendProtocol):
         return ForwardMetrics()
 
 
+def begin_nothing_twice(tiers):
+    """Raise AssertionError for a save or fetch of a block that is under way already."""
+    submit, poll, under_way = tiers.submit, tiers.poll, {}
+
+    def submit_checked(requests):
+        names = {(request.action, request.header.encode()) for request in requests}
+        assert len(names) == len(requests), "one submit names a block twice"
+        for others in under_way.values():
+            assert not names & others, "a block is saved or fetched twice at once"
+        ticket = submit(requests)
+        under_way[ticket] = names
+        return ticket
+
+    def poll_noted():
+        results = poll()
+        for result in results:
+            del under_way[result.ticket]
+        return results
+
+    tiers.submit, tiers.poll = submit_checked, poll_noted
+
+
 class Simulation:
     """One core under random requests, aborts and operators, its tiers late and failing."""
 
@@ -131,12 +153,13 @@ class Simulation:
         storage, failures = self.offload.tiers, self.random.choice((0.0, 0.05))
         storage._tiers = tuple(self._late(tier, failures) for tier in storage._tiers)
         self.offload.tiers = self._late(storage, 0.0)
+        begin_nothing_twice(self.offload.tiers)
         self.families = [self._tokens(self.random.randint(8, 48)) for _ in range(5)]
-        self.live: dict[str, tuple[Sequence, list[int]]] = {}
+        self.live: dict[str, tuple[QueuedSequence, list[int]]] = {}
         self.log = blake2b()
         self.num_finished = self.num_moved = 0
         self.compactor = Compactor(
-            self.core.kv, self.core.runner.copy_blocks, self.runtime.clock, self.core.has_unfinished
+            self.core.kv, self.core.steps.copy_blocks, self.runtime.clock, self.core.has_unfinished
         )
 
     def _late(self, tier, failure_rate):
@@ -163,6 +186,7 @@ class Simulation:
                 self._step()
             if number % 10 == 0:
                 self.core.kv.check_integrity()
+                self.offload.check_integrity()
         for _ in range(20_000):
             if not self.live and not self.core.kv.num_fetches:
                 break
@@ -182,7 +206,7 @@ class Simulation:
             max_tokens=self.random.randint(1, 16),
             arrival_ns=self.runtime.clock.now_ns(),
         )
-        sequence = Sequence.of(request, SequenceId(name), params=PARAMS, seed=0, stop_token_ids=frozenset())
+        sequence = QueuedSequence(SequenceId(name), request, PARAMS, 0, frozenset())
         self.core.add(sequence)
         self.live[name] = sequence, []
 
@@ -194,7 +218,7 @@ class Simulation:
         for output in self.core.step():
             sequence, tokens = self.live[output.sequence_id]
             assert output.finish_reason != "error", output.error
-            tokens.append(output.token.token_id)
+            tokens += output.token_ids
             self.log.update(f"{output.sequence_id} {tokens[-1]};".encode())
             if output.finish_reason is not None:
                 request = sequence.request
@@ -229,7 +253,8 @@ def test_a_seed_replays_what_it_did(tmp_path):
 
 def test_a_wrong_block_would_be_seen(tmp_path):
     simulation = Simulation(0, tmp_path)
-    write = simulation.core.kv.offload._memory.write_blocks
-    simulation.core.kv.offload._memory.write_blocks = lambda block_ids, data: write(block_ids, data[::-1])
+    memory = simulation.core.kv.offload._memory.access
+    write = memory.write_blocks
+    memory.write_blocks = lambda block_ids, data: write(block_ids, data[::-1])
     with pytest.raises(AssertionError):
         simulation.run(2_000)

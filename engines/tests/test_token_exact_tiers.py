@@ -174,7 +174,7 @@ def test_fetched_kv_that_cannot_be_written_is_computed(
             raise RuntimeError("the device is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(offload._memory, "write_blocks", fails)
+            patch.setattr(offload._memory.access, "write_blocks", fails)
             assert run(engine, 1)[0] == expected
         assert offload.metrics().num_lost_blocks > 0
         assert all_blocks_are_back(engine)
@@ -189,14 +189,14 @@ def test_a_fetch_makes_room_in_a_cache_that_is_smaller_than_the_pool(make_engine
 
 
 def test_buffers_are_bounded_and_what_a_slow_tier_cannot_take_is_not_kept(make_engine, expected, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.core.kv_offload._CHUNK_BYTES", 20_000)
-    monkeypatch.setattr("sagellm.engines.core.kv_offload._MAX_PUT_BYTES", 20_000)
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.offload._CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.offload._MAX_PUT_BYTES", 20_000)
     engine = make(make_engine, {"host": "64MiB"})
     offload = engine.client.core.kv.offload
     poll, offload.tiers.poll = offload.tiers.poll, list
     assert run(engine, 1)[0] == expected
     metrics = offload.metrics()
-    assert metrics.num_kept_blocks * offload._block_bytes < 60_000
+    assert metrics.num_kept_blocks * offload._memory.block_bytes < 60_000
     assert metrics.num_not_kept_blocks > 10
     offload.tiers.poll = poll
     assert run(engine)[0] == expected * 2

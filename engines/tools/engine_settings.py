@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal, get_args, get_origin
 
+from sagellm.core import ProviderSpec
 from sagellm.engines.config.explain import kind_of
 from sagellm.engines.config.settings import FLAT_NAMES
 from sagellm.engines.config.text import field_of
@@ -20,7 +21,10 @@ HEAD = '''"""What `LLMEngine(…)` takes by keyword, as engines/tools/engine_set
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
+
+from sagellm.core import ProviderSpec
 
 
 class EngineSettings(TypedDict, total=False):
@@ -30,15 +34,17 @@ class EngineSettings(TypedDict, total=False):
 VLLM = """
     # Names of vLLM's that may say what is so here anyway.
 """
+PROVIDER = "str | Mapping[str, Any] | ProviderSpec"
 TYPES: dict[Any, str] = {
+    ProviderSpec: PROVIDER,
     str: "str",
     bool: "bool",
     int: "int",
     float: "float",
-    dict: "dict[str, Any]",
-    tuple: "str | list[str] | tuple[str, ...]",
+    tuple: f"str | Sequence[{PROVIDER}]",
 }
 OTHERS = {
+    "kv_tiers": f"Mapping[str, Any] | {TYPES[tuple]}",
     "tokenizer": "str | os.PathLike[str] | None",
     "kv_save_folder": "str | os.PathLike[str] | None",
     "kv_max_saved": "str | int",

@@ -2,8 +2,18 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from sagellm.core import KVAllocatorProtocol, KVPoolProtocol, KVTierProtocol
+from sagellm.core import (
+    UNNAMED,
+    KVAllocatorProtocol,
+    KVMemory,
+    KVOffloadProtocol,
+    KVPoolProtocol,
+    KVTierProtocol,
+    NullForwardBackend,
+)
 from sagellm.kvmgr.kv_pool.plugin import sagellm_providers
+
+MEMORY = KVMemory(NullForwardBackend(), 16, 64, UNNAMED)
 
 
 def test_each_provider_keeps_its_kinds_protocol() -> None:
@@ -14,11 +24,13 @@ def test_each_provider_keeps_its_kinds_protocol() -> None:
     assert found.keys() == {
         ("kv_pool", "paged"),
         *(("kv_allocator", name) for name in ("buddy", "free_list")),
-        *(("kv_tier", name) for name in ("host", "file", "redis", "tiered")),
+        *(("kv_tier", name) for name in ("host", "file", "redis")),
+        ("kv_offload", "tiered"),
+        ("kv_saves", "file"),
     }
     host = found["kv_tier", "host"](4096)
     assert isinstance(host, KVTierProtocol)
-    assert isinstance(found["kv_tier", "tiered"](tiers={"host": host}), KVTierProtocol)
+    assert isinstance(found["kv_offload", "tiered"](MEMORY, tiers={"host": host}), KVOffloadProtocol)
     for name in ("buddy", "free_list"):
         allocator = found["kv_allocator", name](8)
         assert isinstance(allocator, KVAllocatorProtocol)

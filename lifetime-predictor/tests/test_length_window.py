@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from statistics import median
 
-from sagellm.kvmgr.lifetime.window import Window
+from sagellm.kvmgr.lifetime.statistical import Window
 
 
 def test_a_window_agrees_with_a_plain_list() -> None:

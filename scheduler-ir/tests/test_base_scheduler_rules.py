@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sagellm.core import ConfigError, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, SchedulePlan, ScheduleRequest
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, PrefixHit, SchedulePlan, ScheduleRequest
 
 
 def prompt(name: str, num_tokens: int, **values: float) -> ScheduleRequest:
@@ -14,11 +16,12 @@ def prompt(name: str, num_tokens: int, **values: float) -> ScheduleRequest:
 
 
 def decode(name: str, num_computed: int = 31, *, num_blocks: int = 2, **values: float) -> ScheduleRequest:
-    request = prompt(name, num_computed, **values)
-    request.num_tokens += 1
-    request.num_computed_tokens = num_computed
-    request.num_blocks = num_blocks
-    return request
+    return replace(
+        prompt(name, num_computed, **values),
+        num_tokens=num_computed + 1,
+        num_computed_tokens=num_computed,
+        num_blocks=num_blocks,
+    )
 
 
 def plan(
@@ -47,8 +50,7 @@ def test_a_decode_takes_a_block_only_when_its_last_one_is_full() -> None:
 
 
 def test_a_request_with_nothing_to_compute_is_left_out() -> None:
-    waiting_for_its_token = decode("a")
-    waiting_for_its_token.num_tokens = waiting_for_its_token.num_computed_tokens
+    waiting_for_its_token = replace(decode("a"), num_tokens=31)
     result = plan(BaseSchedulerIR(), running=[waiting_for_its_token, decode("b")])
     assert entries(result) == [("b", 1, 0)]
 
@@ -58,13 +60,12 @@ def test_a_long_prompt_is_computed_in_chunks_beside_the_decodes() -> None:
     request = prompt("long", 100)
     first = plan(scheduler, pending=[request], running=[decode("a")])
     assert entries(first) == [("a", 1, 0), ("long", 63, 7)]
-    request.num_blocks, request.num_computed_tokens = 7, 63
+    request = replace(request, num_blocks=7, num_computed_tokens=63)
     assert entries(plan(scheduler, running=[decode("a"), request])) == [("a", 1, 0), ("long", 37, 0)]
 
 
 def test_a_chunk_leaves_a_token_for_each_request_behind_it() -> None:
-    long = prompt("long", 1000)
-    long.num_blocks = 63
+    long = prompt("long", 1000, num_blocks=63)
     result = plan(BaseSchedulerIR(max_num_batched_tokens=10), running=[long, decode("a"), decode("b")])
     assert entries(result) == [("long", 8, 0), ("a", 1, 0), ("b", 1, 0)]
 
@@ -72,13 +73,18 @@ def test_a_chunk_leaves_a_token_for_each_request_behind_it() -> None:
 def test_with_fewer_tokens_than_requests_the_longest_passed_over_comes_first() -> None:
     scheduler = BaseSchedulerIR(max_num_batched_tokens=2)
     running = [decode(name) for name in "abc"]
-    turns = ["".join(name for name, _, _ in entries(plan(scheduler, running=running))) for _ in range(4)]
+    turns = []
+    for _ in range(4):
+        result = plan(scheduler, running=running)
+        turns.append("".join(name for name, _, _ in entries(result)))
+        for row in result.rows.tolist():
+            running[row] = replace(running[row], last_scheduled_step=result.step)
     assert turns == ["ab", "ca", "bc", "ab"]
 
 
 def test_a_turn_goes_by_age_when_the_set_of_requests_changes() -> None:
-    running = [decode("a", last_scheduled_step=5), decode("b", last_scheduled_step=2), decode("c")]
-    running[2].last_scheduled_step = 9
+    running = [decode("a", last_scheduled_step=5), decode("b", last_scheduled_step=2)]
+    running.append(decode("c", last_scheduled_step=9))
     assert entries(plan(BaseSchedulerIR(max_num_batched_tokens=1), running=running)) == [("b", 1, 0)]
 
 
@@ -102,7 +108,6 @@ def test_on_a_tie_the_last_in_the_list_goes() -> None:
 def test_a_victim_that_had_its_turn_returns_tokens_and_new_blocks() -> None:
     late = decode("late", 32, arrived_time=5)
     long = prompt("long", 40)
-    long.num_blocks = 0
     running = [late, long]
     result = plan(BaseSchedulerIR(max_num_batched_tokens=41), running=running, available=1)
     assert ids(result.preempted_requests) == ["late"]
@@ -178,17 +183,19 @@ def test_the_reason_names_what_ran_out(options: dict[str, int], reason: str) -> 
 
 def test_the_probe_sees_only_requests_that_are_considered() -> None:
     seen: list[str] = []
-    scheduler = BaseSchedulerIR(probe=lambda request: seen.append(request.request_id))
+
+    def probe(request: ScheduleRequest) -> PrefixHit:
+        seen.append(request.request_id)
+        return request.stated_hit(16)
+
+    scheduler = BaseSchedulerIR(probe=probe)
     plan(scheduler, pending=[prompt("a", 16), prompt("b", 1600), prompt("c", 16)], available=50)
     assert seen == ["a", "b"]
 
 
-def test_a_turn_is_recorded_on_the_request() -> None:
+def test_a_plan_has_the_number_of_its_step() -> None:
     scheduler = BaseSchedulerIR()
-    running, waiting = decode("a"), prompt("b", 5)
-    plan(scheduler)
-    plan(scheduler, pending=[waiting], running=[running])
-    assert (running.last_scheduled_step, waiting.last_scheduled_step) == (1, 1)
+    assert [plan(scheduler).step for _ in range(3)] == [0, 1, 2]
 
 
 def test_counts_and_time_come_from_what_was_handed_in() -> None:

@@ -1,24 +1,51 @@
-"""The intermediate representation as text, and what passes may and may not do with it."""
+"""The intermediate representation as text, and what passes may and may not decide."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sagellm.core import EngineError, PluginRegistry, TokenIds
+from sagellm.core import EngineError, PluginRegistry, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, ScheduleIR, ScheduleRequest, SchedulerPassProtocol
+from sagellm.core.testing.schedule_simulation import ScheduleSimulation
+from sagellm.core.testing.schedule_states import make_ir
+from sagellm.core.testing.scheduler import FAULTS, TWO_OF_EACH
+from sagellm.core.testing.scheduler_pass import SchedulerPassContract
+from sagellm.kvmgr.scheduler_ir import (
+    BaseSchedulerIR,
+    PrefixHit,
+    ScheduleIR,
+    ScheduleRequest,
+    SchedulerPassProtocol,
+)
 
-GOLDEN = """\
-schedule available=7 tokens=64 seats=4 block=16
-  running urgent tokens=33 computed=32 hit=0 priority=2
-  running old tokens=33 computed=32 hit=0 priority=0
-  running new tokens=33 computed=32 hit=0 priority=0
-  pending short tokens=3 computed=0 hit=0 priority=0
-  pending long tokens=40 computed=0 hit=16 priority=1"""
+GIVEN = """\
+step 0 at 3.500 s: available=7 tokens=64 seats=4 block=16
+  running 2 urgent tokens=33 computed=32 hit=0 priority=2
+  running 1 old tokens=33 computed=32 hit=0 priority=0
+  running 0 new tokens=33 computed=32 hit=0 priority=0
+  pending 0 short tokens=3 computed=0 hit=0 priority=0
+  pending 1 long tokens=40 computed=0 hit=16 priority=1"""
+
+DECIDED = """\
+step 0 at 3.500 s: available=7 tokens=32 seats=4 block=16
+  running 0 new tokens=33 computed=32 hit=0 priority=0
+  running 1 old tokens=33 computed=32 hit=0 priority=0
+  running 2 urgent tokens=33 computed=32 hit=0 priority=2
+  pending 1 long tokens=40 computed=0 hit=16 priority=1
+  pending 0 short tokens=3 computed=0 hit=0 priority=0
+  number 0: order pending 1 0
+  number 0: cap pending 1 = 8
+  number 0: cap running 0-1 = 8
+  number 1: defer pending 0 = too short
+  number 1: preempt running 2 = recompute
+  number 1: order running 0-2
+  number 1: lower max_num_batched_tokens = 32"""
 
 
 @dataclass(frozen=True)
@@ -35,6 +62,59 @@ class Rewrite(SchedulerPassProtocol):
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         result: ScheduleIR = self.change(ir)
         return result
+
+
+@dataclass(frozen=True)
+class CachedFirst(SchedulerPassProtocol):
+    """Admits first what the prefix cache has most of; `ageing_s` of waiting count as much as a whole hit."""
+
+    ageing_s: float = 10.0
+
+    @property
+    def name(self) -> str:
+        return "cached_first"
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        cached = np.array([hit.num_tokens for hit in ir.hits(range(len(ir.pending)))]) / ir.pending.num_tokens
+        waited = (ir.now - ir.pending.arrived_time) / self.ageing_s
+        return ir.order_pending(np.argsort(-(cached + waited), kind="stable"))
+
+
+@dataclass(frozen=True)
+class Restless(SchedulerPassProtocol):
+    """Decides all kinds of things at random, but defers or preempts a request 3 times at most."""
+
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return "restless"
+
+    def start(self) -> tuple[Random, dict[str, int]]:
+        return Random(self.seed), {}
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        rng, counts = ir.state
+
+        def some(rows: Any) -> list[int]:
+            names = [each.request_id for each in rows]
+            chosen = [row for row, name in enumerate(names) if rng.random() < 0.2 and counts.get(name, 0) < 3]
+            counts.update({names[row]: counts.get(names[row], 0) + 1 for row in chosen})
+            return chosen
+
+        order = rng.sample(range(len(ir.pending)), len(ir.pending)) if rng.random() < 0.05 else ir.admission
+        ir = ir.order_pending(order).defer(some(ir.pending), "restless").preempt(some(ir.running), "swap")
+        return ir.cap(rng.randint(1, 30), running=range(len(ir.running)), pending=range(len(ir.pending)))
+
+
+class TestCachedFirst(SchedulerPassContract):
+    def make(self) -> SchedulerPassProtocol:
+        return CachedFirst()
+
+
+class TestRestless(SchedulerPassContract):
+    def make(self) -> SchedulerPassProtocol:
+        return Restless(1)
 
 
 def request(name: str, num_tokens: int, **values: Any) -> ScheduleRequest:
@@ -57,8 +137,9 @@ def state() -> dict[str, Any]:
     }
 
 
-def scheduler(*changes: Callable[[ScheduleIR], Any]) -> BaseSchedulerIR:
-    made = BaseSchedulerIR(max_num_batched_tokens=64, max_num_seqs=4)
+def scheduler(*changes: Callable[[ScheduleIR], Any], **options: Any) -> BaseSchedulerIR:
+    clock = VirtualClock(start_ns=3_500_000_000)
+    made = BaseSchedulerIR(max_num_batched_tokens=64, max_num_seqs=4, clock=clock, **options)
     for number, change in enumerate(changes):
         made.add_optimization_pass(Rewrite(change, f"number {number}"))
     return made
@@ -68,83 +149,190 @@ def ids(plan_part: Any) -> list[str]:
     return [entry.request_id for entry in plan_part]
 
 
-def test_a_pass_sees_running_in_the_order_of_preemption_and_pending_as_given() -> None:
+def decide_orders_and_caps(ir: ScheduleIR) -> ScheduleIR:
+    return ir.order_pending([1, 0]).cap(8, pending=[1], running=ir.running.priority == 0)
+
+
+def decide_the_rest(ir: ScheduleIR) -> ScheduleIR:
+    ir = ir.defer(ir.pending.num_tokens < 9, "too short").preempt([2]).order_running(range(3))
+    return ir.lower(max_num_batched_tokens=32)
+
+
+def test_a_pass_sees_rows_in_their_orders_and_the_time() -> None:
     texts: list[str] = []
 
     def look(ir: ScheduleIR) -> ScheduleIR:
         texts.append(ir.to_text())
         return ir
 
-    scheduler(look).schedule(**state())
-    assert texts == [GOLDEN]
+    scheduler(look, decide_orders_and_caps, decide_the_rest, look).schedule(**state())
+    assert texts == [GIVEN, DECIDED.replace("number 1", "number 2").replace("number 0", "number 1")]
+
+
+def test_the_plan_follows_the_decisions_and_logs_them() -> None:
+    plan = scheduler(decide_orders_and_caps, decide_the_rest).schedule(**state())
+    assert ids(plan.preempted_requests) == ["urgent"]
+    work = [(each.request_id, each.num_tokens) for each in plan.scheduled_requests]
+    assert work == [("new", 1), ("old", 1), ("long", 8)]
+    assert (plan.num_deferred, plan.deferred_reason) == (1, "pass")
+    assert [f"  {decision}" for decision in plan.decisions] == DECIDED.splitlines()[6:]
+    assert scheduler().schedule(**state()).decisions == ()
 
 
 def test_passes_run_in_the_order_they_were_added() -> None:
-    seen: list[list[str]] = []
+    seen: list[list[int]] = []
 
     def swap(ir: ScheduleIR) -> ScheduleIR:
-        seen.append(ids(ir.pending))
-        return ir.with_pending(ir.pending[::-1])
+        seen.append(ir.admission.tolist())
+        return ir.order_pending(ir.admission[::-1])
 
     plan = scheduler(swap, swap, swap).schedule(**state())
-    assert seen == [["short", "long"], ["long", "short"], ["short", "long"]]
+    assert seen == [[0, 1], [1, 0], [0, 1]]
     assert ids(plan.scheduled_requests)[-1:] == ["long"]
 
 
 def test_a_pass_decides_the_order_of_admission() -> None:
-    plan = scheduler(lambda ir: ir.with_pending(ir.pending[::-1])).schedule(**state())
+    plan = scheduler(lambda ir: ir.order_pending([1, 0])).schedule(**state())
     assert (ids(plan.scheduled_requests), plan.deferred_reason) == (["new", "old", "urgent", "long"], "seats")
 
 
-def test_a_pass_decides_who_is_preempted() -> None:
+def test_a_pass_decides_who_is_preempted_for_lack_of_blocks() -> None:
     given = state() | {"available_memory": 0}
     assert ids(scheduler().schedule(**given).preempted_requests) == ["new"]
-    reversed_order = scheduler(lambda ir: replace(ir, running=ir.running[::-1]))
-    assert ids(reversed_order.schedule(**given).preempted_requests) == ["urgent"]
+    other = scheduler(lambda ir: ir.order_running([0, 1, 2]))
+    assert ids(other.schedule(**given).preempted_requests) == ["urgent"]
+
+
+def test_preemption_by_a_pass_makes_room_for_an_admission_in_the_same_step() -> None:
+    given = state() | {"available_memory": 2}
+    plan = scheduler(lambda ir: ir.preempt([0, 1]).defer([0], "small")).schedule(**given)
+    assert (ids(plan.preempted_requests), ids(plan.scheduled_requests)) == (
+        ["new", "old"],
+        ["urgent", "long"],
+    )
+
+
+def test_of_several_caps_the_smallest_holds() -> None:
+    plan = scheduler(lambda ir: ir.cap(3, pending=[1]), lambda ir: ir.cap(5, pending=[0, 1])).schedule(
+        **state() | {"running_requests": []}
+    )
+    assert [entry.num_tokens for entry in plan.admitted] == [3, 3]
+
+
+def test_a_pass_sees_hits_before_it_orders() -> None:
+    def probe(row: ScheduleRequest) -> PrefixHit:
+        return PrefixHit({"short": 0, "long": 32}[row.request_id], 1)
+
+    made = scheduler(probe=probe)
+    made.add_optimization_pass(CachedFirst())
+    plan = made.schedule(**state())
+    assert [(entry.row, entry.hit) for entry in plan.admitted] == [(1, 32)]
 
 
 def test_a_pass_may_lower_the_limits_of_a_step() -> None:
-    plan = scheduler(lambda ir: replace(ir, max_num_batched_tokens=3)).schedule(**state())
-    assert (plan.num_tokens, plan.deferred_reason) == (3, "tokens")
-    plan = scheduler(lambda ir: replace(ir, max_num_seqs=3)).schedule(**state())
+    plan = scheduler(lambda ir: ir.lower(max_num_batched_tokens=3)).schedule(**state())
+    assert (plan.num_scheduled_tokens, plan.deferred_reason) == (3, "tokens")
+    plan = scheduler(lambda ir: ir.lower(max_num_seqs=3)).schedule(**state())
     assert plan.deferred_reason == "seats"
 
 
-@pytest.mark.parametrize("limit", ["max_num_batched_tokens", "max_num_seqs", "available_memory"])
-def test_a_pass_that_raises_a_limit_is_named(limit: str) -> None:
-    with pytest.raises(EngineError, match=f"'number 0' set {limit} to 1000; a pass may only lower it"):
-        scheduler(lambda ir: replace(ir, **{limit: 1000})).schedule(**state())
+def test_a_row_cannot_be_written_to() -> None:
+    ir = make_ir(TWO_OF_EACH)
+    with pytest.raises(FrozenInstanceError):
+        ir.pending[0].priority = 1  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        ir.pending.priority = ir.pending.num_tokens  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        ir.pending.priority[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        ir.admission[0] = 1
+    kept = [1, 2, 3]
+    row = ScheduleRequest("a", kept, 8)
+    kept.append(4)
+    assert row.token_ids == [1, 2, 3]
 
 
-def test_a_pass_that_changes_the_block_size_is_named() -> None:
-    with pytest.raises(EngineError, match="'number 0' set block_size to 8; it stays 16"):
-        scheduler(lambda ir: replace(ir, block_size=8)).schedule(**state())
+ORDER, GIVEN_ROWS, ONCE, NOTHING_ELSE, LOWER, CAP = (
+    "an order keeps all rows",
+    "rows are those that were given",
+    "a row is named once",
+    "a pass changes nothing but decisions",
+    "limits only go down",
+    "a cap lets a request advance",
+)
+RULES = {
+    "loses a waiting request": ORDER,
+    "loses a running request": ORDER,
+    "doubles a waiting request": ONCE,
+    "doubles a running request": ONCE,
+    "invents a waiting request": GIVEN_ROWS,
+    "invents a running request": GIVEN_ROWS,
+    "replaces the waiting requests": NOTHING_ELSE,
+    "replaces the running requests": NOTHING_ELSE,
+    "names rows by fractions": "rows are positions",
+    "raises the budget": LOWER,
+    "raises the seats": LOWER,
+    "raises the memory": LOWER,
+    "sets a limit below 0": LOWER,
+    "sets a limit behind the log": NOTHING_ELSE,
+    "changes the block size": NOTHING_ELSE,
+    "changes the time": NOTHING_ELSE,
+    "caps at 0": CAP,
+    "caps above what a count can be": CAP,
+    "caps by a fraction": CAP,
+    "defers an unknown request": GIVEN_ROWS,
+    "defers a request twice": ONCE,
+    "defers without a reason": "a deferral has a reason",
+    "defers a running request": "defer is for pending",
+    "preempts an unknown request": GIVEN_ROWS,
+    "preempts a waiting request": "preempt is for running",
+    "preempts in an unknown way": "preemption is by recompute or swap",
+    "masks other rows": "InvalidInputError: a mask over the pending rows has 1 values; it must have 2",
+    "decides something unknown": "a decision is of a known kind",
+    "decides by a list": "rows are positions",
+    "decides by a string": "a decision is a Decision",
+    "writes to a row": "FrozenInstanceError",
+    "writes to a column": "ValueError: assignment destination is read-only",
+    "writes to the rows": "AttributeError",
+    "writes to the prompt": "AttributeError",
+    "writes to the schedule": "FrozenInstanceError",
+    "writes to a decision": "ValueError: assignment destination is read-only",
+    "returns nothing": "a pass returns a ScheduleIR",
+    "raises": "ZeroDivisionError",
+}
 
 
-def test_a_pass_that_loses_a_request_is_named_with_the_request() -> None:
-    with pytest.raises(
-        EngineError, match=r"'number 1' must keep .* pending requests: it lost 'long', added none"
-    ):
-        scheduler(lambda ir: ir, lambda ir: ir.with_pending(ir.pending[:1])).schedule(**state())
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_pass_is_rejected_with_its_name_and_the_rule(fault: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        BaseSchedulerIR().apply_pass(Rewrite(FAULTS[fault], "faulty"), make_ir(TWO_OF_EACH))
+    assert str(caught.value).startswith("scheduler pass 'faulty' ")
+    assert RULES[fault] in str(caught.value)
 
 
-def test_a_pass_that_moves_a_request_is_named() -> None:
-    def move(ir: ScheduleIR) -> ScheduleIR:
-        return replace(ir, pending=ir.pending[1:], running=(*ir.running, ir.pending[0]))
+@pytest.mark.parametrize(
+    "fault", [lambda ir: replace(ir, decisions=()), lambda ir: replace(ir, decisions=ir.decisions[::-1])]
+)
+def test_a_pass_that_drops_what_an_earlier_one_decided_is_named(fault: Callable[[ScheduleIR], Any]) -> None:
+    with pytest.raises(EngineError, match="'number 1' broke the rule 'what earlier passes decided stands'"):
+        scheduler(decide_orders_and_caps, fault).schedule(**state())
 
-    with pytest.raises(EngineError, match="lost 'short'"):
-        scheduler(move).schedule(**state())
 
-
-def test_a_pass_that_returns_something_else_is_named() -> None:
-    with pytest.raises(EngineError, match="'number 0' returned NoneType, not a ScheduleIR"):
-        scheduler(lambda ir: None).schedule(**state())
+def test_a_pass_that_raises_a_limit_is_told_what_is_possible() -> None:
+    with pytest.raises(EngineError, match=r"it set lower max_num_seqs to 9; possible is 0 … 4"):
+        scheduler(lambda ir: ir.lower(max_num_seqs=9)).schedule(**state())
 
 
 def test_a_pass_that_raises_is_named_and_the_cause_is_chained() -> None:
     with pytest.raises(EngineError, match="'number 0' failed: ZeroDivisionError") as caught:
         scheduler(lambda ir: 1 // 0).schedule(**state())
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_ends_beside_passes_that_defer_cap_and_preempt(seed: int) -> None:
+    simulation = ScheduleSimulation(BaseSchedulerIR, seed, [Restless(seed), CachedFirst()])
+    simulation.run()
 
 
 def test_the_scheduler_is_found_by_its_name() -> None:

@@ -120,12 +120,12 @@ class _Unstepped:
 @contextmanager
 def _listening(engine: Any, name: str, *, steps: bool) -> Iterator[Any]:
     from sagellm.engines.serving import CoreServer, EngineLock, RunningEngine
-    from sagellm.engines.serving.calls import Hello
     from sagellm.engines.serving.core_process import listen
+    from sagellm.engines.serving.messages import Hello
     from sagellm.engines.serving.operations import core_operations
 
     running = RunningEngine(name=name, pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")
-    hello = Hello(engine.config.values(), engine._input.limits, engine.default_params, os.getpid())
+    hello = Hello(engine.config.values(), engine.driver.input.limits, engine.default_params, os.getpid())
     core = engine.client.core
     stepped = core if steps else _Unstepped(core)
     server = CoreServer(stepped, listen(running.socket), hello, core_operations(core))

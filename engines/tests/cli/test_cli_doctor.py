@@ -89,7 +89,8 @@ def test_a_library_that_does_not_import_is_a_finding_with_its_name():
 def test_a_real_run_tells_all_subjects(sage):
     titles = [section["title"] for section in sage("doctor", "--json").json["sections"]]
     assert titles == [
-        "software", "devices", "cpu", "threads", "products", "memory", "plugins", "hub", "configuration",
+        "software", "devices", "cpu", "threads", "products", "memory", "plugins", "model", "hub",
+        "configuration",
     ]  # fmt: skip
 
 
@@ -111,6 +112,18 @@ def test_a_setting_that_names_nothing_installed_makes_it_fail(sage, monkeypatch)
     result = sage("doctor")
     assert result.code == 1
     assert "scheduler.passes is 'absent': no installed scheduler_pass is called 'absent'" in result.out
+
+
+def test_options_that_would_be_used_are_told_and_wrong_ones_are_findings(sage, monkeypatch):
+    monkeypatch.setenv("SAGELLM_KV__TIERS", "redis{max_bytes=1GiB, url='redis://me:Geheim1@cache/0'}")
+    monkeypatch.setenv("SAGELLM_PREFIX_CACHE__EVICTION_POLICY", "qos{within=reuse}")
+    monkeypatch.setenv("SAGELLM_PREDICTOR__NAME", "statistical{windows=5}")
+    result = sage("doctor")
+    assert result.code == 1
+    assert "prefix_cache.eviction_policy qos" in result.out
+    assert "weights=None, default_weight=1.0, within=reuse" in result.out
+    assert "predictor.name: lifetime_predictor 'statistical' has no option 'windows'" in result.out
+    assert "Geheim1" not in result.out + result.err
 
 
 def test_a_wrong_configuration_is_a_finding(sage, tmp_path):

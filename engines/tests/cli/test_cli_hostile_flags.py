@@ -23,5 +23,5 @@ def test_a_mapping_beyond_a_limit_is_an_error_that_names_the_flag(sage, text: st
     ):
         result = sage(*command, flag, text)
         assert (result.code, f"Error: {flag} cannot be read: it " in result.err) == (2, True), result.err
-    result = sage("config", "show", "--engine-options", text)
-    assert (result.code, "engine.options (engine_options) cannot be read: it " in result.err) == (2, True)
+    result = sage("config", "show", "--engine-kind", f"llm{{size={text}}}")
+    assert (result.code, "engine.name (engine_kind) cannot be read: it " in result.err) == (2, True)

@@ -300,7 +300,7 @@ def test_info_lists_the_options_with_types_and_defaults(sage):
     assert "weights Mapping[str, float] | None None" in rows
     assert "default_weight float 1.0" in rows
     assert "within str 'lru'" in rows
-    assert "as in --eviction-options '{weights: …}'" in rows
+    assert "as in --eviction-policy 'qos{weights=…}'" in rows
     (found,) = sage("plugins", "info", "qos", "--json").json["providers"]
     assert found["options"][1] == {
         "name": "default_weight", "type": "float", "is_required": False, "default": 1.0,
@@ -310,7 +310,7 @@ def test_info_lists_the_options_with_types_and_defaults(sage):
 def test_info_leaves_out_what_an_engine_gives_and_says_what_is_required(sage):
     assert "OPTION" not in sage("plugins", "info", "lru", "--kind", "eviction_policy").out
     shown = sage("plugins", "info", "file").out
-    assert [word in shown for word in ("max_bytes", "required", "--kv-tiers '{file: {max_bytes: …}}'")] == [
+    assert [word in shown for word in ("max_bytes", "required", "--kv-tiers 'file{max_bytes=…}'")] == [
         True
     ] * 3
     assert "runtime" not in shown

@@ -59,11 +59,11 @@ def test_requests_go_on_and_get_the_same_tokens_while_blocks_move(make_engine, e
             return []
         outputs = step()
         for output in outputs:
-            finished.setdefault(output.sequence_id, []).append(output.token.token_id)
+            finished.setdefault(output.sequence_id, []).extend(output.token_ids)
         return outputs
 
     first = {
-        sequence.sequence_id: list(sequence.output_token_ids)
+        sequence.sequence_id: sequence.output_token_ids().tolist()
         for sequence in core.scheduler._sequences.values()
     }
     moves = core.kv.move_blocks

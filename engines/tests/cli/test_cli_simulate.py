@@ -72,24 +72,23 @@ def test_pictures_and_requests_are_written(trace, sage, tmp_path):
     assert sum(row["num_saved_tokens"] for row in rows if row["eviction_policy"] == "belady") == 36
 
 
-def test_options_are_those_of_the_cache_and_of_the_first_policy(tenants, sage):
+def test_options_stand_with_the_cache_and_with_each_policy(tenants, sage):
     arguments = ("llm", "simulate", tenants, "--capacity", "6", "--no-bounds", "--json")
-    quotas = ("--prefix-cache-options", "{tenant_quotas: {a: 1}, reuses_partial_blocks: false}")
+    quotas = ("--prefix-cache", "radix{tenant_quotas={a: 1}, reuses_partial_blocks=false}")
 
     def saved(*flags: str) -> list[int]:
         return [run["num_saved_tokens"] for run in sage(*arguments, *flags).json["runs"]]
 
     assert saved("--eviction-policy", "lru") > saved("--eviction-policy", "lru", *quotas)
-    weights = ("--eviction-options", "{weights: {b: 100.0}}")
-    first, second = saved("--eviction-policy", "qos,lru", *weights)
+    first, second = saved("--eviction-policy", "qos{weights={b: 100.0}},lru")
     assert [first] != saved("--eviction-policy", "qos"), "the weights decide"
-    assert [second] == saved("--eviction-policy", "lru"), "another policy has no options"
+    assert [second] == saved("--eviction-policy", "lru"), "these have no options"
 
 
 def test_bounds_know_no_quotas(tenants, sage):
     arguments = ("llm", "simulate", tenants, "--capacity", "6", "--eviction-policy", "lru", "--json")
     free = sage(*arguments).json
-    bound = sage(*arguments, "--prefix-cache-options", "{tenant_quotas: {'*': 1}}").json
+    bound = sage(*arguments, "--prefix-cache", "radix{tenant_quotas={'*': 1}}").json
     assert (bound["upper_bound"], bound["ideal"]) == (free["upper_bound"], free["ideal"])
     (lru, belady), (bound_lru, bound_belady) = (
         [run["token_saving"] for run in found["runs"]] for found in (free, bound)
@@ -115,9 +114,9 @@ def test_of_two_policies_that_are_called_lru_ours_is_the_bound(tenants, sage, in
         (("--capacity", "many"), "--capacity is 'many'"),
         (("--capacity", "0"), "at least one block"),
         (("--capacity", "5", "--eviction-policy", "lruu"), "Did you mean 'lru'"),
-        (("--capacity", "5", "--eviction-policy", "off", "--eviction-options", "{a: 1}"), "'off' takes none"),
-        (("--capacity", "5", "--eviction-policy", "lru", "--eviction-options", "{a: 1}"), "takes no options"),
-        (("--capacity", "5", "--prefix-cache-options", "{pages: 1}"), "'radix' takes max_ghost_blocks"),
+        (("--capacity", "5", "--eviction-policy", "off{a=1}"), "takes no options"),
+        (("--capacity", "5", "--eviction-policy", "lru{a=1}"), "takes no options"),
+        (("--capacity", "5", "--prefix-cache", "radix{pages=1}"), "it takes max_ghost_blocks"),
         (("--capacity", "5", "--block-size", "3"), "give a divisor"),
         (("--capacity", "5", "--plot", "/nowhere/a.png"), "/nowhere"),
         (("--capacity", "5", "--requests", "/nowhere/a.jsonl"), "/nowhere"),

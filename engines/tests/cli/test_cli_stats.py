@@ -47,8 +47,8 @@ def test_the_cache_says_what_it_saved(engine, sage):
 
 
 def test_tenants_have_a_table_of_their_own(make_engine, run_engine, sage):
-    options = {"tenant_quotas": {"a": 1}, "reuses_partial_blocks": False}
-    engine = make_engine(num_blocks=64, block_size=8, prefix_cache_options=options)
+    cache = "radix{tenant_quotas={a: 1}, reuses_partial_blocks=false}"
+    engine = make_engine(num_blocks=64, block_size=8, prefix_cache=cache)
     for tenant in ("a", "b", "b"):
         engine.generate([5, 6, 7] * 8, GREEDY, namespace=Namespace(tenant))
     run_engine(engine)

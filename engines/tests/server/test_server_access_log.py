@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 
 import pytest
 
@@ -90,6 +91,49 @@ def test_probes_and_scrapes_that_succeed_are_noise(server, lines, until):
     assert [level for level, _ in lines] == ["DEBUG"] * 4 + ["INFO"]
 
 
+def send(server, data: bytes) -> bytes:
+    """Send bytes and return the answer until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=8) as connection:
+        connection.sendall(data)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"nonsense\r\n\r\n", "- - 400, bad_http"),
+        (b"GET /" + b"x" * 20_000, "- - 431, headers_too_large"),
+        (b"GET /a?key=secret HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n", "GET /a 431, headers_too_large"),
+        (b"POST /\x1b HTTP/1.1\r\nContent-Length: x\r\n\r\n", None),
+    ],
+    ids=["no HTTP", "long head", "many headers", "bad length"],
+)
+def test_what_never_reaches_the_application_has_a_line(server, lines, until, data, line):
+    assert b"HTTP/1.1 4" in send(server, data)
+    until(lambda: [each for level, each in lines if level == "INFO"])
+    [found] = [each for level, each in lines if level == "INFO"]
+    assert found == line or (line is None and found.endswith("400, bad_http") and found.isprintable())
+
+
+def test_a_refused_request_is_not_logged_with_the_path_of_the_one_before(server, lines):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=8) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"x" * 20_000)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 431")
+    assert [line.partition(",")[0] for _, line in lines] == ["GET /version 200", "- - 431"]
+
+
+def test_a_body_that_is_malformed_is_said_to_be(server, lines, until):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    send(server, head + b"Transfer-Encoding: chunked\r\n\r\nnone\r\n")
+    until(lambda: lines)
+    assert [line.rpartition(",")[0] for _, line in lines] == ["POST /v1/completions 400, bad_http"]
+
+
 def test_a_client_that_left_is_told_from_one_that_was_answered():
     assert access_line({"method": "POST", "path": "/v1/completions"}, 0, 1.5) == (
         "POST /v1/completions left, 1.500 s"
@@ -99,5 +143,6 @@ def test_a_client_that_left_is_told_from_one_that_was_answered():
 def test_it_can_be_turned_off(serve, lines):
     server = serve(access_log=False)
     assert server.http.get("/v1/models").status_code == 200
+    assert b" 400 " in send(server, b"nonsense\r\n\r\n")
     server.stop()
     assert lines == []

@@ -15,8 +15,8 @@ import pytest
 from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
 from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.serving import AdminClient, EngineLock, RunningEngine
-from sagellm.engines.serving.calls import Failed
 from sagellm.engines.serving.frames import encode
+from sagellm.engines.serving.messages import Failed
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,16 @@ def test_the_admin_client_loads_nothing_heavy():
     source = (
         "import sys; from sagellm.engines.serving import AdminClient, RunningEngine; RunningEngine.all();"
         "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_messages_and_the_front_load_no_torch():
+    source = (
+        "import sys; import sagellm.engines.serving.messages; "
+        "from sagellm.engines.serving import CoreServer, Front, SocketClient; import sagellm.engines.server;"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

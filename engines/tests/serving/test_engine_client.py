@@ -11,7 +11,7 @@ import pytest
 
 from sagellm.core import EngineDeadError, EngineError
 from sagellm.engines import SamplingParams
-from sagellm.engines.client import EngineClient, InProcessClient
+from sagellm.engines.client import BlockingClient, InProcessClient
 from sagellm.engines.core.engine_core import EngineCore
 from sagellm.engines.input_processor import InputProcessor
 from sagellm.engines.serving import CoreServer, SocketClient
@@ -35,7 +35,7 @@ def core(engine) -> EngineCore:
 
 @pytest.fixture
 def inputs(engine) -> InputProcessor:
-    return engine._input
+    return engine.driver.input
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def server(core, inputs, tmp_path) -> Iterator[CoreServer]:
 
 
 @pytest.fixture(params=["in process", "socket"])
-def client(request, core, tmp_path) -> Iterator[EngineClient]:
+def client(request, core, tmp_path) -> Iterator[BlockingClient]:
     if request.param == "in process":
         yield InProcessClient(core)
         return
@@ -60,20 +60,20 @@ def client(request, core, tmp_path) -> Iterator[EngineClient]:
         yield client
 
 
-def run(client: EngineClient) -> dict[str, list[int]]:
+def run(client: BlockingClient) -> dict[str, list[int]]:
     """Step to the end; return the tokens of each sequence."""
     tokens: dict[str, list[int]] = {}
     while client.has_unfinished():
         for output in client.step():
-            if output.token is not None:
-                tokens.setdefault(output.sequence_id, []).append(output.token.token_id)
+            if output.token_ids:
+                tokens.setdefault(output.sequence_id, []).extend(output.token_ids)
     return tokens
 
 
-def add(client: EngineClient, inputs: InputProcessor, prompt, params=GREEDY) -> list[str]:
-    sequences = inputs.process_request(prompt, params).sequences
-    client.add(sequences)
-    return [sequence.sequence_id for sequence in sequences]
+def add(client: BlockingClient, inputs: InputProcessor, prompt, params=GREEDY) -> list[str]:
+    request = inputs.process_request(prompt, params)
+    client.add(request)
+    return request.sequence_ids
 
 
 def test_the_tokens_are_the_engines_own(client, inputs, make_engine):
@@ -108,7 +108,7 @@ def test_metrics_have_every_module(client):
 
 def test_a_step_without_sequences_does_nothing(client):
     assert not client.has_unfinished()
-    assert client.step() == []
+    assert list(client.step()) == []
 
 
 def test_hello_says_what_the_core_takes(server, inputs, tmp_path):

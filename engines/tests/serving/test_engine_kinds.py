@@ -43,7 +43,7 @@ class AcmeEngine(EngineProtocol):
         for sequence_id, (sequence, tokens) in list(self.live.items()):
             tokens.append(tokens[-1] + self.stride)
             is_last = len(tokens) - len(sequence.request.token_ids) == sequence.request.max_tokens
-            outputs.append(TokenOutput(sequence_id, SampledToken(tokens[-1]), "length" if is_last else None))
+            outputs.append(TokenOutput(sequence_id, tokens[-1:], "length" if is_last else None))
             if is_last:
                 del self.live[sequence_id]
         return outputs
@@ -71,7 +71,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(checkpoint: Path, **options: int) -> EngineConfig:
-    return EngineConfig.from_flat(model=checkpoint, engine_kind="acme", engine_options=options)
+    return EngineConfig.from_flat(model=checkpoint, engine_kind={"name": "acme", "options": options})
 
 
 @pytest.mark.usefixtures("_installed")
@@ -94,7 +94,7 @@ def test_what_is_served_is_it(checkpoint, tmp_path):
         try:
             async for output in await front.add_request(PROMPT, SamplingParams(max_tokens=4)):
                 tokens = output.outputs[0].token_ids
-            return tokens, (await front.metrics()).num_running, front.config.engine.name
+            return tokens, (await front.metrics()).num_running, front.config.engine.name.name
         finally:
             await front.close()
 
@@ -103,7 +103,7 @@ def test_what_is_served_is_it(checkpoint, tmp_path):
 
 @pytest.mark.usefixtures("_installed")
 def test_an_option_that_it_does_not_take_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match=r"engine.options is {'strides': 2}; 'acme' takes stride"):
+    with pytest.raises(ConfigError, match=r"engine.name: engine 'acme' has no option 'strides'"):
         LLMEngine(config(checkpoint, strides=2))
 
 

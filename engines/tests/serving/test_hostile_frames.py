@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,12 +19,11 @@ import pytest
 
 from sagellm.core import EngineError, Namespace
 from sagellm.engines import SamplingParams
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.serving import CoreServer
-from sagellm.engines.serving.conversion import make_requests
 from sagellm.engines.serving.core_process import listen
 from sagellm.engines.serving.frames import FrameReader, encode
-from sagellm.engines.serving.messages import Abort, Add, Call, FromCore, Hello, Step
+from sagellm.engines.serving.messages import Abort, Call, FromCore, Hello, Step
 from sagellm.engines.serving.operations import core_operations
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("to-core-*.bin"))
@@ -82,13 +82,13 @@ class Core:
 
     def __init__(self, engine, folder: Path) -> None:
         self.engine, self.path = engine, folder / "core.sock"
-        core, inputs = engine.client.core, engine._input
+        core, inputs = engine.client.core, engine.driver.input
         self.expected = engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
         hello = Hello({}, inputs.limits, SamplingParams(), os.getpid())
         self.server = CoreServer(core, listen(self.path), hello, core_operations(core))
 
-    def sequences(self, prompt, params=GREEDY, **options) -> list[Sequence]:
-        return self.engine._input.process_request(prompt, params, **options).sequences
+    def request(self, prompt, params=GREEDY, **options) -> QueuedRequest:
+        return self.engine.driver.input.process_request(prompt, params, **options)
 
     def exchange(self) -> None:
         """Let the server take its turn but for the step."""
@@ -98,12 +98,12 @@ class Core:
     def canary(self) -> list[int]:
         """Return the tokens of a request that another peer sends."""
         peer, tokens = Peer(self), []
-        peer.send(encode(Add(make_requests(self.sequences([5, 6, 7])))))
+        peer.send(encode(self.request([5, 6, 7])))
         for _ in range(2000):
             steps = [message for message in peer.receive() if isinstance(message, Step)]
             outputs = [output for step in steps for output in step.outputs]
             if outputs and outputs[-1].finish_reason is not None:
-                tokens = [output.token.token_id for output in outputs]
+                tokens = [token for output in outputs for token in output.token_ids]
                 break
             assert not peer.is_closed
         peer.close()
@@ -142,8 +142,8 @@ def valid(core) -> list[bytes]:
         prompt_logprobs=2,
         logprobs=3,
     )
-    plain = core.sequences([5, 6, 7], request_id="a")
-    many = core.sequences(
+    plain = core.request([5, 6, 7], request_id="a")
+    many = core.request(
         list(range(20, 60)), params, request_id="b", namespace=Namespace("t", "s"), priority=2
     )
     calls = [
@@ -159,10 +159,9 @@ def valid(core) -> list[bytes]:
         Call(10, "pool_compact", {}),
     ]
     messages = [
-        *([Add(make_requests(plain))] * 3),
-        *([Add(make_requests(many))] * 3),
-        Add(make_requests(plain + many)),
-        Abort([sequence.sequence_id for sequence in plain + many], "abort"),
+        *([plain] * 3),
+        *([many] * 4),
+        Abort(plain.sequence_ids + many.sequence_ids, "abort"),
         *calls,
     ]
     return [encode(message) for message in messages]
@@ -229,29 +228,34 @@ def test_many_mutated_frames_end_only_their_connection(core, valid, mutator, all
 
 def add(core: Core, **changes: object) -> bytes:
     """Return the frame of a request, with fields that no front would send."""
-    (request,) = make_requests(core.sequences([5, 6, 7], request_id="bad"))
-    return encode(Add([msgspec.structs.replace(request, **changes)]))
+    queued = core.request([5, 6, 7], request_id="bad")
+    own = {name: value for name, value in changes.items() if name in queued.__struct_fields__}
+    inner = {name: value for name, value in changes.items() if name not in own}
+    return encode(msgspec.structs.replace(queued, request=replace(queued.request, **inner), **own))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"token_ids": b"\1\0\0"},
+        {"token_ids": [5, 6]},
+        {"token_ids": "text"},
         {"token_ids": b""},
         {"token_ids": b"\xff\xff\xff\xff"},
         {"token_ids": (1 << 30).to_bytes(4, "little")},
         {"token_ids": b"\1\0\0\0" * 100_000},
+        {"max_tokens": 0},
         {"max_tokens": -5},
         {"max_tokens": 100_000},
         {"arrival_ns": -1},
         {"request_id": "x" * 2000},
         {"namespace": Namespace("t" * 2000)},
         {"stop_token_ids": frozenset({-7})},
-        {"sequences": [("a", 1), ("a", 2)]},
-        {"sequences": [("a", 1), ("b", 2)]},
-        {"sequences": [("a", -1)]},
-        {"sequences": []},
-        {"sequences": [("", 1)]},
+        {"seed": -1},
+        {"seed": 1 << 63},
+        {"request_id": ""},
+        {"priority": 1.5},
+        {"namespace": [1]},
         {"params": SamplingParams(allowed_token_ids=[10**9])},
         {"params": SamplingParams(extra_args={"x": 1})},
     ],
@@ -292,7 +296,7 @@ def test_a_request_whose_third_sequence_is_refused_queues_none(core, monkeypatch
     peer = Peer(core)
     with monkeypatch.context() as patched:
         patched.setattr(engine_core, "add", refuse_the_third)
-        peer.send(encode(Add(make_requests(core.sequences([5, 6], SamplingParams(n=4, max_tokens=9))))))
+        peer.send(encode(core.request([5, 6], SamplingParams(n=4, max_tokens=9))))
         peer.receive()
     steps = [message for message in peer.receive() if isinstance(message, Step)]
     assert [(output.finish_reason, output.error) for output in steps[0].outputs] == [
@@ -324,7 +328,7 @@ def test_an_engine_that_exits_in_a_step_is_said_to(core, monkeypatch, all_blocks
     peer = Peer(core)
     with monkeypatch.context() as patched:
         patched.setattr(core.engine.client.core, "step", leave)
-        peer.send(encode(Add(make_requests(core.sequences([5, 6])))))
+        peer.send(encode(core.request([5, 6])))
         with pytest.raises(EngineError, match=r"the engine called sys\.exit\(0\) in a step"):
             peer.receive()
     peer.close()
@@ -333,15 +337,15 @@ def test_an_engine_that_exits_in_a_step_is_said_to(core, monkeypatch, all_blocks
 
 def test_a_peer_cannot_abort_the_sequences_of_another(core):
     one, two = Peer(core), Peer(core)
-    sequences = core.sequences([5, 6, 7])
-    one.send(encode(Add(make_requests(sequences))))
+    request = core.request([5, 6, 7])
+    one.send(encode(request))
     one.receive()
-    two.send(encode(Abort([sequence.sequence_id for sequence in sequences], "abort")))
+    two.send(encode(Abort(request.sequence_ids, "abort")))
     for _ in range(50):
         two.receive()
         one.receive()
     outputs = [output for step in one.messages if isinstance(step, Step) for output in step.outputs]
-    assert [output.token.token_id for output in outputs] == core.expected
+    assert [token for output in outputs for token in output.token_ids] == core.expected
     one.close()
     two.close()
 

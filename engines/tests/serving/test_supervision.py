@@ -20,7 +20,7 @@ from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.serving import CoreServer, Front
 from sagellm.engines.serving.core_process import listen
 from sagellm.engines.serving.heartbeat import Heartbeat
-from sagellm.engines.serving.messages import Add, Failed, Hello, Reply, Step, encode
+from sagellm.engines.serving.messages import Failed, Hello, Reply, Step, encode
 from sagellm.engines.serving.operations import core_operations
 from sagellm.engines.serving.service import serve
 from sagellm.engines.serving.supervisor import Supervisor
@@ -55,7 +55,7 @@ def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
 ):
     engine = make_engine()
     core = engine.client.core
-    hello = Hello({}, engine._input.limits, SamplingParams(), os.getpid())
+    hello = Hello({}, engine.driver.input.limits, SamplingParams(), os.getpid())
     server = CoreServer(core, listen(tmp_path / "s"), hello, core_operations(core), beat=heartbeat.beat)
     beats = []
     attention = core.runner.backend._attention._attention
@@ -66,7 +66,7 @@ def test_a_core_beats_between_messages_and_at_each_layer_but_not_while_it_hangs(
         return real(*arguments)
 
     monkeypatch.setattr(attention, "forward", attend)
-    core.add(engine._input.process_request([5, 6, 7], LONG).sequences[0])
+    core.add(engine.driver.input.process_request([5, 6, 7], LONG).sequences[0])
     server.turn(0)
     server.turn(0)
     assert len(set(beats)) == len(beats) >= 4, "each layer of each step found a new beat"
@@ -98,12 +98,12 @@ def scripted(make_engine) -> Scripted:
 @pytest.fixture
 def core_frames(scripted) -> list[bytes]:
     """Frames of each message that a core sends, about sequences that the front has."""
-    limits = scripted._engine._input.limits
+    limits = scripted._engine.driver.input.limits
     token = SampledToken(7, -0.5, [(7, -0.5), (8, -1.5)], 1)
     outputs = [
-        TokenOutput("a#0", token, num_cached_tokens=2, prompt_scores=[token], scheduled_ns=5),
-        TokenOutput("a#0", SampledToken(8), "stop", 8),
-        TokenOutput("b#1", None, "error", error="KeyError: x"),
+        TokenOutput("a#0", [7], num_cached_tokens=2, logprobs=[token], prompt_scores=[token], scheduled_ns=5),
+        TokenOutput("a#0", [9, 8], "stop", 8),
+        TokenOutput("b#1", finish_reason="error", error="KeyError: x"),
     ]
     hello = Hello({"kv.num_blocks": 128}, limits, SamplingParams(temperature=0.5), 7)
     messages = [
@@ -138,14 +138,14 @@ async def attack(scripted: Scripted, frames) -> tuple[int, int]:
         else:
             scripted._receive(message)
 
-    hello = Hello({}, scripted._engine._input.limits, SamplingParams(), 7)
+    hello = Hello({}, scripted._engine.driver.input.limits, SamplingParams(), 7)
     scripted._greet(hello)
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, n=2, logprobs=2)
     streams = {}
     num_links = num_requests = 0
     for frame in frames:
         for request_id in ("a", "b"):
-            if request_id not in scripted._output:
+            if request_id not in scripted._driver:
                 streams[request_id] = await scripted.add_request([5, 6, 7], params, request_id=request_id)
                 num_requests += 1
         link, transport = _Link(receive), Transport()
@@ -183,7 +183,12 @@ def test_the_front_survives_many_mutated_frames(scripted, core_frames, mutator):
 
 
 def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
-    step = encode(Step([TokenOutput("a#0", SampledToken(1 << 40))]))
+    step = encode(Step([TokenOutput("a#0", [7, 1 << 40])]))
+    assert asyncio.run(attack(scripted, [step]))[0] == 1
+
+
+def test_log_probabilities_of_other_tokens_end_the_link(scripted):
+    step = encode(Step([TokenOutput("a#0", [7, 8], logprobs=[SampledToken(7, -0.5, [], 1)])]))
     assert asyncio.run(attack(scripted, [step]))[0] == 1
 
 
@@ -196,10 +201,10 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
             await scripted.add_request([5], LONG, priority=1 << 70)
         assert scripted.num_live == 0
 
-    def encode_it(message: Add) -> None:
+    def encode_it(message) -> None:
         encode(message)
 
-    scripted._greet(Hello({}, scripted._engine._input.limits, SamplingParams(), 7))
+    scripted._greet(Hello({}, scripted._engine.driver.input.limits, SamplingParams(), 7))
     asyncio.run(use())
 
 
@@ -214,7 +219,7 @@ def test_a_decoder_that_panics_ends_its_request_and_leaves_the_front_alive(scrip
         stream = await scripted.add_request([5], LONG, request_id="a")
         monkeypatch.setattr("sagellm.engines.text.detokenizer.IncrementalDetokenizer.append", panic)
         monkeypatch.setattr("sagellm.engines.text.detokenizer.IncrementalDetokenizer.finish", panic)
-        scripted._receive(Step([TokenOutput("a#0", SampledToken(7))]))
+        scripted._receive(Step([TokenOutput("a#0", [7])]))
         outputs = [output async for output in stream]
         assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].error) == (
             "error",
@@ -225,7 +230,7 @@ def test_a_decoder_that_panics_ends_its_request_and_leaves_the_front_alive(scrip
         assert [output.finished async for output in again] == [True]
         assert scripted.num_live == 0
 
-    scripted._greet(Hello({}, scripted._engine._input.limits, SamplingParams(), 7))
+    scripted._greet(Hello({}, scripted._engine.driver.input.limits, SamplingParams(), 7))
     asyncio.run(use())
 
 

@@ -17,26 +17,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Int8Quantizer",
-    "QuantizationConfig",
-    "QuantizationGranularity",
-    "QuantizationOutput",
-    "QuantizerMetrics",
-    "QuantizerProtocol",
-    "__version__",
-    "kl_divergence",
-]
+_NAMES = {
+    "sagellm.core.protocols.quantizer": """
+        QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
+        QuantizerProtocol
+    """,
+    ".int8": "Int8Quantizer",
+    ".quality": "kl_divergence",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "Int8Quantizer": ".int8",
-        "QuantizationConfig": "sagellm.core.protocols.quantizer",
-        "QuantizationGranularity": "sagellm.core.protocols.quantizer",
-        "QuantizationOutput": "sagellm.core.protocols.quantizer",
-        "QuantizerMetrics": "sagellm.core.protocols.quantizer",
-        "QuantizerProtocol": "sagellm.core.protocols.quantizer",
-        "kl_divergence": ".quality",
-    },
-)
+__all__ = sorted(["__version__", *_MODULE_OF])
+
+__getattr__ = lazy(__name__, _MODULE_OF)

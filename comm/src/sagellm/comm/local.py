@@ -8,15 +8,16 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
+import psutil
+
 from sagellm.comm.cpu import read_cpu
 from sagellm.comm.gpu import read_gpus
 from sagellm.comm.memory import Memory, read_memory
-from sagellm.comm.network import read_network
-from sagellm.comm.numa import read_numa_nodes
 from sagellm.comm.tree import Tree
 from sagellm.core import (
     GPU,
     Link,
+    NetworkInterface,
     NullTopology,
     NumaNode,
     Topology,
@@ -90,3 +91,74 @@ def _hostname(tree: Tree) -> str:
     if tree.is_this_machine:
         return socket.gethostname()
     return tree.text("/proc/sys/kernel/hostname") or tree.text("/etc/hostname") or ""
+
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+def read_network(tree: Tree) -> tuple[NetworkInterface, ...]:
+    """Read the interfaces of the running machine; a foreign root has none to ask."""
+    if not tree.is_this_machine:
+        tree.warn("network interfaces are read of the running machine alone: left out below another root")
+        return ()
+    addresses = psutil.net_if_addrs()
+    interfaces = []
+    for name, stats in sorted(psutil.net_if_stats().items()):
+        if not stats.isup:
+            continue
+        flags = getattr(stats, "flags", "").split(",")  # psutil before 5.9.3 has none
+        entries = [entry for entry in addresses.get(name, []) if entry.family in _INTERNET]
+        interfaces.append(
+            NetworkInterface(
+                name=name,
+                addresses=tuple(entry.address.partition("%")[0] for entry in entries),
+                speed_mbit=max(0, stats.speed),
+                is_loopback="loopback" in flags or name == "lo",
+            )
+        )
+    return tuple(interfaces)
+
+
+_NODE = "/sys/devices/system/node"
+_LOCAL_DISTANCE = 10  # the kernel's unit: a node to itself
+
+
+def read_numa_nodes(tree: Tree, online: tuple[int, ...], memory_bytes: int) -> tuple[NumaNode, ...]:
+    """Read the online nodes; one node of everything where the kernel has none.
+
+    A node may lack CPUs (memory of a GPU or an expander) or memory.
+    """
+    node_ids = tree.ids(f"{_NODE}/online") or tree.numbered(_NODE, "node")
+    if not node_ids:
+        tree.warn(f"{_NODE} cannot be read: one NUMA node of all CPUs and memory is assumed")
+        return (NumaNode(node_id=0, cpu_ids=online, memory_bytes=memory_bytes, distances=(_LOCAL_DISTANCE,)),)
+    return tuple(_read_node(tree, node_id, node_ids, online) for node_id in node_ids)
+
+
+def _read_node(tree: Tree, node_id: int, node_ids: tuple[int, ...], online: tuple[int, ...]) -> NumaNode:
+    folder = f"{_NODE}/node{node_id}"
+    cpu_ids = tree.ids(f"{folder}/cpulist")
+    if cpu_ids is None:
+        tree.warn(f"{folder}/cpulist cannot be read: its CPUs are not known")
+        cpu_ids = ()
+    words = (tree.text(f"{folder}/distance") or "").split()
+    distances = tuple(int(word) for word in words if word.isdecimal())
+    if len(distances) != len(node_ids):
+        tree.warn(f"{folder}/distance cannot be read: 10 to itself and 20 to others assumed")
+        distances = tuple(_LOCAL_DISTANCE * (1 if other == node_id else 2) for other in node_ids)
+    return NumaNode(
+        node_id=node_id,
+        cpu_ids=tuple(cpu_id for cpu_id in cpu_ids if cpu_id in online),
+        memory_bytes=_memory_bytes(tree, f"{folder}/meminfo"),
+        distances=distances,
+    )
+
+
+def _memory_bytes(tree: Tree, path: str) -> int:
+    """Read a line `Node 0 MemTotal:  5728472 kB`."""
+    for line in (tree.text(path) or "").splitlines():
+        fields = line.split()
+        if len(fields) >= 4 and fields[2] == "MemTotal:" and fields[3].isdecimal():
+            return int(fields[3]) << 10
+    tree.warn(f"{path} cannot be read: the node's memory is not known")
+    return 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from sagellm.comm.cgroups import group_folders
 from sagellm.comm.tree import Tree
 
 
@@ -82,3 +82,76 @@ def _used_bytes(tree: Tree, folder: str, version: _Version) -> int:
         if key == version.reclaimable and value.isdecimal():
             return max(0, usage - int(value))
     return usage
+
+
+def read_cpu_limit(tree: Tree | None = None) -> float | None:
+    """Read the tightest CPU limit of this process's control groups, in CPUs; None without a limit."""
+    tree = Tree(Path("/")) if tree is None else tree
+    limits = []
+    for folder, version in group_folders(tree, "cpu"):
+        if version == 1:
+            quota, period = (
+                tree.number(f"{folder}/cpu.cfs_quota_us"),
+                tree.number(f"{folder}/cpu.cfs_period_us"),
+            )
+        else:
+            fields = (tree.text(f"{folder}/cpu.max") or "").split()
+            quota, period = (int(field) if field.isdecimal() else None for field in (*fields, "", "")[:2])
+        if quota is not None and period and quota > 0:  # -1 and "max" are no limit
+            limits.append(quota / period)
+    return min(limits, default=None)
+
+
+def group_folders(tree: Tree, controller: str) -> Iterator[tuple[str, int]]:
+    """Yield the folders of this process's groups and of their ancestors, each with its version, 1 or 2.
+
+    Both versions may be mounted at once; a group without a limit has a file that says so, or no file.
+    """
+    is_found = False
+    for line in (tree.text("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            version = 2
+        elif controller in controllers.split(","):
+            version = 1
+        else:
+            continue
+        mount = _find_mount(tree, controller, version)
+        if mount is None:
+            continue
+        is_found = True
+        for folder in _ancestry(path, *mount):
+            yield folder, version
+    if not is_found:
+        tree.warn(f"/proc/self/cgroup names no {controller} group that is mounted: its limits are not known")
+
+
+def _find_mount(tree: Tree, controller: str, version: int) -> tuple[str, str] | None:
+    """Return the group that is mounted and where, from /proc/self/mountinfo."""
+    filesystem = "cgroup" if version == 1 else "cgroup2"
+    for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
+        head, _, tail = line.partition(" - ")
+        fields, kind = head.split(), tail.split()
+        if len(fields) < 5 or len(kind) < 3 or kind[0] != filesystem:
+            continue
+        if version == 2 or controller in kind[2].split(","):
+            return fields[3], fields[4]
+    return None
+
+
+def _ancestry(path: str, mounted_group: str, mount_point: str) -> Iterator[str]:
+    """Yield the folders of a group and its ancestors up to the mount point.
+
+    Where the group lies outside what is mounted (a container that sees the host's path, or `/..`
+    in a namespace), the mount point is all that can be read, and in a container it is the
+    container's own group.
+    """
+    group, top = PurePosixPath(path), PurePosixPath(mounted_group)
+    relative = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
+    if ".." in relative.parts:
+        relative = PurePosixPath()
+    folder = PurePosixPath(mount_point)
+    yield str(folder)
+    for part in relative.parts:
+        folder /= part
+        yield str(folder)

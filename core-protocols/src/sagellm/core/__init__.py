@@ -19,23 +19,33 @@ if TYPE_CHECKING:
     from sagellm.core.metrics.roofline import *
     from sagellm.core.namespace import *
     from sagellm.core.node_ranking import *
+    from sagellm.core.plugins.failure import *
     from sagellm.core.plugins.hookspecs import *
+    from sagellm.core.plugins.options import *
     from sagellm.core.plugins.provider import *
     from sagellm.core.plugins.registry import *
     from sagellm.core.protocols.attention import *
+    from sagellm.core.protocols.checkpoint_format import *
     from sagellm.core.protocols.engine import *
     from sagellm.core.protocols.eviction import *
+    from sagellm.core.protocols.executor import *
     from sagellm.core.protocols.forward import *
     from sagellm.core.protocols.kv_allocator import *
     from sagellm.core.protocols.kv_events import *
+    from sagellm.core.protocols.kv_offload import *
     from sagellm.core.protocols.kv_pool import *
+    from sagellm.core.protocols.kv_saves import *
     from sagellm.core.protocols.kv_tier import *
     from sagellm.core.protocols.lifetime import *
     from sagellm.core.protocols.logits_processor import *
     from sagellm.core.protocols.model_family import *
+    from sagellm.core.protocols.model_spec import *
     from sagellm.core.protocols.prefix_cache import *
     from sagellm.core.protocols.quantizer import *
     from sagellm.core.protocols.scheduler_ir import *
+    from sagellm.core.protocols.scheduler_rows import *
+    from sagellm.core.protocols.scheduler_rules import *
+    from sagellm.core.protocols.step import *
     from sagellm.core.protocols.topology import *
     from sagellm.core.protocols.trace import *
     from sagellm.core.random_access import *
@@ -80,10 +90,15 @@ _NAMES = {
     "namespace": "DEFAULT PUBLIC Namespace",
     "node_ranking": "NodeRanking RankingKey",
     "plugins.hookspecs": "hookimpl",
-    "plugins.provider": "KINDS Provider",
+    "plugins.failure": "call_plugin plugin_failure",
+    "plugins.options": "ChosenProvider ProviderOption ProviderSpec",
+    "plugins.provider": "KINDS Kind Provider",
     "plugins.registry": "InstalledPlugin InstalledProvider PluginRegistry",
     "protocols.attention": """
         AttentionBackendProtocol AttentionMetrics AttentionSpec InputBatch NullAttentionBackend
+    """,
+    "protocols.checkpoint_format": """
+        Checkpoint CheckpointFormatProtocol NullCheckpointFormat Shard StoredTensor WHOLE WeightSource
     """,
     "protocols.engine": """
         EngineInfo EngineMetrics EngineProtocol EngineSequence NullEngine RequestLimits STEP_TOKEN_BOUNDS
@@ -92,8 +107,13 @@ _NAMES = {
     "protocols.eviction": """
         CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol NullEvictionPolicy
     """,
-    "protocols.forward": "ForwardBackendProtocol ForwardMetrics NullForwardBackend",
+    "protocols.executor": "ExecutorProtocol NullExecutor StepWorker",
+    "protocols.forward": "ForwardBackendProtocol ForwardMetrics ModelMetrics NullForwardBackend",
     "protocols.kv_allocator": "AllocatorMetrics KVAllocatorProtocol NullKVAllocator",
+    "protocols.kv_offload": """
+        Fetch FetchRule KVAccess KVMemory KVOffloadProtocol NullKVOffload OffloadMetrics
+    """,
+    "protocols.kv_saves": "KVSavesProtocol KVSpace NullKVSaves SavePhase SaveProgress SaveStore",
     "protocols.kv_pool": """
         BlockAllocationRequest BlockInfo Evictor KVPoolMetrics KVPoolProtocol NullKVPool
     """,
@@ -108,9 +128,10 @@ _NAMES = {
     "protocols.logits_processor": """
         ExtraArg LogitsProcessorMetrics LogitsProcessorProtocol LogitsRequest LogitsRow NullLogitsProcessor
     """,
-    "protocols.model_family": """
-        BuildContext CausalLM HFConfig ModelFamilyMetrics ModelFamilyProtocol ModelGeometry NullModelFamily
-        TensorLoader
+    "protocols.model_family": "ModelFamilyProtocol NullModelFamily",
+    "protocols.model_spec": """
+        DecoderSpec ExpertsSpec FeedForwardSpec HFConfig LayerSpec LinearSpec ModelGeometry ModelSpec NormSpec
+        RopeSpec TRANSFORMERS_CLASS TensorSpec
     """,
     "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink RemovalReason",
     "protocols.prefix_cache": """
@@ -122,9 +143,14 @@ _NAMES = {
         QuantizerProtocol check_weight_shape
     """,
     "protocols.scheduler_ir": """
-        NullSchedulerIR NullSchedulerPass Probe ScheduleIR SchedulePlan ScheduleRequest ScheduledRequest
+        Admission NullSchedulerIR NullSchedulerPass ScheduleIR SchedulePlan ScheduledRequest
         SchedulerIRProtocol SchedulerMetrics SchedulerPassProtocol
     """,
+    "protocols.step": """
+        BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks
+    """,
+    "protocols.scheduler_rows": "Decision PrefixHit Probe RequestRows ScheduleRequest",
+    "protocols.scheduler_rules": "verify_rewrite",
     "protocols.topology": """
         CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol
     """,
@@ -133,7 +159,7 @@ _NAMES = {
     "request": "FinishReason Request RequestRecord RequestStatus StepRecord",
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
     "store_key": "StoreKey",
-    "tokens": "TokenIds TokenIdsLike pack",
+    "tokens": "EMPTY TokenIds TokenIdsLike pack",
     "tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",
     "version": "SAGELLM_API",
 }

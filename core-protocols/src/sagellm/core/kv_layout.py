@@ -15,7 +15,8 @@ class KVGroup:
     """Layers that keep KV over the same span with the same geometry.
 
     A block belongs to one group. Models whose layers are all alike have one group; the
-    index is part of keys and tables so that models that mix spans fit.
+    index is part of keys and tables so that models that mix spans fit. `window` is the number of last
+    tokens of a sequence whose KV its layers read; None: all of them.
     """
 
     index: int = 0
@@ -23,6 +24,7 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     dtype: str = "bfloat16"
+    window: int | None = None
     scale_bytes_per_head: int = 0  # per (layer, key or value, head): scales of quantized KV, after the values
 
     def __post_init__(self) -> None:

@@ -14,9 +14,17 @@ def sagellm_providers() -> list[Provider]:
         Provider("eviction_policy", "null", f"{_PROTOCOLS}.eviction:NullEvictionPolicy", "evicts nothing"),
         Provider("kv_allocator", "null", f"{_PROTOCOLS}.kv_allocator:NullKVAllocator", "has no blocks"),
         Provider("kv_pool", "null", f"{_PROTOCOLS}.kv_pool:NullKVPool", "has no blocks"),
+        Provider("kv_offload", "null", f"{_PROTOCOLS}.kv_offload:NullKVOffload", "keeps nothing"),
+        Provider("kv_saves", "null", f"{_PROTOCOLS}.kv_saves:NullKVSaves", "saves nothing"),
         Provider("kv_tier", "null", f"{_PROTOCOLS}.kv_tier:NullKVTier", "has no room"),
         Provider(
             "model_family", "null", f"{_PROTOCOLS}.model_family:NullModelFamily", "accepts no checkpoint"
+        ),
+        Provider(
+            "checkpoint_format",
+            "null",
+            f"{_PROTOCOLS}.checkpoint_format:NullCheckpointFormat",
+            "opens nothing",
         ),
         Provider("quantizer", "null", f"{_PROTOCOLS}.quantizer:NullQuantizer", "keeps weights as they are"),
         Provider("scheduler", "null", f"{_PROTOCOLS}.scheduler_ir:NullSchedulerIR", "schedules nothing"),
@@ -33,6 +41,7 @@ def sagellm_providers() -> list[Provider]:
         Provider(
             "attention_backend", "null", f"{_PROTOCOLS}.attention:NullAttentionBackend", "attends to nothing"
         ),
+        Provider("executor", "null", f"{_PROTOCOLS}.executor:NullExecutor", "fails every request"),
         Provider("forward_backend", "null", f"{_PROTOCOLS}.forward:NullForwardBackend", "computes nothing"),
         Provider("topology", "null", f"{_PROTOCOLS}.topology:NullTopology", "one CPU"),
         Provider("trace_reader", "null", f"{_PROTOCOLS}.trace:NullTraceReader", "knows no format"),

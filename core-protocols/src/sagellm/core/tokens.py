@@ -54,6 +54,9 @@ class TokenIds(Sequence[int]):
     def __add__(self, other: Sequence[int]) -> TokenIds:
         return TokenIds(self.data + pack(other).data)
 
+    def __reduce__(self) -> tuple[type[TokenIds], tuple[bytes]]:
+        return TokenIds, (self.data,)
+
     def __repr__(self) -> str:
         ids = self.tolist()
         shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")

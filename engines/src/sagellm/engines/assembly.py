@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from sagellm.core import (
+    WHOLE,
     CheckpointError,
     ChromeTraceWriter,
     Clock,
@@ -17,38 +18,43 @@ from sagellm.core import (
     EngineInfo,
     EngineProtocol,
     InvalidRequestError,
-    KVGroup,
     KVIdentity,
     KVLayout,
+    KVMemory,
     ModelGeometry,
+    ModelSpec,
     NullTrace,
     PluginRegistry,
     RequestLimits,
     Runtime,
     TraceWriter,
+    UnsupportedModelError,
     get_logger,
 )
 from sagellm.engines.attention.progress import ProgressHook, ProgressReportingAttention
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.batching import BatchingMeter
 from sagellm.engines.core.engine_core import CoreParts, EngineCore
-from sagellm.engines.core.kv_memory import KVMemory
 from sagellm.engines.core.kv_modules import build_kv
 from sagellm.engines.core.kv_tiers import build_offload, build_saves, read_tiers
-from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
-from sagellm.engines.core.scheduler import Scheduler
+from sagellm.engines.core.scheduler import DraftProposer, Scheduler
+from sagellm.engines.core.seats import Seats
+from sagellm.engines.core.step_runner import StepRunner
+from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
-from sagellm.engines.input_processor import InputProcessor
 from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation import GenerationDefaults
-from sagellm.engines.loading.load import load_model
+from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.placement import resolve_device
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
-from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker.model_runner import ModelRunner
+from sagellm.engines.worker.seat_state import SeatState
+from sagellm.engines.worker.worker import Worker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +70,6 @@ class AssembledEngine:
 
     config: EngineConfig
     core: EngineProtocol
-    input_processor: InputProcessor
     tokenizer: PreTrainedTokenizerBase | None
     default_params: SamplingParams
     runtime: Runtime
@@ -82,22 +87,37 @@ def build_core(  # noqa: PLR0913
     trace: TraceWriter | None = None,
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: ProgressHook | None = None,
+    max_model_len: int | None = None,
+    propose: DraftProposer | None = None,
 ) -> EngineCore:
     """Build a core around a forward backend; `backend` needs no KV yet. The core closes `trace`.
 
     `fingerprint` returns what is equal for models whose KV is interchangeable; it is called when a tier or
     a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
-    `progress` is the hook that the backend calls.
+    `progress` is the hook that the backend calls. Sequences of more than `max_model_len` tokens do not come.
+    `propose` guesses tokens that a step then verifies.
     """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
     identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
-    memory = KVMemory(backend, layout, identity)
-    offload = build_offload(modules, memory, runtime)
-    kv = build_kv(modules, layout.block_size, num_blocks, runtime.clock, identity=identity, offload=offload)
-    predictor = modules.make("lifetime_predictor", config.predictor.name)
     processors = logits_processors(modules, vocab_size)
+    sampler = Sampler(
+        processors.values(),
+        extra_args(modules, processors),
+        labels=[modules.label("logits_processor", name) for name in processors],
+    )
+    longest = min(num_blocks * layout.block_size, max_model_len or 1 << 31) + 1
+    num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
+    state = SeatState(num_seats, max_tokens=longest, block_size=block_size)
+    worker = Worker(runner, sampler, state, trace=trace, around=around_step)
+    executor = modules.make("executor", config.forward.executor, worker)
+    seats = Seats(num_seats, max_tokens=longest, block_size=block_size)
+    steps = StepRunner(executor, seats, runtime.clock)
+    memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
+    offload = build_offload(modules, memory, runtime)
+    kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
+    predictor = modules.make("lifetime_predictor", config.predictor.name)
     scheduler: Scheduler
     ir = modules.make(
         "scheduler",
@@ -106,26 +126,31 @@ def build_core(  # noqa: PLR0913
         max_num_seqs=config.scheduler.max_num_seqs,
         block_size=layout.block_size,
         probe=lambda request: scheduler.probe(request),
+        epoch=lambda: kv.manager.epoch,
         clock=runtime.clock,
     )
-    for name in config.scheduler.passes:
-        ir.add_optimization_pass(modules.make("scheduler_pass", name))
+    for spec in config.scheduler.passes:
+        ir.add_optimization_pass(modules.make("scheduler_pass", spec))
     batching = BatchingMeter(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
-    scheduler = Scheduler(ir, kv.manager, batching)
+    scheduler = Scheduler(
+        ir,
+        kv.manager,
+        batching,
+        now_ns=runtime.clock.now_ns,
+        propose=propose,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
     return EngineCore(
         CoreParts(
             scheduler=scheduler,
             kv=kv.manager,
             saves=build_saves(modules, memory, kv.manager, fingerprint, runtime),
-            runner=runner,
-            sampler=Sampler(
-                processors.values(),
-                extra_args(modules, processors),
-                labels=[modules.label("logits_processor", name) for name in processors],
-            ),
+            steps=steps,
+            executor=executor,
+            worker=worker,
             predictor=predictor,
             registry=modules.registry,
             runtime=runtime,
@@ -138,7 +163,6 @@ def build_core(  # noqa: PLR0913
                 "forward_backend": backend.metrics,
                 "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
             },
-            around_step=around_step,
             progress=progress or ProgressHook(),
         )
     )
@@ -156,7 +180,6 @@ def assemble(
     return AssembledEngine(
         config=config,
         core=core,
-        input_processor=InputProcessor(tokenizer, info.limits, runtime),
         tokenizer=tokenizer,
         default_params=SamplingParams(**info.default_params),
         runtime=runtime,
@@ -174,12 +197,10 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     quantizer = None
     if config.model.quantization is not None:
         quantizer = modules.make("quantizer", config.model.quantization)
-    loaded = load_model(config.model, registry, device=device, quantizer=quantizer)
-    geometry = loaded.geometry
-    layout = _layout(geometry, loaded.dtype_name, config.kv.block_size)
+    opened = open_model(config.model, registry)
+    geometry, spec = opened.spec.geometry, opened.spec
+    layout = _layout(spec, opened.dtype_name, config.kv.block_size)
     max_model_len, reason = _max_model_len(config, geometry)
-    num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
-    config = config.with_values({"model.dtype": loaded.dtype_name, "kv.num_blocks": num_blocks})
     progress = ProgressHook()
     attention = modules.make(
         "attention_backend",
@@ -189,14 +210,20 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         head_dim=geometry.head_dim,
         block_size=layout.block_size,
     )
-    backend = modules.make(
-        "forward_backend",
-        config.forward.backend,
-        loaded.model,
-        ProgressReportingAttention(attention, progress),
-        device=device,
-        dtype=loaded.dtype,
-    )
+    with opened.reading() as weights:
+        chosen = make_backend(
+            modules,
+            spec,
+            weights,
+            device=device,
+            dtype=opened.dtype,
+            attention=ProgressReportingAttention(attention, progress),
+            quantizer=quantizer,
+            shard=WHOLE,
+        )
+    backend = chosen.backend
+    num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
+    config = config.with_values({"model.dtype": opened.dtype_name, "kv.num_blocks": num_blocks})
     core = build_core(
         modules,
         backend,
@@ -204,15 +231,16 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         num_blocks=num_blocks,
         vocab_size=geometry.vocab_size,
         runtime=runtime,
-        fingerprint=partial(fingerprint_of, loaded.path, config.model),
+        fingerprint=partial(fingerprint_of, opened.files, config.model),
         trace=trace,
         around_step=nullcontext if cores is None else cores.during_step,
         progress=progress,
+        max_model_len=max_model_len,
     )
     finalize(core, trace.close)  # at the latest when the process ends: the file lacks its end until then
-    weight_bytes = loaded.model.metrics().weight_bytes
+    weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
-    core.add_metrics("model_family", loaded.model.metrics)
+    core.add_metrics("model_family", backend.model_metrics)
     core.add_metrics("attention_backend", attention.metrics)
     if quantizer is not None:
         core.add_metrics("quantizer", quantizer.metrics)
@@ -222,18 +250,20 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         max_model_len_reason=reason,
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        eos_token_ids=loaded.eos_token_ids,
-        extra_args=core.parts.sampler.extra_args,
+        eos_token_ids=opened.generation.eos_token_ids,
+        extra_args=core.parts.worker.sampler.extra_args,
     )
     core.info = EngineInfo(
         limits=limits,
         settings={
             "model.device": str(device),
-            "model.dtype": loaded.dtype_name,
+            "model.dtype": opened.dtype_name,
             "kv.num_blocks": num_blocks,
+            "forward.backend": chosen.name,
         },
-        default_params=_default_params(loaded.generation),
-        tokenizer=loaded.tokenizer,
+        refusals=chosen.refusals,
+        default_params=_default_params(opened.generation),
+        tokenizer=opened.tokenizer,
         geometry=geometry,
         layout=layout,
     )
@@ -252,15 +282,13 @@ def open_trace(path: str | None, clock: Clock) -> TraceWriter:
         ) from error
 
 
-def _layout(geometry: ModelGeometry, dtype_name: str, block_size: int) -> KVLayout:
-    """Put all layers into one group: their KV is alike."""
-    group = KVGroup(
-        layer_ids=tuple(range(geometry.num_layers)),
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=dtype_name,
-    )
-    return KVLayout(group=group, block_size=block_size)
+def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
+    groups = spec.kv_groups(dtype_name)
+    if len(groups) != 1:
+        raise UnsupportedModelError(
+            f"the layers of {spec.architecture} keep KV of {len(groups)} shapes; one is supported"
+        )
+    return KVLayout(group=groups[0], block_size=block_size)
 
 
 def _fitting_blocks(
@@ -277,7 +305,7 @@ def _fitting_blocks(
 
 def _default_params(generation: GenerationDefaults) -> dict[str, Any]:
     """Return what a request without parameters gets: the checkpoint's settings, ours where it has none."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = [name for name, each in PARAMETERS.items() if each.is_of_checkpoint]
     given = {name: value for name in names if (value := getattr(generation, name)) is not None}
     if generation.max_new_tokens is not None:
         given["max_tokens"] = generation.max_new_tokens

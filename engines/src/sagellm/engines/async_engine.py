@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
-from weakref import WeakValueDictionary
 
 from sagellm.core import (
     DEFAULT,
@@ -26,7 +25,7 @@ from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.input_processor import Prompt
 from sagellm.engines.llm_engine import LLMEngine, one_of
-from sagellm.engines.output_stream import OutputStream
+from sagellm.engines.output_stream import OutputStream, OutputStreams
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.serving.heartbeat import RESPONSIVE_S
@@ -74,7 +73,7 @@ class AsyncLLMEngine:
         )
         self._owns_engine = engine is None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sagellm-step")
-        self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
+        self._streams = OutputStreams()
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
         self._is_working = False  # this and the next are set only by the thread
@@ -225,9 +224,7 @@ class AsyncLLMEngine:
             raise EngineError("the engine is closed")
 
     async def _abort(self, request_id: RequestId) -> None:
-        output = await self._call(lambda: self.engine.abort_with_output(request_id).snapshot())
-        if (stream := self._streams.pop(request_id, None)) is not None:
-            stream.put(output)
+        self._streams.deliver([await self._call(lambda: self.engine.driver.abort(request_id).snapshot())])
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._submit(function))
@@ -249,7 +246,7 @@ class AsyncLLMEngine:
     async def _step_until_idle(self) -> None:
         while self._streams:
             try:
-                outputs = await self._call(self._step)
+                self._streams.deliver(await self._call(self._step))
             except (asyncio.CancelledError, KeyboardInterrupt):
                 raise
             except BaseException as error:  # SystemExit would end the caller's event loop
@@ -259,17 +256,11 @@ class AsyncLLMEngine:
                     error if is_ours else EngineError(f"the engine stopped: {type(error).__name__}: {error}")
                 )
                 return
-            for output in outputs:
-                if (stream := self._streams.get(output.request_id)) is None:
-                    continue
-                if output.finished:
-                    del self._streams[output.request_id]
-                stream.put(output)
 
     def _step(self) -> list[RequestOutput]:
         return [output.snapshot() for output in self.engine.step()]
 
     def _fail_all(self, error: BaseException) -> None:
-        for request_id, stream in list(self._streams.items()):
-            stream.fail(error)
+        self._streams.fail_all(error)
+        for request_id in list(self._streams):
             self._abort_soon(request_id)

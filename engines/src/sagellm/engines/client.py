@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Sequence
 
 from sagellm.core import EngineMetrics, EngineProtocol, FinishReason, SequenceId, TokenOutput
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.queued_request import QueuedRequest
 
 
 class EngineClient(ABC):
-    """Sends sequences to one engine and brings back what its steps did."""
+    """Sends requests to one engine; what its steps do comes back in a way of the subclass."""
 
     @abstractmethod
-    def add(self, sequences: Seq[Sequence]) -> None:
-        """Queue sequences that have passed all checks."""
+    def add(self, request: QueuedRequest) -> None:
+        """Queue the sequences of a request."""
 
     @abstractmethod
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End sequences before their time. Unknown ids are passed over."""
 
+
+class BlockingClient(EngineClient):
+    """Waits for the engine's steps."""
+
     @abstractmethod
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> Sequence[TokenOutput]:
         """Return what the next step did, having waited for it."""
 
     @abstractmethod
@@ -37,22 +41,22 @@ class EngineClient(ABC):
         """Let go of the core; nothing is asked of it any more."""
 
 
-class InProcessClient(EngineClient):
+class InProcessClient(BlockingClient):
     """Calls an engine of any kind in this process; the engine does nothing between steps."""
 
     def __init__(self, core: EngineProtocol) -> None:
         self.core = core
 
-    def add(self, sequences: Seq[Sequence]) -> None:
+    def add(self, request: QueuedRequest) -> None:
         """Hand the sequences over."""
-        for sequence in sequences:
+        for sequence in request.sequences:
             self.core.add(sequence)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End the sequences at once."""
         self.core.abort(sequence_ids, finish_reason=finish_reason)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> Sequence[TokenOutput]:
         """Run one step."""
         return self.core.step()
 

@@ -1,9 +1,9 @@
-"""Validates and tokenizes: what a caller hands in becomes sequences, or an error and nothing else."""
+"""Validates and tokenizes: what a caller hands in becomes a queued request, or an error and nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -16,14 +16,14 @@ from sagellm.core import (
     RequestId,
     RequestLimits as RequestLimits,
     Runtime,
-    SequenceId,
     TokenIds,
     pack,
 )
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.request_checks import (
     check_names,
     check_params,
+    check_priority,
     check_room,
     check_token_ids,
     kv_capacity,
@@ -41,29 +41,19 @@ Prompt = str | Seq[int]
 """Text, or token ids."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessedRequest:
-    """A request that passed all checks, with one sequence for each continuation asked for."""
-
-    request: Request
-    prompt: str | None
-    params: SamplingParams
-    sequences: list[Sequence]
-
-    @property
-    def request_id(self) -> RequestId:
-        """The id, given or made."""
-        return self.request.request_id
-
-
 class InputProcessor:
-    """Makes sequences of prompts. Request ids are given or made; the caller looks after duplicates."""
+    """Makes requests of prompts. Request ids are given or made; the caller looks after duplicates."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, limits: RequestLimits, runtime: Runtime
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        limits: RequestLimits,
+        runtime: Runtime,
+        default_params: SamplingParams | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.limits = limits
+        self.default_params = default_params or SamplingParams()
         self._clock = runtime.clock
         self._seeds = runtime.randomness.stream("sampling seeds")
         self._last_checked: tuple[SamplingParams, SamplingParams] | None = None
@@ -71,13 +61,14 @@ class InputProcessor:
     def process_request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         namespace: Namespace = DEFAULT,
         priority: int = 0,
-    ) -> ProcessedRequest:
-        """Check one request and make its sequences. Raises InvalidRequestError."""
+    ) -> QueuedRequest:
+        """Check and tokenize one request, by default with `default_params`. Raises InvalidRequestError."""
+        params = self.default_params if params is None else params
         _check_types(params, request_id, namespace, priority)
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -93,17 +84,11 @@ class InputProcessor:
             namespace=namespace,
         )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        # One sequence scores the prompt for all.
-        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-        sequences = [
-            self._sequence(request, others if index else params, seed, index) for index in range(params.n)
-        ]
-        text = prompt if isinstance(prompt, str) else None
-        return ProcessedRequest(request=request, prompt=text, params=params, sequences=sequences)
+        return QueuedRequest(request, params, seed % (MAX_SEED + 1), stop_token_ids(params, self.limits))
 
     def process_requests(
         self, prompts: Seq[Prompt], params: Seq[SamplingParams], *, namespace: Namespace = DEFAULT
-    ) -> list[ProcessedRequest]:
+    ) -> list[QueuedRequest]:
         """Check requests, each with its parameters. Raises InvalidRequestError for the first wrong one."""
         return [
             self.process_request(prompt, one, namespace=namespace)
@@ -165,16 +150,6 @@ class InputProcessor:
         check_room(num_prompt, max_tokens, limits)
         return max_tokens
 
-    def _sequence(self, request: Request, params: SamplingParams, seed: int, index: int) -> Sequence:
-        sequence_id = f"{request.request_id}#{index}"  # always: else "a#0" may be a request or a part of one
-        return Sequence.of(
-            request,
-            SequenceId(sequence_id),
-            params=params,
-            seed=(seed + index) % (1 << 63),
-            stop_token_ids=stop_token_ids(params, self.limits),
-        )
-
 
 def _check_types(params: object, request_id: object, namespace: object, priority: object) -> None:
     if not isinstance(params, SamplingParams):
@@ -186,5 +161,4 @@ def _check_types(params: object, request_id: object, namespace: object, priority
         raise InvalidRequestError(
             f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…) of texts"
         )
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError(f"priority is {priority!r}; it must be an integer, larger is more urgent")
+    check_priority(priority)

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 from sagellm.core import (
     DEFAULT,
     ConfigError,
-    DuplicateRequestError,
     EngineError,
     EngineMetrics,
     InvalidRequestError,
     Namespace,
     RequestId,
     TokenIdsLike,
-    UnknownRequestError,
 )
 from sagellm.engines.assembly import assemble
 from sagellm.engines.client import InProcessClient
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
 from sagellm.engines.config.vllm_names import without_vllm_names
-from sagellm.engines.input_processor import ProcessedRequest, Prompt
-from sagellm.engines.output_processor import OutputProcessor
+from sagellm.engines.input_processor import Prompt
 from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.chat import ChatTemplate
 from sagellm.engines.text.messages import Message, read_conversations
@@ -46,8 +45,7 @@ class LLMEngine:
     `LLMEngine("path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
     `EngineSettings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
-    `default_params` is what a request without parameters gets: the checkpoint's own settings. As a context
-    manager it closes itself, and with it files and connections of KV tiers.
+    As a context manager it closes itself, and with it files and connections of KV tiers.
     """
 
     def __init__(
@@ -66,9 +64,8 @@ class LLMEngine:
         self.geometry = assembled.core.info.geometry
         self.layout = assembled.core.info.layout
         self.client = InProcessClient(assembled.core)
-        self._input = assembled.input_processor
-        self._output = OutputProcessor(assembled.tokenizer, assembled.runtime)
-        self.default_params = assembled.default_params
+        self.driver = RequestDriver(self.client, assembled.tokenizer, assembled.runtime)
+        self.driver.begin(assembled.core.info.limits, assembled.default_params)
         self._is_closed = False
         self._turn = threading.RLock()  # of the call of `generate` that runs
 
@@ -89,6 +86,11 @@ class LLMEngine:
         if not self._is_closed:
             self._is_closed = True
             self.client.close()
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets: the checkpoint's own settings."""
+        return self.driver.input.default_params
 
     def report_progress(self, beat: Callable[[], None]) -> None:
         """Have long steps call `beat` at each layer."""
@@ -117,8 +119,8 @@ class LLMEngine:
         batch = _as_batch(prompts)
         each = _params_for(batch, self.default_params if given is None else given)
         with self._turn:
-            requests = self._input.process_requests(batch, each, namespace=namespace)
-            finished = self._run_to_end(requests, progress=is_shown)
+            requests = self.driver.input.process_requests(batch, each, namespace=namespace)
+            finished = self._run_to_end(requests, batch, progress=is_shown)
         return [finished[request.request_id] for request in requests]
 
     def chat(  # noqa: PLR0913
@@ -164,17 +166,11 @@ class LLMEngine:
         priority: int = 0,
     ) -> RequestId:
         """Check and queue one request. Raises InvalidRequestError, DuplicateRequestError."""
-        if request_id is not None and request_id in self._output:
-            raise DuplicateRequestError(f"request id {request_id!r} is in use; give another one or none")
-        processed = self._input.process_request(
-            prompt,
-            self.default_params if params is None else params,
-            request_id=request_id,
-            namespace=namespace,
-            priority=priority,
+        request = self.driver.input.process_request(
+            prompt, params, request_id=request_id, namespace=namespace, priority=priority
         )
-        self._queue(processed)
-        return processed.request_id
+        self._queue(request, prompt)
+        return request.request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks. Raises UnknownRequestError if it is not live."""
@@ -182,21 +178,14 @@ class LLMEngine:
 
     def abort_with_output(self, request_id: str) -> RequestOutput:
         """End a request as `abort_request` does and return what it had by then."""
-        live_id = RequestId(request_id)
-        if live_id not in self._output:
-            raise UnknownRequestError(f"no live request has the id {request_id!r}")
-        self.client.abort(self._output.sequence_ids(live_id))
-        return self._output.abort(live_id)
+        return self.driver.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that got tokens or ended, whole so far.
 
         The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
         """
-        processed = self._output.process(self.client.step())
-        self.client.abort(processed.stopped, finish_reason="stop")
-        self.client.abort(processed.failed, finish_reason="error")
-        return processed.changed
+        return self.driver.take(self.client.step())
 
     def has_unfinished_requests(self) -> bool:
         """Say whether a request is waiting or running."""
@@ -205,56 +194,54 @@ class LLMEngine:
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
-        return self._input.limits.max_model_len
+        return self.driver.input.limits.max_model_len
 
     @property
     def vocab_size(self) -> int:
         """Token ids are smaller than this."""
-        return self._input.limits.vocab_size
+        return self.driver.input.limits.vocab_size
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine and its modules."""
         return self.client.metrics()
 
-    def _queue(self, processed: ProcessedRequest) -> None:
+    def _queue(self, request: QueuedRequest, prompt: Prompt) -> None:
         if self._is_closed:
             raise EngineError("the engine is closed")
-        self._output.add(processed)
-        self.client.add(processed.sequences)
+        self.driver.add(request, prompt)
 
     def _run_to_end(
-        self, requests: list[ProcessedRequest], *, progress: bool
+        self, requests: list[QueuedRequest], prompts: list[Prompt], *, progress: bool
     ) -> dict[RequestId, RequestOutput]:
         from sagellm.engines.progress import RequestShares, progress_bar
 
-        shares = {processed.request_id: _num_expected_tokens(processed) for processed in requests}
-        wanted = {processed.request_id for processed in requests}
+        shares = {request.request_id: _num_expected_tokens(request) for request in requests}
         finished: dict[RequestId, RequestOutput] = {}
         try:
-            for processed in requests:
-                self._queue(processed)
+            for request, prompt in zip(requests, prompts, strict=True):
+                self._queue(request, prompt)
             total = sum(shares.values())
             with progress_bar("generating", total=total, unit="tokens", enabled=progress) as advance:
                 counted = RequestShares(shares, advance)
-                while len(finished) < len(wanted):
+                while len(finished) < len(shares):
                     for output in self.step():
                         num_tokens = len(output.prompt_token_ids) + output.metrics.num_output_tokens
                         counted.take(output.request_id, num_tokens, is_finished=output.finished)
-                        if output.finished and output.request_id in wanted:
+                        if output.finished and output.request_id in shares:
                             finished[output.request_id] = output
                     counted.show()
         except BaseException:  # Ctrl-C must not leave requests behind that hold blocks
-            for request_id in wanted - finished.keys():
-                if request_id in self._output:
-                    self.abort_request(request_id)
+            for request_id in shares.keys() - finished.keys():
+                if request_id in self.driver:
+                    self.driver.abort(request_id)
             raise
         return finished
 
 
-def _num_expected_tokens(processed: ProcessedRequest) -> int:
+def _num_expected_tokens(queued: QueuedRequest) -> int:
     """Return the number of a prompt's tokens and of all that may be generated for it."""
-    request = processed.request
-    return len(request.token_ids) + len(processed.sequences) * request.max_tokens
+    request = queued.request
+    return len(request.token_ids) + queued.params.n * request.max_tokens
 
 
 def _configuration(

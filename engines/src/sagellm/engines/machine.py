@@ -8,10 +8,16 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from sagellm.core import PluginRegistry, Topology, TopologyMetrics, TopologyProtocol
-from sagellm.engines.plugin_failure import call_plugin
+from sagellm.core import (
+    PluginRegistry,
+    ProviderSpec,
+    Topology,
+    TopologyMetrics,
+    TopologyProtocol,
+    call_plugin,
+)
 
 FIXING_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -37,15 +43,16 @@ def kernel_flags(flags: Sequence[str]) -> list[str]:
     return [flag for flag in KERNEL_FLAGS if flag in flags]
 
 
-def read_topology(registry: PluginRegistry, name: str | None = None) -> tuple[Topology, TopologyMetrics]:
-    """Read this machine with the topology reader of this name; None: the configured one."""
-    if name is None:
+def read_topology(
+    registry: PluginRegistry, spec: ProviderSpec | str | None = None
+) -> tuple[Topology, TopologyMetrics]:
+    """Read this machine with this topology reader; None: the configured one."""
+    if spec is None:
         from sagellm.engines.config.sources import load_config
 
-        name = load_config().config.comm.topology
-    factory = cast("type[TopologyProtocol]", registry.resolve("topology", name))
-    label = registry.find("topology", name).label
-    reader = call_plugin(label, "its factory", factory)
+        spec = load_config().config.comm.topology
+    reader: TopologyProtocol = registry.make("topology", spec)
+    label = registry.find("topology", ProviderSpec.of(spec).name).label
     return call_plugin(label, "read()", reader.read), reader.metrics()
 
 

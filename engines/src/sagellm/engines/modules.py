@@ -1,26 +1,22 @@
-"""Finds the modules that a configuration names, and makes them."""
+"""Makes the modules that a configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import (
-    Clock,
+    ChosenProvider,
     ConfigError,
     EngineProtocol,
     ExtraArg,
-    KVIdentity,
     PluginError,
     PluginRegistry,
-    PrefixCacheProtocol,
+    ProviderSpec,
     Runtime,
     get_logger,
 )
-from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.config.settings import named_providers
-from sagellm.engines.plugin_failure import call_plugin
+from sagellm.engines.config.schema import SETTINGS, EngineConfig
 
 if TYPE_CHECKING:
     from sagellm.core import LogitsProcessorProtocol
@@ -39,34 +35,42 @@ LIFETIME_PREDICTOR = "lifetime_predictor"
 class Modules:
     """Makes a configuration's modules by kind and name; each is resolved once, here.
 
-    An unknown name is an error at once, before a model is loaded. A plugin with an error matters only if the
-    configuration names it.
+    An unknown name or option is an error at once, before a model is loaded. A plugin with an error matters
+    only if the configuration names it.
     """
 
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
-        for _, kind, name in named_providers(config.values()):
-            registry.find(kind, name)
         self.registry = registry
         self.config = config
+        for _, kind, spec in config.providers():
+            registry.find(kind, spec.name)
+            if spec.options:
+                self._keyed(kind, self.registry.choose(kind, spec).check)
 
-    def factory(self, kind: str, name: str) -> Callable[..., Any]:
-        """Return the provider of a kind and name."""
-        return cast(Callable[..., Any], self.registry.resolve(kind, name))
+    def make(self, kind: str, spec: ProviderSpec | str, *args: Any, **keywords: Any) -> Any:
+        """Make a provider as its protocol says, with its options.
 
-    def make(self, kind: str, name: str, *args: Any, **options: Any) -> Any:
-        """Call the provider of a kind and name as its protocol says.
-
-        Raises PluginError, which names the distribution, if its factory fails.
+        Raises ConfigError for options that it does not take, which names the setting, and PluginError, which
+        names the distribution, if its factory fails.
         """
-        return self.call(kind, name, self.factory(kind, name), *args, **options)
+        return self._keyed(kind, self.registry.make, kind, spec, *args, **keywords)
 
-    def call(self, kind: str, name: str, factory: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a factory of this kind and name's provider; errors are as in `make`."""
-        return call_plugin(self.label(kind, name), "its factory", factory, *args, **options)
+    def eviction_policy(self, spec: ProviderSpec) -> Any:
+        """Make an eviction policy. One that takes a `lifetime_predictor` gets a new one, its own to teach."""
+        given = {}
+        if self.registry.choose("eviction_policy", spec).takes(LIFETIME_PREDICTOR):
+            given[LIFETIME_PREDICTOR] = self.make(LIFETIME_PREDICTOR, self.config.predictor.name)
+        return self.make("eviction_policy", spec, **given)
 
     def label(self, kind: str, name: str) -> str:
         """Return how errors name a provider: kind, name, distribution and version."""
         return self.registry.find(kind, name).label
+
+    def _keyed(self, kind: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        try:
+            return call(*args, **keywords)
+        except ConfigError as error:
+            raise ConfigError(f"{SETTINGS.get(kind, kind)}: {error}") from error
 
 
 def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
@@ -77,63 +81,12 @@ def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
     for plugin in modules.registry.plugins:
         if plugin.error is not None:
             logger.warning("the plugin %s %s: %s", plugin.distribution, plugin.version, plugin.error)
-    settings = modules.config.engine
-    factory = modules.factory("engine", settings.name)
-    given = {"registry": modules.registry, "runtime": runtime}
-    args = (modules.config,)
-    _check_options(factory, "engine.options", settings.name, settings.options, given, args)
-    made = modules.call("engine", settings.name, factory, *args, **given, **settings.options)
+    spec = modules.config.engine.name
+    chosen: ChosenProvider = modules.registry.choose("engine", spec)
+    made = chosen.make(modules.config, registry=modules.registry, runtime=runtime)
     if not isinstance(made, EngineProtocol):
-        raise PluginError(
-            f"engine {settings.name!r} makes a {type(made).__name__}; it must be an EngineProtocol"
-        )
+        raise PluginError(f"engine {spec.name!r} makes a {type(made).__name__}; it must be an EngineProtocol")
     return made
-
-
-def eviction_policy(modules: Modules, name: str, options: dict[str, Any]) -> Any:
-    """Make the eviction policy. Raises ConfigError for options that it does not take.
-
-    One that takes a `lifetime_predictor` gets a new one of the configured kind, to teach it what it likes.
-    """
-    factory = modules.factory("eviction_policy", name)
-    given: dict[str, Any] = {}
-    if LIFETIME_PREDICTOR in signature(factory).parameters:
-        given[LIFETIME_PREDICTOR] = modules.make(LIFETIME_PREDICTOR, modules.config.predictor.name)
-    _check_options(factory, "prefix_cache.eviction_options", name, options, given)
-    return modules.call("eviction_policy", name, factory, **given, **options)
-
-
-def prefix_cache(
-    modules: Modules, max_blocks: int, policy: Any, clock: Clock, identity: KVIdentity
-) -> PrefixCacheProtocol:
-    """Make the prefix cache. Raises ConfigError for options that it does not take."""
-    settings = modules.config.prefix_cache
-    name, options = (settings.name, settings.options) if settings.enabled else ("null", {})
-    factory = modules.factory("prefix_cache", name)
-    given = {"eviction_policy": policy, "clock": clock, "identity": identity}
-    args = (max_blocks, modules.config.kv.block_size)
-    _check_options(factory, "prefix_cache.options", name, options, given, args)
-    cache: PrefixCacheProtocol = modules.call("prefix_cache", name, factory, *args, **given, **options)
-    return cache
-
-
-def _check_options(
-    factory: Callable[..., Any],
-    key: str,
-    name: str,
-    options: dict[str, Any],
-    given: Mapping[str, Any],
-    args: Sequence[Any] = (),
-) -> None:
-    names = signature(factory).parameters
-    try:
-        if not given.keys().isdisjoint(options):
-            raise TypeError("these are not the user's to give")
-        signature(factory).bind(*args, **given, **options)
-    except TypeError as error:
-        known = (each for each in list(names)[len(args) :] if each not in given)
-        takes = ", ".join(known) or "no options"
-        raise ConfigError(f"{key} is {options!r}; {name!r} takes {takes}") from error
 
 
 def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProcessorProtocol[Any]]:
@@ -142,11 +95,12 @@ def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProc
     Raises PluginError, which names the processor and its distribution, if one cannot be made.
     """
     made: dict[Callable[..., Any], tuple[str, LogitsProcessorProtocol[Any]]] = {}
-    for name in (*BUILT_IN_PROCESSORS, *modules.config.sampling.logits_processors):
-        factory = modules.factory("logits_processor", name)
+    built_in = map(ProviderSpec, BUILT_IN_PROCESSORS)
+    for spec in (*built_in, *modules.config.sampling.logits_processors):
+        factory = modules.registry.choose("logits_processor", spec).factory
         if factory not in made:
-            processor = modules.call("logits_processor", name, factory, vocab_size)
-            made[factory] = (name.removeprefix("sagellm-engines:"), processor)
+            processor = modules.make("logits_processor", spec, vocab_size)
+            made[factory] = (spec.name.removeprefix("sagellm-engines:"), processor)
     return dict(made.values())
 
 

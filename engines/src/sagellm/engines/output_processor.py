@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
-from sagellm.engines.input_processor import ProcessedRequest
 from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
@@ -32,7 +34,7 @@ class _Continuation:
 class _Live:
     """A request of which at least one sequence goes on."""
 
-    processed: ProcessedRequest
+    processed: QueuedRequest
     output: RequestOutput
     continuations: dict[SequenceId, _Continuation]
     num_open: int
@@ -67,16 +69,16 @@ class OutputProcessor:
         """The live requests."""
         return list(self._live)
 
-    def add(self, processed: ProcessedRequest) -> None:
-        """Begin to keep account of a request."""
+    def add(self, processed: QueuedRequest, prompt: str | None = None) -> None:
+        """Begin to keep account of a request, whose prompt was this text."""
         request = processed.request
         continuations = {
-            sequence.sequence_id: self._continuation(processed, index)
-            for index, sequence in enumerate(processed.sequences)
+            sequence_id: self._continuation(processed, index)
+            for index, sequence_id in enumerate(processed.sequence_ids)
         }
         output = RequestOutput(
             request_id=request.request_id,
-            prompt=processed.prompt,
+            prompt=prompt,
             prompt_token_ids=request.token_ids.tolist(),
             outputs=[entry.output for entry in continuations.values()],
             metrics=RequestMetrics(arrival_ns=request.arrival_ns),
@@ -88,7 +90,7 @@ class OutputProcessor:
         """Return the sequences of a live request."""
         return list(self._live[request_id].continuations)
 
-    def process(self, token_outputs: list[TokenOutput]) -> Processed:
+    def process(self, token_outputs: Iterable[TokenOutput]) -> Processed:
         """Take in what a step did. Where a token cannot become text, its sequence alone ends."""
         now_ns = self._clock.now_ns()
         changed: dict[RequestId, RequestOutput] = {}
@@ -127,7 +129,7 @@ class OutputProcessor:
         return live.output
 
     def _take(self, live: _Live, token_output: TokenOutput, now_ns: int) -> bool:
-        """Account for one token; return whether a stop string ended the sequence."""
+        """Account for a run of tokens; return whether a stop string ended the sequence."""
         continuation = live.continuations[token_output.sequence_id]
         output, metrics = continuation.output, live.output.metrics
         if output.finish_reason is not None:
@@ -135,19 +137,19 @@ class OutputProcessor:
         reason: FinishReason | None = token_output.finish_reason
         stop_reason: int | str | None = token_output.stop_reason
         stopped_by_string = False
-        if token_output.token is not None:
+        if token_output.token_ids:
             if metrics.first_token_ns is None:
                 metrics.first_token_ns = now_ns
             metrics.last_token_ns = now_ns
             if metrics.scheduled_ns is None:
                 metrics.scheduled_ns = token_output.scheduled_ns
-            metrics.num_output_tokens += 1
             live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
-            self._append(output, token_output.token)
             if token_output.prompt_scores is not None and output.index == 0:
                 self._set_prompt_logprobs(live, token_output.prompt_scores)
+            num_before = len(output.token_ids)
+            matched = self._take_tokens(live, continuation, token_output)
+            metrics.num_output_tokens += len(output.token_ids) - num_before
             metrics.num_longest_output_tokens = max(metrics.num_longest_output_tokens, len(output.token_ids))
-            matched = self._extend_text(live, continuation, token_output)
             if matched is not None:
                 stopped_by_string = reason is None
                 reason, stop_reason = "stop", matched
@@ -162,15 +164,20 @@ class OutputProcessor:
         continuation.output.error = f"{type(error).__name__}: {error}"
         self._close(live, sequence_id, continuation, "error", None)
 
-    def _extend_text(self, live: _Live, continuation: _Continuation, token_output: TokenOutput) -> str | None:
-        """Add the token's text; return the stop string that it completed, if any."""
-        if continuation.detokenizer is None or token_output.token is None:
-            return None
+    def _take_tokens(self, live: _Live, continuation: _Continuation, token_output: TokenOutput) -> str | None:
+        """Append tokens and their text, up to the stop string that ends them; return it."""
         params = live.processed.params
-        if token_output.finish_reason == "stop" and not params.include_stop_str_in_output:
-            return None  # the text of a stop token is not part of the output
-        text = continuation.detokenizer.append([token_output.token.token_id])
-        return self._match(continuation, text, params.min_tokens)
+        logprobs = token_output.logprobs or repeat(None)
+        last = len(token_output.token_ids) - 1
+        for index, (token_id, scored) in enumerate(zip(token_output.token_ids, logprobs, strict=False)):
+            self._append(continuation.output, token_id, scored)
+            is_stop_token = token_output.finish_reason == "stop" and index == last
+            if continuation.detokenizer is None or (is_stop_token and not params.include_stop_str_in_output):
+                continue  # the text of a stop token is not part of the output
+            text = continuation.detokenizer.append([token_id])
+            if (matched := self._match(continuation, text, params.min_tokens)) is not None:
+                return matched
+        return None
 
     def _match(self, continuation: _Continuation, text: str, min_tokens: int) -> str | None:
         if continuation.matcher is None:
@@ -205,14 +212,14 @@ class OutputProcessor:
             live.output.metrics.finished_ns = self._clock.now_ns()
             del self._live[live.output.request_id]
 
-    def _append(self, output: CompletionOutput, token: SampledToken) -> None:
-        output.token_ids.append(token.token_id)
-        if output.logprobs is None or token.logprob is None:
+    def _append(self, output: CompletionOutput, token_id: int, scored: SampledToken | None) -> None:
+        output.token_ids.append(token_id)
+        if output.logprobs is None or scored is None or scored.logprob is None:
             return
-        output.logprobs.append(self._logprobs_of(token))
-        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + token.logprob
+        output.logprobs.append(self._logprobs_of(scored))
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scored.logprob
 
-    def _set_prompt_logprobs(self, live: _Live, scores: list[SampledToken]) -> None:
+    def _set_prompt_logprobs(self, live: _Live, scores: Sequence[SampledToken]) -> None:
         if live.processed.params.prompt_logprobs is not None:
             live.output.prompt_logprobs = [None, *(self._logprobs_of(score) for score in scores)]
 
@@ -229,7 +236,7 @@ class OutputProcessor:
             self._texts[token_id] = decode(self._tokenizer, [token_id])
         return self._texts[token_id]
 
-    def _continuation(self, processed: ProcessedRequest, index: int) -> _Continuation:
+    def _continuation(self, processed: QueuedRequest, index: int) -> _Continuation:
         params = processed.params
         logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         output = CompletionOutput(index=index, logprobs=logprobs)

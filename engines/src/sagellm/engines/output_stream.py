@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self
+from weakref import WeakValueDictionary
 
 from sagellm.core import RequestId
 from sagellm.core.chaos import flaky
@@ -86,3 +87,20 @@ class OutputStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class OutputStreams(WeakValueDictionary[RequestId, OutputStream]):
+    """The streams that consumers of one engine hold, by request; used on their event loop only."""
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Give each output to its stream, if somebody holds it."""
+        for output in outputs:
+            if (stream := self.get(output.request_id)) is not None:
+                if output.finished:
+                    del self[output.request_id]
+                stream.put(output)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every stream with an error."""
+        for stream in list(self.values()):
+            stream.fail(error)

@@ -14,17 +14,29 @@ def sagellm_providers() -> list[Provider]:
     torch_backend = f"{_PACKAGE}.forward.torch_backend:TorchForwardBackend"
     return [
         Provider("engine", "llm", f"{_PACKAGE}.assembly:load_core", "this package's own, over paged KV"),
-        Provider("model_family", "qwen3", f"{models}.qwen3:Qwen3Family", "Qwen3"),
-        Provider("model_family", "qwen2", f"{models}.qwen2:Qwen2Family", "Qwen2 and Qwen2.5"),
-        Provider("model_family", "llama", f"{models}.llama:LlamaFamily", "Llama 3.x"),
-        Provider("model_family", "mistral", f"{models}.mistral:MistralFamily", "Mistral, sliding window"),
+        Provider("model_family", "qwen3", f"{models}.families:Qwen3Family", "Qwen3"),
+        Provider("model_family", "qwen2", f"{models}.families:Qwen2Family", "Qwen2 and Qwen2.5"),
+        Provider("model_family", "llama", f"{models}.families:LlamaFamily", "Llama 3.x"),
+        Provider("model_family", "mistral", f"{models}.families:MistralFamily", "Mistral, sliding window"),
         Provider(
             "model_family",
             "transformers",
             f"{models}.transformers_family:TransformersFamily",
             "other decoders, through transformers itself over paged KV",
         ),
+        Provider(
+            "checkpoint_format",
+            "safetensors",
+            f"{_PACKAGE}.loading.checkpoint:SafetensorsFormat",
+            "Hugging Face's layout",
+        ),
         Provider("forward_backend", "torch", torch_backend, "torch operators, layer by layer"),
+        Provider(
+            "executor",
+            "inline",
+            f"{_PACKAGE}.worker.inline_executor:InlineExecutor",
+            "in the thread that plans",
+        ),
         Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),
         Provider("attention_backend", "sdpa", f"{attention}.sdpa:SDPABackend", "torch's fused attention"),
         Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from sagellm.core import InvalidRequestError, Namespace, RequestLimits, TokenIds, nearest
 from sagellm.engines.config.shown import shown
+from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 
 MAX_NAME_CHARACTERS = 1024
@@ -26,6 +27,16 @@ def check_names(request_id: str, namespace: Namespace) -> None:
                 f"{name} is {shown(text)}; it must be Unicode text of {least} to {MAX_NAME_CHARACTERS} "
                 f"characters"
             )
+
+
+def check_priority(priority: object) -> None:
+    """Raise InvalidRequestError for what is not a 32-bit integer: priorities are sorted as columns."""
+    is_integer = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_integer or not -(1 << 31) <= priority < 1 << 31:  # type: ignore[operator]
+        raise InvalidRequestError(
+            f"priority is {shown(priority)}; it must be an integer from -2147483648 to 2147483647, larger is "
+            "more urgent"
+        )
 
 
 def check_token_ids(token_ids: TokenIds, limits: RequestLimits) -> None:
@@ -58,6 +69,31 @@ def check_room(num_prompt: int, max_tokens: int, limits: RequestLimits) -> None:
             f"a prompt of {num_prompt} tokens and {max_tokens} to generate need {needed} KV blocks of "
             f"{limits.block_size} tokens, there are {limits.num_blocks}; lower max_tokens or raise "
             f"kv.num_blocks"
+        )
+
+
+def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
+    """Raise InvalidRequestError for a request that `InputProcessor` would not have made.
+
+    So no queued sequence fails in the middle of a step because of what another process sent.
+    """
+    asked = request.request
+    num_prompt = len(asked.token_ids)
+    check_names(asked.request_id, asked.namespace)
+    check_priority(asked.priority)
+    check_token_ids(asked.token_ids, limits)
+    check_room(num_prompt, asked.max_tokens, limits)
+    check_params(request.params, limits)
+    if not 1 <= asked.max_tokens <= limits.max_model_len - num_prompt:
+        raise InvalidRequestError(
+            f"{asked.max_tokens} tokens are to be generated after a prompt of {num_prompt}; "
+            f"there is room for 1 to {limits.max_model_len - num_prompt}"
+        )
+    if asked.arrival_ns < 0:
+        raise InvalidRequestError(f"arrival_ns is {asked.arrival_ns}; it must not be negative")
+    if unknown := request.stop_token_ids - stop_token_ids(request.params, limits):
+        raise InvalidRequestError(
+            f"stop token ids {shown(unknown)} are neither the request's nor the model's"
         )
 
 

@@ -8,7 +8,7 @@ embedding look-ups are not counted.
 from __future__ import annotations
 
 from sagellm.core.errors import InvalidInputError
-from sagellm.core.protocols.model_family import ModelGeometry
+from sagellm.core.protocols.model_spec import ModelGeometry
 
 
 def projection_flops(geometry: ModelGeometry) -> int:

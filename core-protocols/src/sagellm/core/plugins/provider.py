@@ -1,35 +1,66 @@
-"""What a plugin offers: an implementation that can be imported, not yet imported."""
+"""What a plugin offers: an implementation that can be imported, not yet imported; and the kinds."""
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
-KINDS = (
-    "attention_backend",
-    "engine",
-    "eviction_policy",
-    "forward_backend",
-    "kv_allocator",
-    "kv_pool",
-    "kv_tier",
-    "lifetime_predictor",
-    "logits_processor",
-    "model_family",
-    "prefix_cache",
-    "quantizer",
-    "scheduler",
-    "scheduler_pass",
-    "topology",
-    "trace_reader",
-)
+
+class Kind(NamedTuple):
+    """What an engine passes to the factories of a kind; all other parameters are options, which users set.
+
+    `call` is that call as documentation writes it. A keyword that a factory does not have is not passed.
+    """
+
+    call: str
+    config: str = ""  # a dataclass of core; its fields are options too, and make the first argument
+    may_hold_secrets: bool = False  # no message shows the value of an option
+
+    @property
+    def num_positional(self) -> int:
+        """The number of positional arguments."""
+        return len(re.findall(r"[(,]\s*\w+(?=[,)])", self.call))
+
+    @property
+    def keywords(self) -> frozenset[str]:
+        """The names of the keyword arguments."""
+        return frozenset(re.findall(r"(\w+)=", self.call))
+
+
+KINDS = {
+    "attention_backend": Kind("factory(num_heads=..., num_kv_heads=..., head_dim=..., block_size=...)"),
+    "checkpoint_format": Kind("factory()"),
+    "engine": Kind("factory(config, registry=..., runtime=...)"),
+    "eviction_policy": Kind("factory(lifetime_predictor=...)"),
+    "executor": Kind("factory(worker)"),
+    "forward_backend": Kind(
+        "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)"
+    ),
+    "kv_allocator": Kind("factory(total_blocks)"),
+    "kv_offload": Kind("factory(memory, tiers=..., rule=..., clock=...)"),
+    "kv_pool": Kind("factory(total_blocks, block_size, allocator=..., clock=...)"),
+    "kv_saves": Kind("factory(memory, space, store=..., fingerprint=..., runtime=...)"),
+    "kv_tier": Kind("factory(runtime=..., store_key=...)", may_hold_secrets=True),
+    "lifetime_predictor": Kind("factory()"),
+    "logits_processor": Kind("factory(vocab_size)"),
+    "model_family": Kind("factory()"),
+    "prefix_cache": Kind("factory(max_blocks, block_size, eviction_policy=..., clock=..., identity=...)"),
+    "quantizer": Kind("factory(config)", config="protocols.quantizer:QuantizationConfig"),
+    "scheduler": Kind(
+        "factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=..., "
+        "probe=..., epoch=..., clock=...)"
+    ),
+    "scheduler_pass": Kind("factory()"),
+    "topology": Kind("factory()"),
+    "trace_reader": Kind("factory(tokenize=...)"),
+}
 """The kinds of implementation. A kind is added together with its protocol and first user."""
 
 
 class Provider(NamedTuple):
     """One implementation of one kind, under the name that configurations use.
 
-    `target` is `module:attribute` and is imported only when the provider is chosen. How it is
-    called is part of the kind's protocol.
+    `target` is `module:attribute` and is imported only when the provider is chosen.
     """
 
     kind: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
+from typing import Any, cast
 
 import pluggy
 
@@ -28,6 +29,7 @@ from sagellm.core.errors import (
     nearest,
 )
 from sagellm.core.plugins import hookspecs
+from sagellm.core.plugins.options import ChosenProvider, ProviderSpec
 from sagellm.core.plugins.provider import KINDS, Provider
 from sagellm.core.version import SAGELLM_API, is_compatible
 
@@ -217,6 +219,22 @@ class PluginRegistry:
             target: object = getattr(import_module(module_name), attribute)
         _check_methods(entry, target)
         return target
+
+    def choose(self, kind: str, spec: ProviderSpec | str) -> ChosenProvider:
+        """Import the provider that a setting names, to check its options or to make it.
+
+        A string is a name without options. Raises what `resolve` raises.
+        """
+        spec = ProviderSpec.of(spec)
+        factory = cast("Callable[..., object]", self.resolve(kind, spec.name))
+        return ChosenProvider(kind, spec, self.find(kind, spec.name).label, factory)
+
+    def make(self, kind: str, spec: ProviderSpec | str, /, *arguments: Any, **keywords: Any) -> Any:
+        """Make the provider that a setting names, with the engine's arguments (`KINDS`) and its options.
+
+        Raises what `choose` raises, ConfigError for options that it does not take, PluginError if it fails.
+        """
+        return self.choose(kind, spec).make(*arguments, **keywords)
 
     def _add(self, distribution: str, version: str, entry_point: EntryPoint) -> None:
         problem: PluginError | None = None

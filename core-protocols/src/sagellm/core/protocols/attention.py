@@ -35,10 +35,14 @@ class InputBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What differs from layer to layer: the factor on the scores, and the window in tokens."""
+    """One layer's attention: its heads, the factor on the scores, the window in tokens, the cap on scores."""
 
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
     sliding_window: int | None = None
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
 
 
 @dataclass(kw_only=True)

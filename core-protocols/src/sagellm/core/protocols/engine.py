@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from sagellm.core.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from sagellm.core.kv_layout import KVLayout
-    from sagellm.core.protocols.model_family import ModelGeometry
+    from sagellm.core.protocols.model_spec import ModelGeometry
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Buckets of `steps_by_tokens`: inclusive upper bounds of the tokens that a step computes."""
@@ -56,19 +56,21 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step did to one sequence: a new token, its end, or both.
+    """What one step did to one sequence: a run of new tokens, its end, or both.
 
-    The first token comes with the time at which the sequence was first scheduled, and with the prompt's
-    log-probabilities, if requested: one entry for each token but the first, which follows nothing.
+    `logprobs` has an entry for each token, if the request asked for them. The first tokens come with the
+    time at which the sequence was first scheduled, and with the prompt's log-probabilities, if requested:
+    one entry for each token but the first, which follows nothing.
     """
 
     sequence_id: SequenceId
-    token: SampledToken | None
+    token_ids: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it
     num_cached_tokens: int = 0
     error: str | None = None
-    prompt_scores: list[SampledToken] | None = None
+    logprobs: Sequence[SampledToken] | None = None
+    prompt_scores: Sequence[SampledToken] | None = None
     scheduled_ns: int | None = None  # of the clock that all processes of a machine share
 
 
@@ -119,7 +121,8 @@ class EngineInfo:
     """What an engine reports about itself once it is made.
 
     `settings` are those that it chose itself, by dotted key (`{"model.dtype": "float32"}`).
-    `default_params` is what a request without parameters gets, by the names of `SamplingParams`.
+    `default_params` is what a request without parameters gets, by the names of `SamplingParams`. `refusals`
+    says why forward backends that `auto` tried before the one in use are not used, by name.
     """
 
     limits: RequestLimits
@@ -128,12 +131,13 @@ class EngineInfo:
     tokenizer: Any = None  # transformers', where the engine has it; None: the front loads `model.tokenizer`
     geometry: ModelGeometry | None = None
     layout: KVLayout | None = None
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
 
 class EngineProtocol(ABC):
     """Generates the tokens of any number of sequences, step by step.
 
-    Providers are called as `factory(config, registry=..., runtime=..., **options)`; `config` is the whole
+    Providers are called as `factory(config, registry=..., runtime=...)`; `config` is the whole
     `sagellm.engines.EngineConfig`. Making one loads the model. The front does the rest: it renders chats,
     tokenizes, checks requests against `info.limits`, makes one sequence for each continuation, turns
     tokens into text, and ends sequences at stop strings by `abort`.
@@ -154,8 +158,11 @@ class EngineProtocol(ABC):
         """End sequences early; no later step returns outputs for them. Unknown ids are ignored."""
 
     @abstractmethod
-    def step(self) -> list[TokenOutput]:
-        """Run one step and return what it did to each sequence that got a token or ended."""
+    def step(self) -> Sequence[TokenOutput]:
+        """Run one step and return what became known: of each sequence that got tokens or ended.
+
+        An engine may have steps in flight, and return here what an earlier one did.
+        """
 
     @abstractmethod
     def has_unfinished(self) -> bool:
@@ -195,9 +202,9 @@ class NullEngine(EngineProtocol):
         for sequence_id in sequence_ids:
             self._metrics.num_finished += self._waiting.pop(sequence_id, None) is not None
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> Sequence[TokenOutput]:
         """End all queued sequences."""
-        ended = [TokenOutput(sequence_id, None, finish_reason="length") for sequence_id in self._waiting]
+        ended = [TokenOutput(sequence_id, finish_reason="length") for sequence_id in self._waiting]
         self._waiting.clear()
         self._metrics.num_finished += len(ended)
         return ended

@@ -65,8 +65,8 @@ class EvictionMetrics:
 class EvictionPolicyProtocol(ABC):
     """Ranks the unlocked leaves of one prefix cache.
 
-    Providers are called as `factory(**options)`; one that takes a keyword `lifetime_predictor` is given
-    a new predictor of the configured kind, which is its own to ask and to teach.
+    Providers are called as `factory(lifetime_predictor=...)`; one that has this keyword is given a
+    new predictor of the configured kind, which is its own to ask and to teach.
 
     The cache calls `on_insert` when a node enters the tree, `on_hit` when its blocks are reused and
     `on_remove` when it leaves; in between, `add_candidate` and `remove_candidate` say when the node

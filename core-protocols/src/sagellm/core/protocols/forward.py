@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId
@@ -14,8 +14,9 @@ from sagellm.core.kv_layout import KVLayout
 if TYPE_CHECKING:
     import torch
 
-    from sagellm.core.protocols.attention import AttentionBackendProtocol, InputBatch
-    from sagellm.core.protocols.model_family import CausalLM
+    from sagellm.core.protocols.attention import InputBatch
+    from sagellm.core.protocols.checkpoint_format import WeightSource
+    from sagellm.core.protocols.model_spec import ModelSpec
 
 
 @dataclass(kw_only=True)
@@ -27,17 +28,39 @@ class ForwardMetrics:
     total_ns: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelMetrics:
+    """What a model weighs in memory."""
+
+    num_parameters: int
+    weight_bytes: int
+
+
 class ForwardBackendProtocol(ABC):
     """Computes logits of a batch over paged KV.
 
-    Providers are called as `factory(model, attention, device=..., dtype=...)`. The model runner
-    calls `initialize_kv_caches` once and then, once a step and from one thread, `copy_blocks` if there is
-    something to copy, and `forward`. KV writes are idempotent: the same step may be run again.
+    Providers are called as
+    `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)`: the
+    model as a ModelSpec, a WeightSource, torch's device and dtype, an AttentionBackendProtocol (a backend may
+    have its own attention instead), a QuantizerProtocol or None, and the Shard of the weights that this rank
+    has. If the spec needs a feature that is not in `features`, the factory is not called. For anything else
+    that it cannot do it raises UnsupportedModelError, before it reads a weight. It reads each tensor once and
+    keeps it once.
+
+    The model runner calls `initialize_kv_caches` once and then, once a step and from one thread,
+    `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: the same step may
+    be run again.
     """
 
+    features: ClassVar[Collection[str] | None] = None
+    """Those of `ModelSpec.features` that it has; None: the factory itself refuses what it cannot do."""
+
     @abstractmethod
-    def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
-        """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
+    def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
+        """Allocate the KV of each group: `num_blocks[i]` blocks of `layouts[i]`.
+
+        Today's models have one group. Raises OutOfMemoryError if there is no room.
+        """
 
     @abstractmethod
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
@@ -59,22 +82,21 @@ class ForwardBackendProtocol(ABC):
     def metrics(self) -> ForwardMetrics:
         """Return the counts so far."""
 
+    def model_metrics(self) -> ModelMetrics:
+        """Return what the weights weigh as they are kept; unknown, zeros, by default."""
+        return ModelMetrics(num_parameters=0, weight_bytes=0)
+
 
 class NullForwardBackend(ForwardBackendProtocol):
     """Computes nothing: every logit is zero. The forward pass left out, for measuring the rest."""
 
     def __init__(
-        self,
-        model: CausalLM | None = None,
-        attention: AttentionBackendProtocol | None = None,
-        *,
-        vocab_size: int = 1,
-        **_: object,
+        self, spec: ModelSpec | None = None, weights: WeightSource | None = None, **_: object
     ) -> None:
-        del model, attention
-        self._vocab_size = vocab_size
+        del weights
+        self._vocab_size = 1 if spec is None else spec.geometry.vocab_size
 
-    def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
+    def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Keep no KV."""
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:

@@ -61,10 +61,11 @@ class KVTierMetrics:
 class KVTierProtocol(ABC):
     """Keeps blocks of KV by their key: bytes in, the same bytes out, or a miss.
 
-    Providers are called as `factory(max_bytes, runtime=..., **options)`, and those with a parameter
-    `store_key` are also given the StoreKey of `kv.store_key`, or None: a tier whose blocks leave the process
-    seals them with it and accepts only sealed ones. The engine calls from one thread; calls from several are
-    safe, and any caller of `poll` gets the results of all.
+    Providers are called as `factory(runtime=..., store_key=...)` with the option `max_bytes`,
+    which every tier takes. `store_key` is the StoreKey of `kv.store_key`, or None: a tier whose blocks leave
+    the process seals them with it and accepts only sealed ones. `tiers` are those that `tiered` joins. The
+    engine calls from one thread; calls from several are safe, and any caller of `poll` gets the results of
+    all.
 
     `submit` starts requests and `poll`, called once per step, returns the finished ones. Neither waits for a
     peer or a device, and each request ends by an absolute deadline, however slowly a peer answers. The

@@ -71,7 +71,7 @@ def check_observation(*, actual_length: int, actual_time: float) -> None:
 class LifetimePredictorProtocol(ABC):
     """Predicts the remaining output of a sequence and learns from those that ended.
 
-    Providers are called as `factory(**options)`. The engine calls `predict` at admission and
+    Providers are called as `factory()`. The engine calls `predict` at admission and
     perhaps later, and `update` once when a sequence ended by itself or at its limit, never for an
     aborted one. Both take less than a millisecond and never block.
     """

@@ -29,8 +29,8 @@ from sagellm.core.tokens import TokenIdsLike
 class PrefixCacheProtocol(ABC):
     """Finds and keeps the KV of prompt prefixes, by namespace.
 
-    Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=..., identity=...,
-    **options)`; `identity` is what the hashes of blocks depend on besides tokens and namespace.
+    Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=..., identity=...)`;
+    `identity` is what the hashes of blocks depend on besides tokens and namespace.
     The order of calls for one request is: `match_prefix` (reads only, may be repeated), `lock`
     (what matched cannot be evicted; counts the lookup as used), later `insert_prefix` with what
     was computed, `unlock` with what `lock` returned. `evict` takes unlocked leaves in the order

@@ -1,49 +1,204 @@
-"""What to compute in the next step: requests in, a plan out, nothing touched."""
+"""What to compute in the next step: rows in, decisions of passes about them, a plan out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from sagellm.core.tokens import TokenIdsLike
+from sagellm.core.errors import InvalidInputError
+from sagellm.core.protocols.scheduler_rows import (
+    LIMITS,
+    Decision,
+    Limit,
+    Part,
+    PrefixHit,
+    Probe,
+    RequestRows,
+    ScheduleRequest,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from sagellm.core.protocols.scheduler_rows import Ints
+
+    Rows: TypeAlias = Sequence[int] | npt.NDArray[Any]
+
+DeferredReason = Literal["tokens", "seats", "blocks", "preemption", "pass"]
 
 
-@dataclass(slots=True, eq=False)
-class ScheduleRequest:
-    """A request as the scheduler sees it. The engine keeps one a sequence and updates it.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduleIR:
+    """The intermediate representation of a step: what was given, and what passes have decided so far.
 
-    `kv_blocks_needed` of a waiting request is what its admission takes out of the available
-    memory: blocks to allocate plus cached blocks that its lock makes unavailable. None lets the
-    scheduler derive it from the tokens and the hit. Times are seconds on the engine's clock.
+    The edits (`order_pending`, `cap`, `defer`, …) return a new IR with one more decision. Rows are
+    positions in `pending` or `running`, in any sequence of ints or as a mask over all of them. What
+    earlier passes decided stands: orders replace each other, of several caps the smallest holds, and
+    limits only go down.
     """
 
-    request_id: str
-    token_ids: TokenIdsLike  # the prompt
-    max_tokens: int
-    priority: int = 0  # larger is more urgent
-    arrived_time: float = 0.0
-    prefix_cache_hit: int = 0  # tokens
-    kv_blocks_needed: int | None = None
-    num_tokens: int = 0  # prompt + generated so far; 0 means the prompt alone
-    num_computed_tokens: int = 0  # whose KV is there
-    num_blocks: int = 0  # held
-    last_scheduled_step: int = -1
-    predicted_remaining_tokens: float | None = None
+    pending: RequestRows
+    running: RequestRows
+    available_memory: int  # blocks
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    step: int = 0
+    now: float = 0.0  # seconds on the engine's clock
+    probe: Probe | None = field(default=None, repr=False)
+    state: Any = field(default=None, repr=False)
+    """What `start` of the pass that runs returned: its own, kept from step to step."""
+    decisions: tuple[Decision, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.num_tokens == 0:
-            self.num_tokens = len(self.token_ids)
+    def hits(self, rows: Rows) -> list[PrefixHit]:
+        """Ask the prefix cache for waiting requests; answers are kept while the cache does not change."""
+        ask = self.probe or (lambda request: request.stated_hit(self.block_size))
+        return [ask(self.pending[row]) for row in self._positions("pending", rows).tolist()]
+
+    def order_pending(self, rows: Rows) -> ScheduleIR:
+        """Set the order of admission; `rows` has each waiting request once."""
+        return self._decide("order", "pending", rows)
+
+    def order_running(self, rows: Rows) -> ScheduleIR:
+        """Set the order of preemption, the last one first; `rows` has each running request once."""
+        return self._decide("order", "running", rows)
+
+    def cap(self, num_tokens: int, *, pending: Rows = (), running: Rows = ()) -> ScheduleIR:
+        """Let each of these requests compute at most so many tokens in this step, 1 or more."""
+        ir = self._decide("cap", "pending", pending, num_tokens)
+        return ir._decide("cap", "running", running, num_tokens)
+
+    def defer(self, rows: Rows, reason: str) -> ScheduleIR:
+        """Do not admit these waiting requests in this step; others may overtake them."""
+        return self._decide("defer", "pending", rows, reason)
+
+    def preempt(self, rows: Rows, way: Literal["recompute", "swap"] = "recompute") -> ScheduleIR:
+        """Take the blocks of these running requests before anything else is decided.
+
+        `swap` says that their KV is worth keeping; schedulers may recompute it all the same.
+        """
+        return self._decide("preempt", "running", rows, way)
+
+    def lower(
+        self,
+        *,
+        available_memory: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+    ) -> ScheduleIR:
+        """Lower limits for this step."""
+        ir, values = self, (available_memory, max_num_batched_tokens, max_num_seqs)
+        for limit, value in zip(LIMITS, values, strict=True):
+            if value is not None and value != getattr(self, limit):
+                ir = replace(ir._decide("lower", limit, (), value), **{limit: value})  # type: ignore[arg-type]
+        return ir
+
+    @cached_property
+    def admission(self) -> npt.NDArray[np.intp]:
+        """All waiting rows in the order of admission, deferred ones included."""
+        return self._order("pending")
+
+    @cached_property
+    def preemption(self) -> npt.NDArray[np.intp]:
+        """All running rows, the last of which is preempted first: by rank where no pass says otherwise."""
+        return self._order("running")
+
+    @cached_property
+    def deferred(self) -> dict[int, str]:
+        """The waiting rows that are not admitted in this step, and why."""
+        return self._values("defer")
+
+    @cached_property
+    def preempted(self) -> dict[int, str]:
+        """The running rows that passes preempt, and how."""
+        return self._values("preempt")
+
+    def caps(self, part: Part) -> Ints:
+        """Return the most tokens that each row may compute: (rows,), 2³¹ - 1 where there is no cap."""
+        import numpy as np
+
+        caps = np.full(len(getattr(self, part)), 2**31 - 1, np.int32)
+        for decision in self.decisions:
+            if (decision.kind, decision.target) == ("cap", part):
+                caps[decision.rows] = np.minimum(caps[decision.rows], int(decision.value or 0))
+        return caps
+
+    def to_text(self) -> str:
+        """Print the limits, the rows in their orders, and the decisions, one a line."""
+        lines = [
+            f"step {self.step} at {self.now:.3f} s: available={self.available_memory} "
+            f"tokens={self.max_num_batched_tokens} seats={self.max_num_seqs} block={self.block_size}"
+        ]
+        for part, order in (("running", self.preemption), ("pending", self.admission)):
+            for row in order.tolist():
+                request = getattr(self, part)[row]
+                lines.append(
+                    f"  {part} {row} {request.request_id} tokens={request.num_tokens} "
+                    f"computed={request.num_computed_tokens} hit={request.prefix_cache_hit} "
+                    f"priority={request.priority}"
+                )
+        return "\n".join([*lines, *(f"  {decision}" for decision in self.decisions)])
+
+    def _decide(
+        self, kind: Any, target: Part | Limit, rows: Rows, value: int | str | None = None
+    ) -> ScheduleIR:
+        positions = self._positions(target, rows)
+        if not len(positions) and kind not in ("order", "lower"):
+            return self
+        return replace(self, decisions=(*self.decisions, Decision(kind, target, positions, value)))
+
+    def _positions(self, target: Part | Limit, rows: Rows) -> npt.NDArray[Any]:
+        import numpy as np
+
+        positions = np.array(rows) if len(rows) else np.empty(0, np.intp)
+        if positions.dtype == bool:
+            if len(positions) != len(getattr(self, target)):
+                raise InvalidInputError(
+                    f"a mask over the {target} rows has {len(positions)} values; "
+                    f"it must have {len(getattr(self, target))}"
+                )
+            positions = np.flatnonzero(positions)
+        positions.flags.writeable = False
+        return positions
+
+    def _order(self, part: Part) -> npt.NDArray[np.intp]:
+        import numpy as np
+
+        for decision in reversed(self.decisions):
+            if (decision.kind, decision.target) == ("order", part):
+                return decision.rows
+        order = self.running.by_rank() if part == "running" else np.arange(len(self.pending))
+        order.flags.writeable = False
+        return order
+
+    def _values(self, kind: str) -> dict[int, str]:
+        return {
+            row: str(decision.value)
+            for decision in self.decisions
+            if decision.kind == kind
+            for row in decision.rows.tolist()
+        }
+
+
+class Admission(NamedTuple):
+    """Admit a waiting request and compute `num_tokens` of it, after the first `hit`.
+
+    `num_new_blocks` is what this takes out of the available memory: the blocks of all its tokens,
+    of which the hit may cover some.
+    """
+
+    row: int  # of the pending requests
+    num_tokens: int
+    num_new_blocks: int
+    hit: int  # tokens that the prefix cache has
 
 
 class ScheduledRequest(NamedTuple):
-    """Compute `num_tokens` more tokens of a request, after giving it `num_new_blocks`.
-
-    For a running request these are blocks to allocate. For an admitted one they are what its
-    admission takes out of the available memory: the blocks of all its tokens, of which the hit may
-    cover some.
-    """
+    """Compute `num_tokens` more tokens of a request, after giving it `num_new_blocks`."""
 
     request: ScheduleRequest
     num_tokens: int
@@ -55,60 +210,55 @@ class ScheduledRequest(NamedTuple):
         return self.request.request_id
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SchedulePlan:
-    """The decision for one step.
+    """The decision for one step, by positions in the rows that were given.
 
     Preempted requests give up their blocks first and are computed again later; then running
-    requests and after them admitted ones get theirs. `deferred_reason` says why the first request
-    that stays waiting was not admitted: "tokens", "seats", "blocks" or "preemption".
+    requests get theirs, in the order of `rows`, and after them admitted ones. The caller writes
+    `step` to the `last_scheduled_step` of all that compute something.
     """
 
-    scheduled_requests: Sequence[ScheduledRequest]
-    preempted_requests: Sequence[ScheduleRequest] = ()
-    num_admitted: int = 0  # the last ones of scheduled_requests
+    pending: RequestRows = field(repr=False)
+    running: RequestRows = field(repr=False)
+    step: int = 0
+    rows: Ints  # (served,) running requests that compute something
+    num_tokens: Ints  # (served,) to compute
+    num_new_blocks: Ints  # (served,) to allocate first
+    admitted: Sequence[Admission] = ()
+    preempted: Sequence[int] = ()  # running rows, in the order in which they were chosen
     num_deferred: int = 0
-    deferred_reason: str | None = None
+    deferred_reason: DeferredReason | None = None
+    """What ended admission; "pass" if nothing did and passes deferred the rest."""
+    decisions: Sequence[Decision] = ()
+    """What passes decided, in order."""
 
     @property
-    def num_tokens(self) -> int:
+    def num_admitted(self) -> int:
+        """Waiting requests that begin to run."""
+        return len(self.admitted)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
         """Tokens of the step."""
-        return sum(entry.num_tokens for entry in self.scheduled_requests)
+        return int(self.num_tokens.sum()) + sum(entry.num_tokens for entry in self.admitted)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleIR:
-    """The intermediate representation that passes rewrite.
-
-    `pending` stands in the order of admission, `running` in the order of preemption, the last
-    one first. A pass may lower the limits for this step and never raises them.
-    """
-
-    pending: tuple[ScheduleRequest, ...]
-    running: tuple[ScheduleRequest, ...]
-    available_memory: int  # blocks
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    annotations: dict[str, str] = field(default_factory=dict)
-
-    def with_pending(self, pending: Sequence[ScheduleRequest]) -> ScheduleIR:
-        """Return a copy with another order of admission."""
-        return replace(self, pending=tuple(pending))
-
-    def to_text(self) -> str:
-        """Print the IR, one request a line."""
-        lines = [
-            f"schedule available={self.available_memory} tokens={self.max_num_batched_tokens} "
-            f"seats={self.max_num_seqs} block={self.block_size}"
+    @cached_property
+    def scheduled_requests(self) -> list[ScheduledRequest]:
+        """All that compute something as objects, admitted ones last. Read it before carrying the plan out."""
+        served = zip(self.rows.tolist(), self.num_tokens.tolist(), self.num_new_blocks.tolist(), strict=True)
+        return [
+            *(ScheduledRequest(self.running[row], tokens, blocks) for row, tokens, blocks in served),
+            *(
+                ScheduledRequest(self.pending[row], tokens, blocks)
+                for row, tokens, blocks, _ in self.admitted
+            ),
         ]
-        for label, requests in (("running", self.running), ("pending", self.pending)):
-            lines += [
-                f"  {label} {r.request_id} tokens={r.num_tokens} computed={r.num_computed_tokens} "
-                f"hit={r.prefix_cache_hit} priority={r.priority}"
-                for r in requests
-            ]
-        return "\n".join(lines)
+
+    @cached_property
+    def preempted_requests(self) -> list[ScheduleRequest]:
+        """Preempted requests as objects. Read it before carrying the plan out."""
+        return [self.running[row] for row in self.preempted]
 
 
 @dataclass(kw_only=True)
@@ -123,31 +273,34 @@ class SchedulerMetrics:
     last_schedule_ns: int = 0
 
 
-Probe = Callable[[ScheduleRequest], None]
-"""Updates `prefix_cache_hit` and `kv_blocks_needed` of a waiting request that is about to be considered."""
-
-
 class SchedulerPassProtocol(ABC):
-    """Rewrites a schedule: reorders, annotates, never loses or invents a request.
+    """Edits the decisions of a step: orders, caps, deferrals, preemptions and lower limits.
 
-    Providers are called as `factory(**options)`. A pass is a frozen dataclass whose fields are
-    its options. It must not keep a request waiting for ever: whatever it puts off, age brings
-    forward.
+    Providers are called as `factory()`. A pass is a frozen dataclass whose fields are its
+    options. Rows are read-only; time is `ir.now`; what must last from step to step is in `ir.state`.
+    Equal histories give equal decisions.
+
+    It must not keep a request from computing for ever: whatever it reorders, defers or preempts, age
+    brings forward, and a limit that it lowers to 0 rises again.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name in configurations and printed pipelines."""
+        """The name in configurations and decision logs."""
+
+    def start(self) -> Any:
+        """Return the state of one scheduler's pass, which it finds in `ir.state` at each step."""
+        return None
 
     @abstractmethod
     def run(self, ir: ScheduleIR) -> ScheduleIR:
-        """Return the rewritten schedule; `ir` itself is left alone."""
+        """Return the IR with this pass's decisions; `ir` itself is left alone."""
 
 
 @dataclass(frozen=True)
 class NullSchedulerPass(SchedulerPassProtocol):
-    """Changes nothing."""
+    """Decides nothing."""
 
     @property
     def name(self) -> str:
@@ -155,7 +308,7 @@ class NullSchedulerPass(SchedulerPassProtocol):
         return "null"
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
-        """Return the same schedule."""
+        """Return the same IR."""
         return ir
 
 
@@ -163,13 +316,16 @@ class SchedulerIRProtocol(ABC):
     """Decides what the next step computes.
 
     Providers are called as `factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=...,
-    probe=..., clock=...)`. The engine calls `schedule` once a step with the same, updated objects;
-    the scheduler decides from numbers alone, allocates nothing and writes nothing but
-    `last_scheduled_step`. The plan fits: it needs no more than `available_memory` blocks after the
-    preemptions that it orders, no more tokens than the budget and no more seats than there are.
-    Every running request that has something to compute gets its turn within a bounded number of
-    steps, and so does the first waiting one, provided that the engine has refused what can never
-    fit.
+    probe=..., epoch=..., clock=...)`. The engine calls `schedule` once a step with rows of the
+    present state; the scheduler decides from numbers alone, allocates nothing and writes to nothing.
+    The plan fits: it needs no more than `available_memory` blocks after the preemptions that it
+    orders, no more tokens than the budget and no more seats than there are. Every running request
+    that has something to compute gets its turn within a bounded number of steps, and so does the
+    first waiting one, provided that the engine has refused what can never fit.
+
+    `probe` is asked for a waiting request just before it is considered, and where a pass calls
+    `ir.hits`. An answer may be kept while `epoch()` returns the same number, which must change
+    whenever an answer could; without an epoch, until the end of the step.
 
     A plan counts all blocks of a preempted request as free, though shared ones may stay in use. The
     engine therefore frees first and allocates in the order of the plan; where an allocation fails,
@@ -178,11 +334,14 @@ class SchedulerIRProtocol(ABC):
 
     @abstractmethod
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
-        """Append a pass to the pipeline."""
+        """Append a pass to the pipeline, with a new state."""
 
     @abstractmethod
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
-        """Run one pass and verify what it returns. Raises EngineError if a request got lost."""
+        """Run one pass and verify what it decided, with a new state if `ir.state` is None.
+
+        Raises EngineError, naming the pass, if it fails or breaks its contract.
+        """
 
     @abstractmethod
     def schedule(
@@ -194,7 +353,8 @@ class SchedulerIRProtocol(ABC):
     ) -> SchedulePlan:
         """Plan one step. `available_memory` counts blocks that are free or evictable.
 
-        Raises InvalidInputError when it is negative, EngineError when a pass breaks its contract.
+        RequestRows are taken as they are, other sequences by `RequestRows.of`. Raises InvalidInputError
+        for negative memory, EngineError when a pass breaks its contract.
         """
 
     @abstractmethod
@@ -212,7 +372,7 @@ class NullSchedulerIR(SchedulerIRProtocol):
         """Ignore it."""
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
-        """Return the same schedule."""
+        """Return the same IR."""
         return ir
 
     def schedule(
@@ -223,7 +383,17 @@ class NullSchedulerIR(SchedulerIRProtocol):
         available_memory: int,
     ) -> SchedulePlan:
         """Put everything off."""
-        return SchedulePlan(scheduled_requests=(), num_deferred=len(pending_requests))
+        import numpy as np
+
+        nothing = np.empty(0, np.int32)
+        return SchedulePlan(
+            pending=RequestRows.of(pending_requests),
+            running=RequestRows.of(running_requests),
+            rows=nothing,
+            num_tokens=nothing,
+            num_new_blocks=nothing,
+            num_deferred=len(pending_requests),
+        )
 
     def metrics(self) -> SchedulerMetrics:
         """Return zeros."""

@@ -21,7 +21,9 @@ from sagellm.core.plugins.registry import PluginRegistry
 from sagellm.core.protocols.eviction import EvictionCandidate
 from sagellm.core.protocols.logits_processor import LogitsRequest
 from sagellm.core.protocols.quantizer import QuantizationConfig
-from sagellm.core.protocols.scheduler_ir import ScheduleRequest
+from sagellm.core.protocols.scheduler_rows import (
+    ScheduleRequest,
+)
 from sagellm.core.runtime import VirtualClock
 from sagellm.core.testing.calls import Calls
 from sagellm.core.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
@@ -56,7 +58,6 @@ class _Kind(NamedTuple):
     probe: Callable[[Factory], Any]
     make: Callable[..., Any]
     notes_calls: bool = False
-    takes_options: bool = False  # a configuration has a place for them
     null: type | None = None
     does: Callable[[Any], bool] | None = None
     sample: Callable[[Any, str | None], dict[str, Any]] | None = None  # what the contract is given
@@ -160,7 +161,6 @@ _KINDS = {
         _call,
         _make,
         notes_calls=True,
-        takes_options=True,
         null=EvictionPolicyContract,
         does=_names_victims,
     ),
@@ -191,7 +191,6 @@ _KINDS = {
         lambda factory: factory(100, 4, eviction_policy=None, clock=None),
         _make_cache,
         notes_calls=True,
-        takes_options=True,
         null=PrefixCacheContract,
         does=_keeps,
     ),
@@ -286,7 +285,7 @@ def factory_contract(
         factory = _with_options(factory, options)
     protocol = getattr(sagellm.core, entry.protocol)
     exercised = Exercised(protocol, on_call)
-    make = partial(_refuse_gaps, factory) if entry.takes_options else factory
+    make = partial(_refuse_gaps, factory)
     try:
         return _test_class(entry, protocol, factory, entry.probe(_watching(make, exercised)), sample)
     except ConfigError as error:

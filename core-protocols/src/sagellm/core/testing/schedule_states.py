@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from random import Random
 
 from sagellm.core.ids import RequestId
-from sagellm.core.protocols.scheduler_ir import ScheduleIR, ScheduleRequest
+from sagellm.core.protocols.scheduler_ir import (
+    ScheduleIR,
+)
+from sagellm.core.protocols.scheduler_rows import (
+    RequestRows,
+    ScheduleRequest,
+)
 from sagellm.core.runtime import Randomness
 from sagellm.core.testing.schedule_simulation import Limits
 from sagellm.core.tokens import TokenIds
@@ -45,30 +51,35 @@ def waiting_request(rng: Random, name: str) -> ScheduleRequest:
 
 
 def _started(rng: Random, request: ScheduleRequest, block_size: int) -> ScheduleRequest:
-    request.num_tokens += rng.randint(0, 20)
-    request.num_computed_tokens = rng.choice((request.num_tokens - 1, rng.randint(0, request.num_tokens)))
-    request.num_blocks = -(-request.num_computed_tokens // block_size) + rng.choice((0, 0, 3))
-    request.last_scheduled_step = rng.randint(-1, 3)
-    return request
+    num_tokens = request.num_tokens + rng.randint(0, 20)
+    num_computed = rng.choice((num_tokens - 1, rng.randint(0, num_tokens)))
+    return replace(
+        request,
+        num_tokens=num_tokens,
+        num_computed_tokens=num_computed,
+        num_blocks=-(-num_computed // block_size) + rng.choice((0, 0, 3)),
+        last_scheduled_step=rng.randint(-1, 3),
+    )
 
 
-def copy_state(state: State) -> State:
-    """Copy the requests, so that the same state can be planned twice."""
+def make_ir(state: State, step: int = 0) -> ScheduleIR:
+    """Make the schedule of a state, one second a step."""
     pending, running, limits = state
-    return [copy.copy(request) for request in pending], [copy.copy(request) for request in running], limits
-
-
-def random_ir(seed: int) -> ScheduleIR:
-    """Make the schedule of a random state."""
-    pending, running, limits = random_state(Randomness(seed).stream("ir"))
     return ScheduleIR(
-        pending=tuple(pending),
-        running=tuple(running),
+        pending=RequestRows.of(pending),
+        running=RequestRows.of(running),
         available_memory=limits.available_memory,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
         block_size=limits.block_size,
+        step=step,
+        now=float(step),
     )
+
+
+def random_ir(seed: int) -> ScheduleIR:
+    """Make the schedule of a random state."""
+    return make_ir(random_state(Randomness(seed).stream("ir")), seed)
 
 
 def decoding_request(name: str) -> ScheduleRequest:

@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import is_dataclass
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 
-from sagellm.core.protocols.scheduler_ir import SchedulerPassProtocol
-from sagellm.core.testing.schedule_states import random_ir, waiting_request
+from sagellm.core.protocols.scheduler_ir import (
+    ScheduleIR,
+    SchedulerPassProtocol,
+)
+from sagellm.core.protocols.scheduler_rows import (
+    RequestRows,
+)
+from sagellm.core.protocols.scheduler_rules import verify_rewrite
+from sagellm.core.testing.schedule_states import decoding_request, random_ir, waiting_request
 
 
 class SchedulerPassContract(ABC):
     """What holds of every pass. Override `make`."""
 
-    starvation_rounds = 2_000
+    starvation_rounds = 2_000  # a second each
 
     @abstractmethod
     def make(self) -> SchedulerPassProtocol:
         """Return a new pass."""
 
-    @pytest.mark.parametrize("seed", range(20))
-    def test_a_pass_keeps_the_requests_and_raises_no_limit(self, seed: int) -> None:
-        """It reorders and annotates; what it was given stays as it was."""
+    def texts(self, seeds: range) -> Iterator[str]:
+        """Yield what a new pass makes of a history of random schedules."""
         optimization_pass = self.make()
-        ir = random_ir(seed)
-        text, annotations = ir.to_text(), dict(ir.annotations)
-        result = optimization_pass.run(ir)
-        assert (ir.to_text(), ir.annotations) == (text, annotations)
-        for part in ("pending", "running"):
-            assert sorted(map(id, getattr(result, part))) == sorted(map(id, getattr(ir, part)))
-        for limit in ("available_memory", "max_num_batched_tokens", "max_num_seqs"):
-            assert 0 <= getattr(result, limit) <= getattr(ir, limit)
-        assert result.block_size == ir.block_size
+        state = optimization_pass.start()
+        for seed in seeds:
+            yield self.run(optimization_pass, random_ir(seed), state).to_text()
 
-    def test_equal_schedules_give_equal_results(self) -> None:
-        """A pass keeps no state that would make a replay differ."""
-        for seed in range(20):
-            assert self.make().run(random_ir(seed)).to_text() == self.make().run(random_ir(seed)).to_text()
+    def run(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR, state: Any) -> ScheduleIR:
+        """Run a pass once and verify what it decides."""
+        ir = replace(ir, state=state)
+        return verify_rewrite(optimization_pass.name, ir, optimization_pass.run(ir))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_a_pass_decides_what_it_may_and_writes_to_nothing(self, seed: int) -> None:
+        """It keeps every request, raises no limit, and what it was given stays as it was."""
+        ir, again = random_ir(seed), random_ir(seed)
+        optimization_pass = self.make()
+        self.run(optimization_pass, ir, optimization_pass.start())
+        assert ir.to_text() == again.to_text()
+        assert ([*ir.pending], [*ir.running]) == ([*again.pending], [*again.running])
+
+    def test_equal_histories_give_equal_decisions(self) -> None:
+        """A pass keeps nothing outside its state that would make a replay differ."""
+        assert list(self.texts(range(20))) == list(self.texts(range(20)))
 
     def test_a_pass_is_a_frozen_dataclass_with_a_name(self) -> None:
         """Its fields are its options, so that a pipeline can be printed and compared."""
@@ -51,16 +66,31 @@ class SchedulerPassContract(ABC):
     def test_nobody_waits_for_ever_while_others_arrive(self) -> None:
         """One admission a round and one arrival a round: the old request comes first in the end."""
         optimization_pass, rng = self.make(), Random(4)
-        base = random_ir(0)
-        old = waiting_request(rng, "old")
-        old.priority, old.arrived_time = -1, 0.0
-        pending = [old]
+        state, base = optimization_pass.start(), random_ir(0)
+        pending = [replace(waiting_request(rng, "old"), priority=-1, arrived_time=0.0)]
         for number in range(self.starvation_rounds):
             arrival = waiting_request(rng, f"new{number}")
-            arrival.priority, arrival.arrived_time = 2, float(number)
-            pending.append(arrival)
-            order = optimization_pass.run(base.with_pending(pending)).pending
-            pending = list(order[1:])
-            if order[0] is old:
+            pending.append(replace(arrival, priority=2, arrived_time=float(number)))
+            ir = replace(base, pending=RequestRows.of(pending), step=number, now=float(number))
+            ir = self.run(optimization_pass, ir, state)
+            admitted = [row for row in ir.admission.tolist() if row not in ir.deferred]
+            fits = min(ir.max_num_batched_tokens, ir.max_num_seqs, ir.available_memory) > 0
+            if admitted and fits and pending.pop(admitted[0]).request_id == "old":
                 return
         pytest.fail(f"{optimization_pass.name} kept a request waiting for {self.starvation_rounds} rounds")
+
+    def test_nobody_is_preempted_for_ever(self) -> None:
+        """A request that runs alone while others wait has a step without preemption in the end."""
+        optimization_pass, rng = self.make(), Random(5)
+        state, base = optimization_pass.start(), random_ir(0)
+        running = RequestRows.of([replace(decoding_request("old"), priority=-1)])
+        for number in range(self.starvation_rounds):
+            waiting = replace(waiting_request(rng, f"new{number}"), priority=2, arrived_time=float(number))
+            pending = RequestRows.of([waiting])
+            ir = replace(base, pending=pending, running=running, step=number, now=float(number))
+            ir = self.run(optimization_pass, ir, state)
+            if not ir.preempted and ir.max_num_batched_tokens > 0:
+                return
+        pytest.fail(
+            f"{optimization_pass.name} preempted a request in each of {self.starvation_rounds} rounds"
+        )

@@ -12,7 +12,7 @@ from sagellm.core import MFUResult, bandwidth_use
 if TYPE_CHECKING:
     import torch
 
-    from sagellm.engines.core.work import WorkMetrics
+    from sagellm.engines.worker.work import WorkMetrics
 
 _GEMM_ROWS = 512
 _GEMM_SIZE = 2048

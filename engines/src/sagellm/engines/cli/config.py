@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from sagellm.core import ProviderSpec
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import new_app, print_json
+from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sources import LoadedConfig, load_config
 
 _PASSWORD = re.compile(r"(?<=://)[^@/]*:[^@/]*(?=@)")
@@ -37,10 +39,10 @@ def show(
     if loaded.config.server.api_keys:
         typer.echo(f"{len(loaded.config.server.api_keys)} API keys are set; they are not shown", err=True)
         loaded = replace(loaded, config=loaded.config.with_values({"server.api_keys": ()}))
-    tiers = {name: _without_password(options) for name, options in loaded.config.kv.tiers.items()}
-    if tiers != loaded.config.kv.tiers:
+    shown = without_passwords(loaded.config)
+    if shown != loaded.config:
         typer.echo("the password in kv.tiers is not shown", err=True)
-        loaded = replace(loaded, config=loaded.config.with_values({"kv.tiers": tiers}))
+        loaded = replace(loaded, config=shown)
     if not as_json:
         typer.echo(_as_yaml(loaded, origin=origin))
     elif origin:
@@ -51,17 +53,26 @@ def show(
             }
         )
     else:
-        print_json(loaded.config.model_dump())
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in loaded.config.values().items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        print_json(sections)
 
 
-def _without_password(options: Any) -> Any:
-    """Put three stars for what stands before the host in URLs of a tier's options."""
-    if not isinstance(options, dict):
-        return options
-    return {
-        key: _PASSWORD.sub("***", value) if isinstance(value, str) else value
-        for key, value in options.items()
-    }
+def without_passwords(config: EngineConfig) -> EngineConfig:
+    """Put three stars for what stands before the host in URLs of tiers' options."""
+    tiers = tuple(
+        ProviderSpec(
+            each.name,
+            {
+                key: _PASSWORD.sub("***", value) if isinstance(value, str) else value
+                for key, value in each.options.items()
+            },
+        )
+        for each in config.kv.tiers
+    )
+    return config.with_values({"kv.tiers": tiers})
 
 
 def _as_yaml(loaded: LoadedConfig, *, origin: bool) -> str:

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from sagellm.core import ProviderSpec
 from sagellm.engines.cli.command import PARALLEL_FLAGS
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.config.explain import kind_of
-from sagellm.engines.config.settings import FLAT_NAMES, PROVIDER_KINDS, flag_of
+from sagellm.engines.config.schema import PROVIDER_KINDS
+from sagellm.engines.config.settings import FLAT_NAMES, flag_of
 from sagellm.engines.config.text import field_of
 
 ConfigFile = Annotated[
@@ -35,7 +37,7 @@ _GROUPS = {
 }
 """Section of the schema → the heading of its flags in the help."""
 
-_METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", dict: "MAPPING"}
+_METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", ProviderSpec: "NAME[{…}]"}
 
 
 def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
@@ -65,9 +67,7 @@ def group_of(key: str) -> str:
 
 
 def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
-    """Complete choices, and names of what is installed; of mappings nothing."""
-    if get_origin(kind) is dict:
-        return None
+    """Complete choices, and names of what is installed."""
     if key in PROVIDER_KINDS:
         return complete_providers(PROVIDER_KINDS[key])
     if get_origin(kind) is not Literal:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sagellm.core import ProviderSpec
+
 
 def make_flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
     """Make a flag that is None unless it is given. `option` is a `typer.Option`."""
@@ -48,8 +50,9 @@ def command_help(text: str, default: object = None) -> str:
     text, _, without = text.partition("; null: ")
     default = without or default
     sentence = f"{text[:1].upper()}{text[1:]}."
-    if default is None or default == () or default == {}:
+    if default is None or default == ():
         return sentence
+    default = default.plain() if isinstance(default, ProviderSpec) else default
     return f"{sentence} [default: {str(default).lower() if isinstance(default, bool) else default}]"
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,46 +15,20 @@ from sagellm.core import (
     InstalledProvider,
     PluginError,
     PluginRegistry,
+    ProviderOption,
     UnknownProviderError,
     nearest,
 )
 from sagellm.engines.cli.names import complete_kind, complete_plugin
 from sagellm.engines.cli.output import columns, new_app, print_json
 from sagellm.engines.cli.plugin_check import check
+from sagellm.engines.config.schema import SETTINGS
+from sagellm.engines.config.settings import FLAT_NAMES, flag_of
 
 CORE = "sagellm-core-protocols"
 
 app = new_app("List installed plugins, tell about one, or test it.")
 app.command("check")(check)
-
-
-_GIVEN: dict[str, frozenset[str]] = {
-    "attention_backend": frozenset({"spec"}),
-    "eviction_policy": frozenset({"lifetime_predictor", "next_use"}),
-    "kv_allocator": frozenset({"total_blocks"}),
-    "kv_pool": frozenset({"total_blocks", "block_size", "allocator", "clock"}),
-    "kv_tier": frozenset({"runtime", "tiers", "name"}),
-    "prefix_cache": frozenset({"max_blocks", "block_size", "eviction_policy", "clock", "identity"}),
-    "scheduler": frozenset({"max_num_batched_tokens", "max_num_seqs", "block_size", "probe", "clock"}),
-}
-"""Arguments that an engine passes to the factories of a kind by itself; users do not set them."""
-
-_SETTINGS = {
-    "eviction_policy": "--eviction-options '{{{option}: …}}'",
-    "kv_tier": "--kv-tiers '{{{name}: {{{option}: …}}}}'",
-    "prefix_cache": "--prefix-cache-options '{{{option}: …}}'",
-}
-"""How options of a kind are written on the command line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProviderOption:
-    """One option of a provider's factory, from its signature."""
-
-    name: str
-    type: str
-    is_required: bool
-    default: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +143,9 @@ def _provider_entry(entry: InstalledProvider) -> dict[str, str]:
 def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
     description, error, options = "", None, tuple[ProviderOption, ...]()
     try:
-        target = registry.resolve(entry.provider.kind, entry.qualified_name)
-        description = next(iter((target.__doc__ or "").strip().splitlines()), "")
-        options = _options(target, entry.provider.kind) if callable(target) else ()
+        chosen = registry.choose(entry.provider.kind, entry.qualified_name)
+        description = next(iter((chosen.factory.__doc__ or "").strip().splitlines()), "")
+        options = chosen.options()
     except PluginError as problem:
         error = str(problem)
     return ProviderInfo(
@@ -187,31 +159,6 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
         description=description,
         options=options,
         error=error,
-    )
-
-
-def _options(factory: Callable[..., object], kind: str) -> tuple[ProviderOption, ...]:
-    """Return a factory's parameters except those that the engine passes; none if it has no signature."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    given = _GIVEN.get(kind, frozenset())
-    return tuple(
-        _option(one)
-        for one in parameters
-        if one.name not in given and one.name[0] != "_" and one.kind is not one.VAR_POSITIONAL
-    )
-
-
-def _option(parameter: inspect.Parameter) -> ProviderOption:
-    is_rest, annotation = parameter.kind is parameter.VAR_KEYWORD, parameter.annotation
-    has_default = parameter.default is not parameter.empty
-    return ProviderOption(
-        name=f"**{parameter.name}" if is_rest else parameter.name,
-        type="any" if annotation is parameter.empty else str(getattr(annotation, "__name__", annotation)),
-        is_required=not has_default and not is_rest,
-        default=parameter.default if has_default else None,
     )
 
 
@@ -253,10 +200,15 @@ def _provider_text(entry: ProviderInfo) -> str:
     ]
     if entry.options:
         lines += ["", columns(("  OPTION", "TYPE", "DEFAULT"), [_option_row(each) for each in entry.options])]
-        if written := _SETTINGS.get(entry.kind):
+        if flag := _flag_of(entry.kind):
             first = entry.options[0].name.strip("*")
-            lines += ["", f"  as in {written.format(name=entry.name, option=first)}"]
+            lines += ["", f"  as in {flag} '{entry.name}{{{first}=…}}'"]
     return "\n".join(lines)
+
+
+def _flag_of(kind: str) -> str:
+    """Return the flag of the setting that names providers of a kind, or ""."""
+    return next((flag_of(name) for name, key in FLAT_NAMES.items() if key == SETTINGS.get(kind)), "")
 
 
 def _option_row(option: ProviderOption) -> tuple[str, str, str]:

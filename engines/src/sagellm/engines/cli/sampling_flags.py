@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_origin
 
 import typer
 
 from sagellm.core import ConfigError
 from sagellm.engines.cli.flags import command_help, make_flag, switch
-from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sampling.checks import Parameter
+from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 
-# name → type, help; a list is a flag that may be repeated
-_FIELDS: dict[str, tuple[Any, str]] = {
-    "max_tokens": (int, "most tokens to generate"),
-    "min_tokens": (int, "fewest tokens to generate"),
-    "temperature": (float, "randomness; 0 always takes the most likely token"),
-    "top_p": (float, "keep the most likely tokens that together have this probability"),
-    "top_k": (int, "keep this many of the most likely tokens; 0 keeps all"),
-    "min_p": (float, "keep tokens at least this likely in comparison with the most likely one"),
-    "seed": (int, "seed; the same seed gives the same text"),
-    "n": (int, "continuations of each prompt"),
-    "stop": (list[str], "text that ends the output; may be given more than once"),
-    "stop_token_ids": (list[int], "token that ends the output; may be given more than once"),
-    "bad_words": (list[str], "word that must not be generated; may be given more than once"),
-    "allowed_token_ids": (
-        list[int],
-        "token that may be generated, no other may; may be given more than once",
-    ),
-    "presence_penalty": (float, "make tokens that occur in the output less likely"),
-    "frequency_penalty": (float, "make tokens less likely the more often they occur in the output"),
-    "repetition_penalty": (float, "divide the chance of tokens that occur in prompt or output"),
-    "extra_args": (dict, "arguments of logits processors, as in '{no_repeat_ngram_size: 3}'"),
-    "logprobs": (int, "report log-probabilities of this many tokens (--json shows them)"),
-    "prompt_logprobs": (int, "the same of the tokens of the prompt (--json shows them)"),
-    "ignore_eos": (bool, "go on after the end of the text"),
-    "skip_special_tokens": (bool, "leave special tokens out of the text"),
-    "include_stop_str_in_output": (bool, "keep the stop text in the output"),
-}
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)} | {
     "max_tokens": DEFAULT_MAX_TOKENS
 }
-
-_OF_CHECKPOINT = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 _GROUP = "Sampling"
 _METAVARS = {int: "INT", list[int]: "INT", float: "FLOAT", dict: "MAPPING"}
@@ -66,14 +39,17 @@ def _option(name: str, kind: Any, help_text: str) -> Any:
 def _default(name: str) -> object:
     """What holds without the flag: of some fields a checkpoint says what it wants."""
     default = _DEFAULTS[name]
-    return f"the checkpoint's, or {default}" if name in _OF_CHECKPOINT else default
+    return f"the checkpoint's, or {default}" if PARAMETERS[name].is_of_checkpoint else default
 
 
-SAMPLING_FLAGS = tuple(
-    make_flag(name, str if kind is dict else kind, _option(name, kind, command_help(text, _default(name))))
-    for name, (kind, text) in _FIELDS.items()
-)
-SAMPLING_NAMES = frozenset(_FIELDS)
+def _flag(name: str, each: Parameter) -> inspect.Parameter:
+    repeats = "; may be given more than once" if get_origin(each.type) is list else ""
+    option = _option(name, each.type, command_help(f"{each.help}{repeats}", _default(name)))
+    return make_flag(name, str if each.type is dict else each.type, option)
+
+
+SAMPLING_FLAGS = tuple(_flag(name, each) for name, each in PARAMETERS.items())
+SAMPLING_NAMES = frozenset(PARAMETERS)
 
 
 def read_mapping(name: str, text: str) -> dict[str, Any]:

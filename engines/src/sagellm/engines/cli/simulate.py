@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
+from sagellm.engines.config.providers import split
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.whole_file import whole_file
@@ -45,11 +46,10 @@ SIMULATE_FLAGS = (
         "eviction_policy",
         list[str],
         "LIST",
-        "Policies: lru,fifo; belady is the optimum, off no cache.",
+        "Policies: lru,qos{within=reuse}; belady is the optimum, off no cache.",
         autocompletion=complete_providers("eviction_policy"),
     ),
-    setting_flag("eviction_options", "prefix_cache.eviction_options"),
-    setting_flag("prefix_cache_options", "prefix_cache.options"),
+    setting_flag("prefix_cache", "prefix_cache.name"),
     _flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
     _flag(
         "reader",
@@ -78,7 +78,6 @@ def simulate(
     """Replay a trace through the prefix cache, KV pool and eviction policy that serve.
 
     No model runs and no request runs beside another: what is saved depends on the cache alone.
-    Options of an eviction policy are those of the first one that --eviction-policy names.
     """
     from sagellm.engines.simulation.runs import simulate as run, with_bounds
     from sagellm.engines.traces import read_trace
@@ -87,11 +86,12 @@ def simulate(
     check_plot(plot)
     check_targets(plot, requests_file, overwrite=overwrite, source=trace)
     policies = _split(options.get("eviction_policy") or [])
-    settings = load_config(_cache_settings(options, policies), config_file=config).config
+    flags = {name: options[name] for name in ("prefix_cache",) if name in options}
+    settings = load_config(flags, config_file=config).config
     capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]
     if not capacities:
         raise ConfigError("how many blocks of KV are there? Say so with --capacity 1000,5000")
-    policies = policies or [settings.prefix_cache.eviction_policy]
+    policies = policies or [settings.prefix_cache.eviction_policy.name]
     if bounds:
         policies = with_bounds(policies)
     requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
@@ -112,20 +112,7 @@ def simulate(
 
 
 def _split(lists: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
-
-
-def _cache_settings(options: Mapping[str, Any], policies: Sequence[str]) -> dict[str, Any]:
-    """Return the flat settings that flags give; options of a policy go with the first that is named."""
-    given = {name: options[name] for name in ("eviction_options", "prefix_cache_options") if name in options}
-    if "eviction_options" in given and policies:
-        if policies[0] in ("belady", "off"):
-            raise ConfigError(
-                f"--eviction-options are those of the first policy, and {policies[0]!r} takes none; "
-                "name the one that takes them first"
-            )
-        given["eviction_policy"] = policies[0]
-    return given
+    return list(dict.fromkeys(name for text in lists for name in split(text)))
 
 
 def _blocks(text: str) -> int:

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sagellm.core import EngineMetrics
+from sagellm.core import EngineMetrics, ProviderSpec
 from sagellm.engines.cli.figures import figures_table, tenants_table, tiers_table
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.config.schema import SETTINGS, EngineConfig
 from sagellm.engines.serving import AdminClient
 from sagellm.engines.serving.operations import read_metrics
 
@@ -27,11 +28,10 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One kind of module: its title, the setting that names its provider, what follows from its metrics."""
+    """One kind of module: its title, and what follows from its metrics."""
 
     kind: str
     title: str
-    setting: str
     derive: Callable[[Any, EngineMetrics], Figures]
     without: str = "the engine has none"  # said where there are no metrics of this kind
 
@@ -91,41 +91,38 @@ def _derive_tiers(offload: Any, _: EngineMetrics) -> Figures:
     return {"provider": ", ".join(tiers), **{name: storage[name] for name in moves}, "tiers": tiers}
 
 
+def _named(setting: Any) -> str | None:
+    """Return the name that a setting gives, unless it is a list."""
+    return None if setting is None or isinstance(setting, list | tuple) else ProviderSpec.of(setting).name
+
+
 def _derive_nothing(_metrics: Any, _engine: EngineMetrics) -> Figures:
     return {}
 
 
 MODULES: dict[str, Module] = {
-    "cache": Module(
-        kind="prefix_cache", title="prefix cache", setting="prefix_cache.name", derive=_derive_cache
-    ),
-    "pool": Module(kind="kv_pool", title="KV pool", setting="kv.pool", derive=_derive_pool),
+    "cache": Module(kind="prefix_cache", title="prefix cache", derive=_derive_cache),
+    "pool": Module(kind="kv_pool", title="KV pool", derive=_derive_pool),
     "eviction": Module(
         kind="eviction_policy",
         title="eviction policy",
-        setting="prefix_cache.eviction_policy",
         derive=_derive_eviction,
     ),
     "tiers": Module(
         kind="kv_tier",
         title="KV tiers",
-        setting="kv.tiers",
         derive=_derive_tiers,
         without="no tiers are used; --kv-tiers '{host: 4GiB}' at the engine's start keeps what is evicted",
     ),
-    "scheduler": Module(
-        kind="scheduler", title="scheduler", setting="scheduler.name", derive=_derive_scheduler
-    ),
+    "scheduler": Module(kind="scheduler", title="scheduler", derive=_derive_scheduler),
     "predictor": Module(
         kind="lifetime_predictor",
         title="lifetime predictor",
-        setting="predictor.name",
         derive=_derive_nothing,
     ),
     "accel": Module(
         kind="quantizer",
         title="quantizer",
-        setting="model.quantization",
         derive=_derive_accel,
         without="no quantizer is used; --quantization NAME at the engine's start chooses one",
     ),
@@ -139,7 +136,7 @@ def read_module(client: AdminClient, module: Module) -> Figures | None:
     metrics = engine.modules.get(module.kind)
     if metrics is None:
         return None
-    provider = client.hello.config.get(module.setting)
+    provider = _named(client.hello.config.get(SETTINGS[module.kind]))
     if module.kind == "prefix_cache" and not client.hello.config.get("prefix_cache.enabled", True):
         provider = "null"
     own: Figures = dict(raw["modules"][module.kind] or {})
@@ -154,10 +151,10 @@ def read_machine(client: AdminClient) -> Figures:
     from sagellm.core import PluginRegistry
     from sagellm.engines.machine import read_topology
 
-    name = client.hello.config.get("comm.topology")
-    found, metrics = read_topology(PluginRegistry.load(), name)
+    spec = ProviderSpec.of(client.hello.config.get("comm.topology", EngineConfig().comm.topology))
+    found, metrics = read_topology(PluginRegistry.load(), spec)
     return {
-        "provider": name,
+        "provider": spec.name,
         "cpu": found.cpu.model,
         "num_cpu_sockets": found.cpu.num_sockets,
         "num_cpu_cores": found.cpu.num_cores,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
+
+from sagellm.core import ProviderSpec
 
 
 class EngineSettings(TypedDict, total=False):
     """The settings of an engine by their flat names, except `model`; docs/configuration.md lists them."""
 
-    engine_kind: str
+    engine_kind: str | Mapping[str, Any] | ProviderSpec
     """engine by name: llm is the one that comes with sageLLM"""
-    engine_options: dict[str, Any]
-    """options of the engine, as a YAML mapping; llm takes none"""
     tokenizer: str | os.PathLike[str] | None
     """tokenizer: a directory or a hub id, if not the model's own"""
     revision: str | None
@@ -21,7 +22,7 @@ class EngineSettings(TypedDict, total=False):
     """number format of weights and KV: auto, float32, bfloat16 or float16"""
     device: str
     """where the model runs: auto, cpu, cuda or cuda:N"""
-    quantization: str | None
+    quantization: str | Mapping[str, Any] | ProviderSpec | None
     """quantizer that the weights go through at loading"""
     max_model_len: int | None
     """longest prompt and output together, in tokens; null: the model's own"""
@@ -33,11 +34,11 @@ class EngineSettings(TypedDict, total=False):
     """KV blocks; null: what memory allows, at most max_num_seqs of the longest sequences"""
     gpu_memory_utilization: float | None
     """share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU"""
-    kv_pool: str
+    kv_pool: str | Mapping[str, Any] | ProviderSpec
     """KV pool by name"""
-    kv_allocator: str
+    kv_allocator: str | Mapping[str, Any] | ProviderSpec
     """allocator of KV blocks by name: free_list, buddy"""
-    kv_tiers: dict[str, Any]
+    kv_tiers: Mapping[str, Any] | str | Sequence[str | Mapping[str, Any] | ProviderSpec]
     """tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}"""
     kv_fetch: Literal["cheaper", "always", "never"]
     """whether KV comes back from a tier: cheaper (than computing it), always or never"""
@@ -50,35 +51,33 @@ class EngineSettings(TypedDict, total=False):
     """most bytes of all saves together, as in 64GiB"""
     enable_prefix_caching: bool
     """reuse the KV of prompts that begin alike"""
-    prefix_cache: str
+    prefix_cache: str | Mapping[str, Any] | ProviderSpec
     """prefix cache by name"""
     prefix_cache_max_blocks: int | None
     """most KV blocks that the cache keeps; null: all there are"""
-    prefix_cache_options: dict[str, Any]
-    """options of the prefix cache, as a YAML mapping"""
-    eviction_policy: str
+    eviction_policy: str | Mapping[str, Any] | ProviderSpec
     """policy that chooses what is evicted, by name"""
-    eviction_options: dict[str, Any]
-    """options of the eviction policy, as a YAML mapping"""
-    scheduler: str
+    scheduler: str | Mapping[str, Any] | ProviderSpec
     """scheduler by name"""
-    scheduler_passes: str | list[str] | tuple[str, ...]
+    scheduler_passes: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
     """optimization passes by name, in order, separated by commas"""
     max_num_batched_tokens: int
     """most tokens computed in one step"""
     max_num_seqs: int
     """most sequences that run at once"""
-    lifetime_predictor: str
+    lifetime_predictor: str | Mapping[str, Any] | ProviderSpec
     """lifetime predictor by name"""
-    forward_backend: str
-    """forward backend by name"""
-    attention_backend: str
+    forward_backend: str | Mapping[str, Any] | ProviderSpec
+    """forward backend by name; auto: the first installed one that can run the model"""
+    attention_backend: str | Mapping[str, Any] | ProviderSpec
     """attention backend by name"""
-    logits_processors: str | list[str] | tuple[str, ...]
+    executor: str | Mapping[str, Any] | ProviderSpec
+    """where steps are computed, by name"""
+    logits_processors: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
     """logits processors by name, after the built-in ones, in order, separated by commas"""
     trace: str | os.PathLike[str] | None
     """file for a trace of steps and requests in Chrome's format; an existing one is overwritten"""
-    topology: str
+    topology: str | Mapping[str, Any] | ProviderSpec
     """topology reader by name: finds out what this machine has"""
 
     # Names of vLLM's that may say what is so here anyway.

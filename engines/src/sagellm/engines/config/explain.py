@@ -22,11 +22,11 @@ def explain(error: ValidationError, model: type[BaseModel], section: str) -> Con
     errors = error.errors(include_url=False)
     for found in errors[:_MAX_LINES]:
         cause = found.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # a section has already spoken for itself
-            lines.append(str(cause))
-            continue
         name = str(found["loc"][0]) if found["loc"] else ""
         key = f"{section}.{name}" if section else name
+        if isinstance(cause, ConfigError):  # a section has already spoken for itself
+            lines.append(f"{with_flat_name(key)} cannot be read: {cause}" if section else str(cause))
+            continue
         if found["type"] == "extra_forbidden":
             lines.append(unknown_key(key, section, list(model.model_fields)))
         else:
@@ -77,7 +77,7 @@ def _phrase(kind: Any, field: FieldInfo) -> str:
         return ("a whole number" if kind is int else "a number") + _limits(field)
     if kind is str:
         return "a text that is not empty"
-    return "a list of names" if get_origin(kind) is tuple else "a mapping of names to values"
+    return "a list of names"
 
 
 def _limits(field: FieldInfo) -> str:

@@ -5,12 +5,12 @@ Adapting it to a machine returns a new object (`with_values`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field
 
-from sagellm.core import ConfigError, nearest
+from sagellm.core import ConfigError, ProviderSpec, nearest
 from sagellm.engines.config.explain import unknown_key
 from sagellm.engines.config.sections import (
     Checked,
@@ -58,9 +58,9 @@ class EngineConfig(Checked):
         return cls(**_nest(values.items()))
 
     def values(self) -> dict[str, Any]:
-        """Return every setting under its dotted key, in the order of the schema."""
+        """Return every setting under its dotted key, in the order of the schema, as plain values."""
         return {
-            f"{section}.{name}": value
+            f"{section}.{name}": _plain(value)
             for section in type(self).model_fields
             for name, value in getattr(self, section)
         }
@@ -68,6 +68,27 @@ class EngineConfig(Checked):
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a checked copy in which the settings under these dotted keys are replaced."""
         return type(self).from_values({**self.values(), **values})
+
+    def providers(self) -> Iterator[NamedProvider]:
+        """Yield every provider that a setting names."""
+        for key, kind in PROVIDER_KINDS.items():
+            section, _, name = key.partition(".")
+            named = getattr(getattr(self, section), name)
+            for spec in named if isinstance(named, tuple) else (named,):
+                if spec is not None and (key, spec.name) != ("forward.backend", AUTO):
+                    yield NamedProvider(key, kind, spec)
+
+
+AUTO = "auto"
+"""The forward backend that means: the first that can run the model."""
+
+
+class NamedProvider(NamedTuple):
+    """What a setting names: its dotted key, the kind, and the provider."""
+
+    key: str
+    kind: str
+    spec: ProviderSpec
 
 
 SECTIONS: dict[str, type[Checked]] = {
@@ -88,6 +109,17 @@ SECTIONS: dict[str, type[Checked]] = {
 }
 """Section name → its model."""
 
+PROVIDER_KINDS: dict[str, str] = {
+    f"{section}.{name}": str(field.json_schema_extra["kind"])
+    for section, model in SECTIONS.items()
+    for name, field in model.model_fields.items()
+    if isinstance(field.json_schema_extra, dict)
+}
+"""Dotted keys whose values name installed providers → the kind that they name."""
+
+SETTINGS = {kind: key for key, kind in PROVIDER_KINDS.items()}
+"""Kind → the setting that names its providers, for kinds that a configuration chooses."""
+
 
 def flat_to_dotted(values: Mapping[str, Any], known: Mapping[str, str] = FLAT_NAMES) -> dict[str, Any]:
     """Rename flat names to dotted keys, by default an engine's. Raises ConfigError for an unknown one."""
@@ -96,6 +128,12 @@ def flat_to_dotted(values: Mapping[str, Any], known: Mapping[str, str] = FLAT_NA
             listed = ", ".join(known)
             raise ConfigError(f"unknown setting {name!r}; settings: {listed}.{nearest(name, known)}")
     return {known[name]: value for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ProviderSpec):
+        return value.plain()
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

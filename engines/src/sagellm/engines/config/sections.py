@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, ProviderSpec
 from sagellm.engines.config.explain import explain
+from sagellm.engines.config.providers import OneProvider, Providers, Tiers, provider, providers
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
 
@@ -62,9 +64,21 @@ class Checked(BaseModel):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**self.with_own_options(values))
         except ValidationError as error:
             raise explain(error, type(self), self.section) from None
+
+    @classmethod
+    def with_own_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values, with `options` that stand beside the `name` of a provider put into it."""
+        field = cls.model_fields.get("name")
+        if "options" not in values or "options" in cls.model_fields or field is None:
+            return dict(values)
+        if not isinstance(field.default, ProviderSpec):
+            return dict(values)
+        given = dict(values)
+        own = {"name": given.get("name", field.default.name), "options": given.pop("options")}
+        return given | {"name": own}
 
 
 class EngineKindConfig(Checked):
@@ -72,10 +86,7 @@ class EngineKindConfig(Checked):
 
     section: ClassVar[str] = "engine"
 
-    name: Name = Field(default="llm", description="engine by name: llm is the one that comes with sageLLM")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="options of the engine, as a YAML mapping; llm takes none"
-    )
+    name: OneProvider = provider("engine", "llm", "engine by name: llm is the one that comes with sageLLM")
 
 
 class ModelConfig(Checked):
@@ -94,8 +105,8 @@ class ModelConfig(Checked):
         default="auto", description="number format of weights and KV: auto, float32, bfloat16 or float16"
     )
     device: str = Field(default="auto", description="where the model runs: auto, cpu, cuda or cuda:N")
-    quantization: Name | None = Field(
-        default=None, description="quantizer that the weights go through at loading"
+    quantization: OneProvider | None = provider(
+        "quantizer", None, "quantizer that the weights go through at loading"
     )
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest prompt and output together, in tokens; null: the model's own"
@@ -132,13 +143,13 @@ class KVConfig(Checked):
         le=1,
         description="share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU",
     )
-    pool: Name = Field(default="paged", description="KV pool by name")
-    allocator: Name = Field(
-        default="free_list", description="allocator of KV blocks by name: free_list, buddy"
+    pool: OneProvider = provider("kv_pool", "paged", "KV pool by name")
+    allocator: OneProvider = provider(
+        "kv_allocator", "free_list", "allocator of KV blocks by name: free_list, buddy"
     )
-    tiers: dict[str, Any] = Field(
-        default_factory=dict,
-        description="tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}",
+    tiers: Tiers = providers(
+        "kv_tier",
+        "tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}",
     )
     fetch: Literal["cheaper", "always", "never"] = Field(
         default="cheaper",
@@ -169,16 +180,12 @@ class PrefixCacheConfig(Checked):
     section: ClassVar[str] = "prefix_cache"
 
     enabled: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
-    name: Name = Field(default="radix", description="prefix cache by name")
+    name: OneProvider = provider("prefix_cache", "radix", "prefix cache by name")
     max_blocks: int | None = Field(
         default=None, ge=1, description="most KV blocks that the cache keeps; null: all there are"
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="options of the prefix cache, as a YAML mapping"
-    )
-    eviction_policy: Name = Field(default="reuse", description="policy that chooses what is evicted, by name")
-    eviction_options: dict[str, Any] = Field(
-        default_factory=dict, description="options of the eviction policy, as a YAML mapping"
+    eviction_policy: OneProvider = provider(
+        "eviction_policy", "reuse", "policy that chooses what is evicted, by name"
     )
 
 
@@ -187,9 +194,9 @@ class SchedulerConfig(Checked):
 
     section: ClassVar[str] = "scheduler"
 
-    name: Name = Field(default="base", description="scheduler by name")
-    passes: Names = Field(
-        default=(), description="optimization passes by name, in order, separated by commas"
+    name: OneProvider = provider("scheduler", "base", "scheduler by name")
+    passes: Providers = providers(
+        "scheduler_pass", "optimization passes by name, in order, separated by commas"
     )
     max_num_batched_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
     max_num_seqs: int = Field(default=256, ge=1, description="most sequences that run at once")
@@ -200,7 +207,7 @@ class PredictorConfig(Checked):
 
     section: ClassVar[str] = "predictor"
 
-    name: Name = Field(default="statistical", description="lifetime predictor by name")
+    name: OneProvider = provider("lifetime_predictor", "statistical", "lifetime predictor by name")
 
 
 class ForwardConfig(Checked):
@@ -208,8 +215,13 @@ class ForwardConfig(Checked):
 
     section: ClassVar[str] = "forward"
 
-    backend: Name = Field(default="torch", description="forward backend by name")
-    attention: Name = Field(default="sdpa", description="attention backend by name")
+    backend: OneProvider = provider(
+        "forward_backend",
+        "torch",
+        "forward backend by name; auto: the first installed one that can run the model",
+    )
+    attention: OneProvider = provider("attention_backend", "sdpa", "attention backend by name")
+    executor: OneProvider = provider("executor", "inline", "where steps are computed, by name")
 
 
 class SamplingConfig(Checked):
@@ -217,9 +229,9 @@ class SamplingConfig(Checked):
 
     section: ClassVar[str] = "sampling"
 
-    logits_processors: Names = Field(
-        default=(),
-        description="logits processors by name, after the built-in ones, in order, separated by commas",
+    logits_processors: Providers = providers(
+        "logits_processor",
+        "logits processors by name, after the built-in ones, in order, separated by commas",
     )
 
 
@@ -240,8 +252,8 @@ class CommConfig(Checked):
 
     section: ClassVar[str] = "comm"
 
-    topology: Name = Field(
-        default="local", description="topology reader by name: finds out what this machine has"
+    topology: OneProvider = provider(
+        "topology", "local", "topology reader by name: finds out what this machine has"
     )
 
 

@@ -6,13 +6,9 @@ limits and help text of a setting stand in `sections.py` and are not repeated he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
-
 FLAT_NAMES: dict[str, str] = {
     "model": "model.name",
     "engine_kind": "engine.name",
-    "engine_options": "engine.options",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
     "dtype": "model.dtype",
@@ -33,9 +29,7 @@ FLAT_NAMES: dict[str, str] = {
     "enable_prefix_caching": "prefix_cache.enabled",
     "prefix_cache": "prefix_cache.name",
     "prefix_cache_max_blocks": "prefix_cache.max_blocks",
-    "prefix_cache_options": "prefix_cache.options",
     "eviction_policy": "prefix_cache.eviction_policy",
-    "eviction_options": "prefix_cache.eviction_options",
     "scheduler": "scheduler.name",
     "scheduler_passes": "scheduler.passes",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
@@ -43,6 +37,7 @@ FLAT_NAMES: dict[str, str] = {
     "lifetime_predictor": "predictor.name",
     "forward_backend": "forward.backend",
     "attention_backend": "forward.attention",
+    "executor": "forward.executor",
     "logits_processors": "sampling.logits_processors",
     "trace": "trace.file",
     "topology": "comm.topology",
@@ -71,41 +66,6 @@ SERVER_NAMES: dict[str, str] = {
 """What `serve` has beside an engine's settings."""
 
 ALL_NAMES = FLAT_NAMES | SERVER_NAMES
-
-PROVIDER_KINDS: dict[str, str] = {
-    "engine.name": "engine",
-    "model.quantization": "quantizer",
-    "kv.pool": "kv_pool",
-    "kv.allocator": "kv_allocator",
-    "kv.tiers": "kv_tier",
-    "prefix_cache.name": "prefix_cache",
-    "prefix_cache.eviction_policy": "eviction_policy",
-    "scheduler.name": "scheduler",
-    "scheduler.passes": "scheduler_pass",
-    "predictor.name": "lifetime_predictor",
-    "forward.backend": "forward_backend",
-    "forward.attention": "attention_backend",
-    "sampling.logits_processors": "logits_processor",
-    "comm.topology": "topology",
-}
-"""Dotted keys whose values, or the keys of a mapping, name installed providers → the kind that they name."""
-
-
-class NamedProvider(NamedTuple):
-    """What a setting names: its dotted key, the kind, and the provider's name."""
-
-    key: str
-    kind: str
-    name: str
-
-
-def named_providers(values: Mapping[str, Any]) -> Iterator[NamedProvider]:
-    """Yield every provider that settings by dotted key name."""
-    for key, kind in PROVIDER_KINDS.items():
-        named = values[key]
-        for name in named if isinstance(named, tuple | dict) else (named,):
-            if name is not None:
-                yield NamedProvider(key, kind, name)
 
 
 def flag_of(flat_name: str) -> str:

@@ -9,5 +9,9 @@ def shown(value: object) -> str:
     """Return the value's repr, cut after 200 characters."""
     if isinstance(value, int) and value.bit_length() > 128:  # repr fails for very long ones
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+    return clipped(repr(value))
+
+
+def clipped(text: str, max_characters: int = _MAX_CHARACTERS) -> str:
+    """Return the text, cut after so many characters."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}…"

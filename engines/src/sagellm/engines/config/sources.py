@@ -116,7 +116,10 @@ def _file_layer(path: Path) -> _Layer:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
     values: dict[str, Any] = {}
     for section, settings in _mapping(content, f"the configuration file {path}").items():
-        for name, value in _mapping(settings, f"{section} in {path}", section).items():
+        given = _mapping(settings, f"{section} in {path}", section)
+        if section in SECTIONS:
+            given = SECTIONS[section].with_own_options(given)
+        for name, value in given.items():
             values[f"{section}.{name}"] = value
         if not settings and section not in SECTIONS:
             values[f"{section}."] = None  # an empty section is misspelt like any other

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from sagellm.core import ConfigError
 from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.explain import kind_of, with_flat_name
-from sagellm.engines.config.schema import SECTIONS
+from sagellm.engines.config.schema import PROVIDER_KINDS, SECTIONS
 
 _BOOLEANS = {
     "true": True,
@@ -31,7 +31,7 @@ def field_of(key: str) -> FieldInfo:
 
 
 def parse_text(key: str, text: str) -> Any:
-    """Turn text into the type of a setting: names stay text, lists and mappings are YAML.
+    """Turn text into the type of a setting: names stay text, lists are YAML.
 
     Text that does not fit is returned as it is, so that the schema refuses it in its own words. Raises
     ConfigError for YAML that exceeds a limit (`bounded_yaml`).
@@ -44,7 +44,7 @@ def parse_text(key: str, text: str) -> Any:
     try:
         if kind in (int, float):
             return kind(text)
-        if get_origin(kind) in (tuple, dict):
+        if get_origin(kind) is tuple and key not in PROVIDER_KINDS:
             return parse_yaml(text)
     except YAMLSyntaxError:
         return text

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sagellm.core import BatchStep, SchedulePlan, ScheduleRequest, batching_efficiency
+from sagellm.core import BatchStep, RequestRows, SchedulePlan, batching_efficiency
 
 
 @dataclass(kw_only=True)
@@ -46,28 +46,34 @@ class BatchingMeter:
         self,
         plan: SchedulePlan,
         *,
-        waiting: Iterable[ScheduleRequest],
-        running: list[ScheduleRequest],
+        waiting: RequestRows,
+        running: RequestRows,
         available_blocks: int,
         num_blocks_for: Callable[[int], int],
     ) -> None:
         """Count a new plan, before it is carried out."""
         num_seats = self._max_num_seqs - len(running)
-        num_growing = len(plan.scheduled_requests) - plan.num_admitted
-        available_blocks -= sum(entry.num_new_blocks for entry in plan.scheduled_requests[:num_growing])
+        if not num_seats:
+            return
+        available_blocks -= int(plan.num_new_blocks.sum())
         num_waiting_tokens = 0
-        for request in waiting:
-            needed = request.kv_blocks_needed
-            available_blocks -= num_blocks_for(request.num_tokens) if needed is None else needed
-            if num_seats == 0 or available_blocks < 0 or num_waiting_tokens >= self._budget:
+        admitted = {entry.row: entry for entry in plan.admitted}
+        num_tokens = waiting.num_tokens
+        for row in range(len(waiting)):
+            if num_seats == 0 or available_blocks <= 0 or num_waiting_tokens >= self._budget:
                 break
-            num_waiting_tokens += request.num_tokens - request.prefix_cache_hit
+            wanted = int(num_tokens[row])
+            known = admitted.get(row)
+            available_blocks -= num_blocks_for(wanted) if known is None else known.num_new_blocks
+            if available_blocks < 0:
+                break
+            num_waiting_tokens += wanted - (0 if known is None else known.hit)
             num_seats -= 1
         if not num_waiting_tokens:
             return
-        num_running_tokens = sum(request.num_tokens - request.num_computed_tokens for request in running)
+        num_running_tokens = int((running.num_tokens - running.num_computed_tokens).sum())
         step = BatchStep(
-            num_useful_tokens=sum(entry.num_tokens for entry in plan.scheduled_requests),
+            num_useful_tokens=plan.num_scheduled_tokens,
             token_budget=self._budget,
             num_admissible_tokens=num_running_tokens + num_waiting_tokens,
         )

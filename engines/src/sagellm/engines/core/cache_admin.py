@@ -50,17 +50,21 @@ class CacheAdmin:
     def pin(self, *, ttl_s: float | None = None, **prefix: Any) -> dict[str, Any]:
         """Pin a prefix and say how much of it."""
         tokens, namespace = self._find(**prefix)
+        self._kv.epoch += 1
         return asdict(self._kv.cache.pin(tokens, namespace, ttl_s=ttl_s))
 
     def unpin(self, **prefix: Any) -> dict[str, Any]:
         """End the pins within a prefix."""
         tokens, namespace = self._find(**prefix)
+        self._kv.epoch += 1
         return {"num_unpinned": self._kv.cache.unpin(tokens, namespace), **self._pins()}
 
     def unpin_all(self) -> dict[str, Any]:
         """End every pin."""
         pins = self._kv.cache.pins()
+        self._kv.epoch += 1
         num_ended = sum(self._kv.cache.unpin(pin.token_ids, pin.namespace) for pin in pins)
+        self._kv.epoch += 1
         return {"num_unpinned": num_ended, **self._pins()}
 
     def pins(self) -> dict[str, Any]:
@@ -86,7 +90,9 @@ class CacheAdmin:
         """Drop blocks in the order of the eviction policy."""
         if num_blocks < 1:
             raise InvalidInputError(f"{num_blocks} blocks cannot be evicted; give at least 1")
-        return {"num_dropped_blocks": self._kv.evict(num_blocks), **self._left()}
+        num_dropped = self._kv.evict(num_blocks)
+        self._kv.tell_events()
+        return {"num_dropped_blocks": num_dropped, **self._left()}
 
     def _policy_name(self, class_name: str) -> str:
         name = self._kv.policy_names.get(class_name)

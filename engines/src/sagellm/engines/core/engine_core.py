@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from sagellm.core import (
     STEP_TOKEN_BOUNDS,
     BlockId,
+    CopyBlocks,
     EngineError,
     EngineMetrics,
     EngineProtocol,
     EngineSequence,
+    ExecutorProtocol,
     FinishReason,
+    KVOp,
+    KVSavesProtocol,
     LifetimePredictorProtocol,
     NullTrace,
     OutOfBlocksError,
@@ -25,6 +31,7 @@ from sagellm.core import (
     RequestRecord,
     RequestStatus,
     Runtime,
+    Seat,
     SequenceId,
     StepRecord,
     TokenOutput as TokenOutput,
@@ -33,14 +40,13 @@ from sagellm.core import (
 )
 from sagellm.engines.attention.progress import ProgressHook
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
-from sagellm.engines.core.kv_saves import KVSaves
-from sagellm.engines.core.model_runner import ModelRunner
 from sagellm.engines.core.observers import Observers
 from sagellm.engines.core.scheduler import Scheduler
-from sagellm.engines.core.sequence import ScheduledSequence, Sequence
-from sagellm.engines.core.step_runner import StepResults, StepRunner
-from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.core.step_runner import PlannedStep, StepResult, StepRunner
+from sagellm.engines.core.step_tokens import StepTokens
 from sagellm.engines.sampling.stop import check_stop_conditions
+from sagellm.engines.worker.worker import Worker
 
 logger = get_logger(__name__)
 
@@ -64,20 +70,22 @@ class CoreParts:
 
     scheduler: Scheduler
     kv: KVCacheManager
-    saves: KVSaves
-    runner: ModelRunner
-    sampler: Sampler
+    saves: KVSavesProtocol
+    steps: StepRunner
+    executor: ExecutorProtocol
+    worker: Worker  # of this process
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    around_step: Callable[[], AbstractContextManager[object]] = nullcontext  # forward pass and sampling
     progress: ProgressHook = field(default_factory=ProgressHook)
 
 
 class EngineCore(EngineProtocol):
-    """Runs sequences to their end, one step for all of them at a time.
+    """Runs sequences to their end, one step for all of them at a time: plan, submit, collect, commit.
+
+    Where the executor has a depth, that many steps are in flight while the next one is planned.
 
     A fault in the forward pass or in sampling belongs to one sequence, which StepRunner finds, and
     only that one ends with the reason "error".
@@ -90,13 +98,13 @@ class EngineCore(EngineProtocol):
 
     def __init__(self, parts: CoreParts) -> None:
         self.parts = parts
-        self.scheduler, self.kv, self.runner = parts.scheduler, parts.kv, parts.runner
-        self._steps = StepRunner(parts.runner, parts.sampler, parts.trace, parts.around_step)
+        self.scheduler, self.kv, self.steps = parts.scheduler, parts.kv, parts.steps
+        self.runner = parts.worker.runner
+        self._seats = parts.kv.seats
         self._trace = parts.trace
         self._is_traced = not isinstance(parts.trace, NullTrace)
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
-        self._first_token_ns: dict[SequenceId, int] = {}
         self._num_steps = self._num_idle_steps = 0
         self._num_preemptions_seen = 0
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
@@ -104,59 +112,54 @@ class EngineCore(EngineProtocol):
         if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
             self.kv.observe(lambda events: kv_observers.tell(events=events))
 
-    def step(self) -> list[TokenOutput]:
-        """Compute one step and return what it did to each sequence that it sampled or ended."""
+    def step(self) -> Seq[TokenOutput]:
+        """Plan and submit a step, and return what became known of the one before, or of this one."""
         with self._trace.span("step"):
             return self._step()
 
-    def _step(self) -> list[TokenOutput]:
+    def _step(self) -> Seq[TokenOutput]:
         started_ns = self._clock.now_ns()
-        scheduled: list[ScheduledSequence] = []
-        outputs: list[TokenOutput] = []
+        planned: PlannedStep | None = None
+        outputs = StepTokens()
         try:
             self.kv.poll()
             with self._trace.span("schedule"):
-                scheduled = self.scheduler.schedule()
-            if not scheduled and self.kv.num_fetches:
-                self._clock.sleep_ns(_FETCH_WAIT_NS)
-                return outputs
-            if not scheduled and (head := self.scheduler.shut_out()) is not None:
-                outputs.append(self._fail(head.sequence_id, self._no_room(head)))
-            self._require_progress(scheduled)
-            self.runner.copy_blocks(self.kv.take_copies())
-            results = self._run(scheduled)
-            with self._trace.span("advance"):
-                for entry in scheduled:
-                    output = self._advance(entry, results, started_ns)
-                    if output is not None:
-                        outputs.append(output)
+                planned = self.scheduler.schedule()
+            if planned is not None:
+                self.steps.submit(planned, self._copies())
+            elif not self.steps.num_in_flight:
+                if self.kv.num_fetches:
+                    self._clock.sleep_ns(_FETCH_WAIT_NS)
+                    return outputs
+                if (head := self.scheduler.shut_out()) is not None:
+                    outputs.add(self._fail(head.sequence_id, self._no_room(head)))
+            self._require_progress(planned)
+            for result in self.steps.collect(0 if planned is None else self.steps.depth):
+                with self._trace.span("advance"):
+                    self._advance(result, outputs)
+            self._measure_prefill()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             described = self.parts.registry.describe(error)
             logger.exception("a step failed; every request ends with an error: %s", described)
-            outputs += [self._fail(sequence_id, error) for sequence_id in self.scheduler.sequence_ids]
+            for sequence_id in self.scheduler.sequence_ids:
+                outputs.add(self._fail(sequence_id, error))
             self.kv.take_copies()  # what they were for has ended
-        self._observe(started_ns, scheduled)
+        self._observe(started_ns, planned)
         return outputs
 
     def add(self, sequence: EngineSequence) -> None:
         """Queue a sequence."""
         if not isinstance(sequence, Sequence):
-            sequence = Sequence.of(
-                sequence.request,
-                sequence.sequence_id,
-                params=sequence.params,
-                seed=sequence.seed,
-                stop_token_ids=sequence.stop_token_ids,
-            )
+            sequence = Sequence.of(sequence)
         request = sequence.request
         asked = PredictionRequest(
             sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
         )
         with self._guessing():
             prediction = self.parts.predictor.predict(asked)
-            sequence.schedule.predicted_remaining_tokens = prediction.remaining_length
+            sequence.predicted_remaining_tokens = prediction.remaining_length
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
         if self._is_traced:
@@ -171,19 +174,24 @@ class EngineCore(EngineProtocol):
                     self._finish(sequence_id, finish_reason)
             self.kv.tell_events()
 
-    def warm_up(self, sequence: Sequence) -> None:
+    def warm_up(self, sequence: EngineSequence) -> None:
         """Compute a prompt and one token after it, past the scheduler, the cache and all that counts.
 
         Only before the first request: the KV goes into the first blocks, which nobody holds yet. Raises
         EngineError if the model fails.
         """
-        num_tokens = sequence.num_tokens
-        sequence.block_ids = [BlockId(each) for each in range(self.kv.num_blocks_for(num_tokens + 1))]
-        for start, num_new in ((0, num_tokens), (num_tokens, 1)):
-            results = self._steps.run([ScheduledSequence(sequence, start, num_new)])
-            if (error := results.errors.get(sequence.sequence_id)) is not None:
+        warming = Sequence.of(sequence)
+        num_blocks = self.kv.num_blocks_for(warming.num_tokens + 1)
+        seat = self._seats.take(
+            warming, warming.token_ids(), [BlockId(each) for each in range(num_blocks)], 0
+        )
+        for num_new in (warming.num_tokens, 1):
+            self.steps.submit(
+                PlannedStep(seats=np.array([seat], np.int32), num_new=np.array([num_new], np.int32)), ()
+            )
+            for error in (error for result in self.steps.collect(0) for error in result.errors.values()):
                 raise EngineError(f"the engine failed at its first step: {error}") from error
-            sequence.output_token_ids.append(results.tokens[sequence.sequence_id].token_id)
+        self._seats.leave(seat)
 
     def has_unfinished(self) -> bool:
         """Say whether a sequence waits or runs."""
@@ -194,10 +202,12 @@ class EngineCore(EngineProtocol):
         with self._without_exits():
             try:
                 self.abort(list(self.scheduler.sequence_ids))
+                list(self.steps.collect(0))
                 self.parts.saves.close()
             finally:
                 self._trace.close()
                 self.kv.close()
+                self.parts.executor.close()
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot with the metrics of every module."""
@@ -220,16 +230,16 @@ class EngineCore(EngineProtocol):
         """Have a module's metrics in the snapshot, under its kind."""
         self.parts.metrics_of[kind] = read
 
-    def _run(self, scheduled: list[ScheduledSequence]) -> StepResults:
-        """Compute a step, and note how long its prefill took where that decides what is fetched."""
-        if self.kv.offload is None:
-            return self._steps.run(scheduled)
-        started_ns = self._clock.now_ns()
-        results = self._steps.run(scheduled)
-        context = sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in scheduled)
-        num_tokens = sum(entry.num_tokens for entry in scheduled)
-        self.kv.offload.prefill.measure(num_tokens, context, self._clock.now_ns() - started_ns)
-        return results
+    def _copies(self) -> Seq[KVOp]:
+        pairs = self.kv.take_copies()
+        return (CopyBlocks(pairs),) if pairs else ()
+
+    def _measure_prefill(self) -> None:
+        """Note how long the prefill of the last step took, where that decides what is fetched."""
+        step = self.steps.take_last()
+        if self.kv.offload is not None and step is not None:
+            context = float((step.num_new * (step.starts + step.num_new / 2)).sum())
+            self.kv.offload.measure_prefill(step.num_tokens, context, self.steps.last_ns)
 
     def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
         needed, available = self.kv.num_blocks_for(sequence.num_tokens), self.kv.available_blocks
@@ -241,8 +251,9 @@ class EngineCore(EngineProtocol):
             available=available,
         )
 
-    def _require_progress(self, scheduled: list[ScheduledSequence]) -> None:
-        self._num_idle_steps = 0 if scheduled or not self.has_unfinished() else self._num_idle_steps + 1
+    def _require_progress(self, planned: PlannedStep | None) -> None:
+        is_busy = planned is not None or self.steps.num_in_flight or not self.has_unfinished()
+        self._num_idle_steps = 0 if is_busy else self._num_idle_steps + 1
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             self._num_idle_steps = 0
             raise EngineError(
@@ -250,40 +261,60 @@ class EngineCore(EngineProtocol):
                 f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
             )
 
-    def _advance(self, entry: ScheduledSequence, results: StepResults, started_ns: int) -> TokenOutput | None:
-        sequence = entry.sequence
-        sequence_id = sequence.sequence_id
-        if sequence.scheduled_ns is None:
-            sequence.scheduled_ns = started_ns
-        if sequence_id in results.errors:
-            return self._fail(sequence_id, results.errors[sequence_id])
-        sequence.schedule.num_computed_tokens = entry.stop
-        if sequence_id in results.scores:
-            sequence.prompt_scores += results.scores[sequence_id]
-            sequence.num_scored = entry.scored.stop
-        token = results.tokens.get(sequence_id)
-        if token is None:
-            return None
+    def _advance(self, result: StepResult, outputs: StepTokens) -> None:
+        """Hand out what a collected step did, and end the sequences that are over."""
+        for seat, error in result.errors.items():
+            sequence = self._seats.sequences[seat]
+            logger.error("request %s ends with an error", sequence.sequence_id, exc_info=error)
+            outputs.add(self._fail(sequence.sequence_id, error))
+        for seat, scores in result.scores.items():
+            sequence = self._seats.sequences[seat]
+            sequence.prompt_scores += scores
+            sequence.num_scored += len(scores)
+            self._seats.is_scored[seat] = sequence.num_scored < sequence.num_to_score
+        for each in result.had_drafts:
+            self.kv.truncate(Seat(each), int(self._seats.num_tokens[each]))
+        runs = result.tokens
+        is_told = runs.counts > 0
+        sequence_ids = self._seats.sequence_ids[result.seats]
+        if not is_told.all():
+            sequence_ids = sequence_ids[is_told]
+        first = outputs.extend(sequence_ids.tolist(), runs)
+        has_more = result.is_first | result.is_over
+        if result.logprobs:
+            has_more |= np.isin(result.seats, list(result.logprobs))
+        if has_more.any():
+            places, tokens = np.cumsum(is_told) - 1 + first, runs.lists()
+            for row in np.flatnonzero(has_more & is_told).tolist():
+                outputs.replace(int(places[row]), self._describe(result, row, tokens[row]))
+
+    def _describe(self, result: StepResult, row: int, tokens: list[int]) -> TokenOutput:
+        """Return what there is to say of a sequence beside its tokens, and end it if it is over."""
+        seat = Seat(int(result.seats[row]))
+        sequence: Sequence = self._seats.sequences[seat]
         prompt_scores = scheduled_ns = None
-        if not sequence.output_token_ids:
-            self._first_token_ns[sequence_id] = self._clock.now_ns()
-            self._trace.mark_async("first token", sequence_id)
+        if result.is_first[row]:
+            sequence.first_token_ns = self._clock.now_ns()
+            self._trace.mark_async("first token", sequence.sequence_id)
             self.kv.share_computed(sequence)
             prompt_scores, sequence.prompt_scores = sequence.prompt_scores, []
             scheduled_ns = sequence.scheduled_ns
-        sequence.output_token_ids.append(token.token_id)
-        sequence.schedule.num_tokens += 1
-        reason, stop_reason = check_stop_conditions(
-            sequence.params, sequence.output_token_ids, sequence.stop_token_ids, sequence.request.max_tokens
-        )
-        if reason is not None:
-            self._finish(sequence_id, reason)
+        reason = stop_reason = None
+        if result.is_over[row]:
+            reason, stop_reason = check_stop_conditions(
+                sequence.params,
+                sequence.output_token_ids(),
+                sequence.stop_token_ids,
+                sequence.request.max_tokens,
+            )
+            self._finish(sequence.sequence_id, reason or "length")
         return TokenOutput(
-            sequence_id,
-            token,
+            sequence.sequence_id,
+            tokens,
             reason,
             stop_reason,
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            logprobs=result.logprobs.get(seat),
             prompt_scores=prompt_scores,
             scheduled_ns=scheduled_ns,
         )
@@ -297,12 +328,12 @@ class EngineCore(EngineProtocol):
             logger.exception("request %s could not give back all its blocks", sequence_id)
             self._finish(sequence_id, "error")  # it has none any more
         message = self.parts.registry.describe(error)
-        return TokenOutput(sequence_id, None, finish_reason="error", error=message)
+        return TokenOutput(sequence_id, finish_reason="error", error=message)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
         sequence = self.scheduler.finish(sequence_id, _STATUS[reason])
         finished_ns = self._clock.now_ns()
-        num_output_tokens = len(sequence.output_token_ids)
+        num_output_tokens = sequence.num_output_tokens
         self._metrics.num_finished += 1
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
@@ -312,7 +343,6 @@ class EngineCore(EngineProtocol):
                     actual_length=num_output_tokens,
                     actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
                 )
-        first_token_ns = self._first_token_ns.pop(sequence_id, None)
         if self._is_traced:
             self._trace.end_async(
                 "request",
@@ -332,22 +362,24 @@ class EngineCore(EngineProtocol):
                 num_cached_tokens=sequence.num_cached_tokens or 0,
                 num_preemptions=sequence.num_preemptions,
                 arrival_ns=sequence.request.arrival_ns,
-                first_token_ns=first_token_ns,
+                first_token_ns=sequence.first_token_ns,
                 finished_ns=finished_ns,
             )
             self._request_observers.tell(record=record)
 
-    def _observe(self, started_ns: int, scheduled: list[ScheduledSequence]) -> None:
+    def _observe(self, started_ns: int, planned: PlannedStep | None) -> None:
         self._num_steps += 1
         self.kv.tell_events()
         num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
-        num_tokens = sum([entry.num_tokens for entry in scheduled])
+        num_tokens = 0 if planned is None else planned.num_tokens
         if num_tokens:
             self._metrics.num_computed_tokens += num_tokens
             self._metrics.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
         if self._is_traced:
-            self._trace.counter("batch", tokens=num_tokens, sequences=len(scheduled))
+            self._trace.counter(
+                "batch", tokens=num_tokens, sequences=0 if planned is None else len(planned.seats)
+            )
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
             self._trace.counter("queues", waiting=waiting, running=running)
             self._trace.counter("blocks", available=self.kv.available_blocks)

@@ -11,19 +11,23 @@ from sagellm.core import (
     BlockAllocationRequest,
     BlockId,
     Clock,
+    Fetch,
     InsertResult,
     KVCacheEvent,
+    KVOffloadProtocol,
     KVPoolProtocol,
     Namespace,
     OutOfBlocksError,
     PrefixCacheProtocol,
+    PrefixHit,
     PrefixMatch,
+    Seat,
     SequenceId,
     TokenIds,
 )
 from sagellm.engines.core.block_tables import replace_blocks
-from sagellm.engines.core.kv_offload import Fetch, KVOffload
 from sagellm.engines.core.request_log import LoggedRequest, RequestLog
+from sagellm.engines.core.seats import Seats
 from sagellm.engines.core.sequence import Sequence
 
 
@@ -33,6 +37,13 @@ class _Fetching(NamedTuple):
     fetch: Fetch
     token_ids: TokenIds
     match: PrefixMatch
+
+
+class _Awaited(NamedTuple):
+    """What a sequence waits for before its admission, or has waited for."""
+
+    fetch: Fetch
+    is_own: bool
 
 
 class KVCacheManager:
@@ -47,15 +58,17 @@ class KVCacheManager:
         self,
         pool: KVPoolProtocol,
         cache: PrefixCacheProtocol,
+        seats: Seats,
         clock: Clock,
         *,
         policy_names: Mapping[str, str] | None = None,
-        offload: KVOffload | None = None,
+        offload: KVOffloadProtocol | None = None,
     ) -> None:
         self.cache = cache
+        self.seats = seats
         self.offload = offload
-        self._fetches: dict[SequenceId, _Fetching] = {}  # on their way, also for sequences that ended
-        self._fetched: set[SequenceId] = set()  # sequences that wait, and were fetched for
+        self._fetches: list[_Fetching] = []  # on their way, also for sequences that ended
+        self._awaited: dict[SequenceId, _Awaited] = {}
         self.policy_names = dict(policy_names or {})  # what the configuration calls a class
         self.log = RequestLog()
         self._pool = pool
@@ -63,11 +76,10 @@ class KVCacheManager:
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
         self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
-        self._holders: dict[SequenceId, Sequence] = {}  # of blocks, those that fetches wait for aside
         self._owed: list[BlockId] = []  # dropped by the cache, not free yet
         self._copies: list[tuple[BlockId, BlockId]] = []
-        self._namespace: Namespace | None = None  # for whose blocks others may be evicted at this moment
-        pool.set_evictor(self._evict)
+        self.epoch = 0  # changes whenever an answer of `probe` may
+        self.evictor: Callable[[int, Namespace | None], int] = self.evict
 
     @property
     def available_blocks(self) -> int:
@@ -83,13 +95,12 @@ class KVCacheManager:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self._block_size)
 
-    def probe(self, sequence: Sequence) -> None:
-        """Note on the sequence's schedule what its admission would reuse and what it would take."""
+    def probe(self, sequence: Sequence) -> PrefixHit:
+        """Return what the admission of a waiting sequence would reuse and what it would take."""
         tokens = sequence.token_ids()
         match = self.cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
         new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
-        sequence.schedule.prefix_cache_hit = match.match_length
-        sequence.schedule.kv_blocks_needed = new_blocks + self.cache.num_idle_blocks(match)
+        return PrefixHit(match.match_length, new_blocks + self.cache.num_idle_blocks(match))
 
     @property
     def num_fetches(self) -> int:
@@ -99,18 +110,23 @@ class KVCacheManager:
     def is_fetching(self, sequence: Sequence) -> bool:
         """Say whether KV of a sequence is on its way from a tier; begin it, once before each admission.
 
-        What has arrived is in the prefix cache when this says no.
+        Blocks that are on their way for another sequence are waited for, and only what is behind them is
+        fetched then. If such a fetch loses a block, the sequence computes from there on. What has arrived is
+        in the prefix cache when this says no.
         """
         if self.offload is None:
             return False
-        sequence_id = sequence.sequence_id
-        if sequence_id not in self._fetches and sequence_id not in self._fetched:
-            fetching = self._begin_fetch(self.offload, sequence)
-            if fetching is not None:
-                self._fetches[sequence_id] = fetching
-                self._fetched.add(sequence_id)
-                self._end_fetches()
-        return sequence_id in self._fetches
+        awaited = self._awaited.get(sequence.sequence_id)
+        while awaited is None or awaited.fetch.is_over:
+            self._end_fetches()
+            if awaited is not None and (awaited.is_own or not awaited.fetch.is_whole):
+                return False
+            awaited = self._begin_fetch(self.offload, sequence)
+            if awaited is None:
+                self._awaited.pop(sequence.sequence_id, None)
+                return False
+            self._awaited[sequence.sequence_id] = awaited
+        return True
 
     def poll(self) -> None:
         """Let what is on its way between device and tiers move on, before a step."""
@@ -123,6 +139,7 @@ class KVCacheManager:
 
         Raises OutOfBlocksError, and whatever a module raises; then nothing is held.
         """
+        self.epoch += 1
         tokens = sequence.token_ids()
         first_time = sequence.num_cached_tokens is None
         reusable, namespace = self._reusable(sequence, tokens), sequence.request.namespace
@@ -134,27 +151,33 @@ class KVCacheManager:
             new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
             undo.callback(self._pool.free, new_blocks)
             self._pool.share(match.block_ids)
+            undo.callback(self._pool.free, match.block_ids)
+            seat = self.seats.take(sequence, tokens, [*match.block_ids, *new_blocks], match.match_length)
             undo.pop_all()
         if match.partial is not None and match.partial.block_id != new_blocks[0]:
             # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
             self._copies.append((match.partial.block_id, new_blocks[0]))
-        self._holders[sequence.sequence_id] = sequence
-        self._fetched.discard(sequence.sequence_id)
-        sequence.match = match
-        sequence.block_ids = [*match.block_ids, *new_blocks]
+        self._awaited.pop(sequence.sequence_id, None)
+        sequence.match, sequence.seats, sequence.seat = match, self.seats, seat
         if explain is not None:
             sequence.num_cached_tokens = match.match_length
             self.log.add(LoggedRequest.of(sequence, explain, self._clock.now_ns()))
-        schedule = sequence.schedule
-        schedule.num_computed_tokens = match.match_length
-        schedule.num_blocks = len(sequence.block_ids)
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+    def reserve(self, seat: Seat, num_tokens: int) -> None:
         """Give a sequence the blocks that it lacks to hold `num_tokens`. Raises OutOfBlocksError."""
-        missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
+        missing = self.num_blocks_for(num_tokens) - int(self.seats.num_blocks[seat])
         if missing > 0:
-            sequence.block_ids += self._allocate(sequence, missing)
-            sequence.schedule.num_blocks = len(sequence.block_ids)
+            self.seats.append_blocks(seat, self._allocate(self.seats.sequences[seat], missing))
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the KV of the first `num_tokens` tokens of a sequence is there."""
+        self.seats.num_computed[sequence.seat] = self.seats.num_committed[sequence.seat] = num_tokens
+
+    def truncate(self, seat: Seat, num_tokens: int) -> None:
+        """Take the blocks from a sequence that it does not need to hold `num_tokens`."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        if num_blocks < self.seats.num_blocks[seat]:
+            self._pool.free(self.seats.cut_blocks(seat, num_blocks))
 
     def share_computed(self, sequence: Sequence) -> None:
         """Put the full blocks that a running sequence has computed into the prefix cache.
@@ -162,13 +185,14 @@ class KVCacheManager:
         Where the cache has the same content already, the sequence goes on with the cached block
         and gives its own back.
         """
+        self.epoch += 1
         tokens, result = self._insert(sequence, is_running=True)
         held = len(result.block_ids)
-        if result.duplicate_block_ids:
-            pairs = zip(sequence.block_ids[:held], result.block_ids, strict=True)
+        if result.duplicate_block_ids and sequence.seat is not None:
+            pairs = zip(sequence.block_ids, result.block_ids, strict=False)
             swapped = [(own, cached) for own, cached in pairs if own != cached]
             self._pool.share([cached for _, cached in swapped])
-            sequence.block_ids[:held] = result.block_ids
+            self.seats.set_blocks(sequence.seat, 0, result.block_ids)
             self._pool.free([own for own, _ in swapped])
         match = self.cache.match_prefix(tokens[: held * self._block_size], sequence.request.namespace)
         previous, sequence.match = sequence.match, self.cache.lock(match)
@@ -181,7 +205,8 @@ class KVCacheManager:
         Nothing is cached of one that is not sound, whose KV may be what failed. The blocks go back,
         and the sequence is left without any, even where a module raises.
         """
-        self._fetched.discard(sequence.sequence_id)
+        self.epoch += 1
+        self._awaited.pop(sequence.sequence_id, None)
         if sequence.match is None:
             return
         with ExitStack() as giving_back:
@@ -205,6 +230,7 @@ class KVCacheManager:
 
         Between two steps, right after the plan. If pool or cache raise, nothing has changed.
         """
+        self.epoch += 1
         self._pool.move(moves)
         try:
             self.cache.move_blocks(moves)
@@ -212,13 +238,13 @@ class KVCacheManager:
             self._pool.move([(target, source) for source, target in moves])
             raise
         tables = [self._owed]
-        for fetching in self._fetches.values():
+        for fetching in self._fetches:
             tables += (fetching.fetch.block_ids, fetching.match.block_ids)
-        for sequence in self._holders.values():
-            tables.append(sequence.block_ids)
-            if sequence.match is not None:
+        for sequence in self.seats.sequences:
+            if sequence is not None and sequence.match is not None:
                 tables.append(sequence.match.block_ids)
         replace_blocks(tables, moves)
+        self.seats.replace_blocks(dict(moves))
 
     def observe(self, tell: Callable[[Seq[KVCacheEvent]], None]) -> None:
         """Collect what enters and leaves the prefix cache from now on, for `tell_events`."""
@@ -245,6 +271,7 @@ class KVCacheManager:
         """Cache blocks with KV from elsewhere behind a locked match of whole blocks; who calls frees them."""
         if not block_ids:
             return
+        self.epoch += 1
         blocks = match.block_ids + block_ids
         tokens = tokens[: len(blocks) * self._block_size]
         offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
@@ -263,11 +290,9 @@ class KVCacheManager:
         self.tell_events()
         return num_freed
 
-    def evict(self, num_blocks: int) -> int:
-        """Drop cached blocks in the order of the policy; return how many."""
-        num_freed = self._give_back(self.cache.evict(num_blocks))
-        self.tell_events()
-        return num_freed
+    def evict(self, num_blocks: int, namespace: Namespace | None = None) -> int:
+        """Drop cached blocks in the order of the policy, for the sake of a namespace; return how many."""
+        return self._give_back(self.cache.evict(num_blocks, namespace=namespace))
 
     def close(self) -> None:
         """Close the tiers, whose files and connections go now if they do not stay."""
@@ -279,14 +304,20 @@ class KVCacheManager:
         self._pool.check_integrity()
         self.cache.check_integrity()
 
-    def _begin_fetch(self, offload: KVOffload, sequence: Sequence) -> _Fetching | None:
-        """Lock what is cached and have what follows it brought to blocks of its own, if it is worth it."""
+    def _begin_fetch(self, offload: KVOffloadProtocol, sequence: Sequence) -> _Awaited | None:
+        """Return a fetch of what follows the cached blocks: one on its way, or a new one if that is worth it.
+
+        A new one locks what is cached and brings what follows to blocks of its own.
+        """
         tokens, namespace = self._reusable(sequence, sequence.token_ids()), sequence.request.namespace
         match = self.cache.match_prefix(tokens, namespace)
         num_cached = len(match.block_ids) * self._block_size
         headers = offload.find(tokens, namespace, num_cached)
         if not headers:
             return None
+        # Blocks before those of a fetch are locked, so no other fetch brings a later part of this run.
+        if (fetch := offload.fetch_of(headers[0])) is not None:
+            return _Awaited(fetch, is_own=False)
         if match.partial is not None:
             match = self.cache.match_prefix(tokens[:num_cached], namespace)
         end = num_cached + len(headers) * self._block_size
@@ -300,14 +331,16 @@ class KVCacheManager:
             undo.callback(self._pool.free, block_ids)
             if self._copies:  # one of the blocks may be the source of a copy that waits for the step
                 offload.copy_now(self.take_copies())
-            fetching = _Fetching(offload.begin(headers, block_ids), tokens[:end], match)
+            fetch = offload.begin(headers, block_ids)
             undo.pop_all()
-        return fetching
+        self._fetches.append(_Fetching(fetch, tokens[:end], match))
+        return _Awaited(fetch, is_own=True)
 
     def _end_fetches(self) -> None:
         """End completed fetches at once, even if their sequence still waits: others may need the blocks."""
-        for sequence_id in [name for name, one in self._fetches.items() if one.fetch.is_over]:
-            self._end_fetch(self._fetches.pop(sequence_id))
+        for fetching in [each for each in self._fetches if each.fetch.is_over]:
+            self._fetches.remove(fetching)
+            self._end_fetch(fetching)
 
     def _end_fetch(self, fetching: _Fetching) -> None:
         """Put what arrived into the prefix cache, and free the rest."""
@@ -318,11 +351,11 @@ class KVCacheManager:
             self.adopt(fetching.token_ids, match, fetch.block_ids[: fetch.num_done])
 
     def _forget(self, sequence: Sequence) -> None:
-        self._holders.pop(sequence.sequence_id, None)
         sequence.match = None
-        sequence.block_ids = []
-        sequence.schedule.num_computed_tokens = 0
-        sequence.schedule.num_blocks = 0
+        if sequence.seat is not None:
+            sequence.output = sequence.output_token_ids()
+            self.seats.leave(sequence.seat)
+            sequence.seat = None
 
     def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
         # What logits are wanted of is computed: the last token at least.
@@ -331,22 +364,20 @@ class KVCacheManager:
     def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
         if num_blocks == 0:
             return []
-        if self._pool.get_free_blocks() < num_blocks:
-            self._namespace = sequence.request.namespace
-            try:
-                self._pool.evict_if_needed(num_blocks)
-            finally:
-                self._namespace = None
+        if num_blocks <= self._pool.total_blocks:
+            namespace = sequence.request.namespace
+            while (missing := num_blocks - self._pool.get_free_blocks()) > 0 and self.evictor(
+                missing, namespace
+            ):
+                pass
         request = BlockAllocationRequest(
             num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=sequence.request.priority
         )
         return self._pool.allocate(request)
 
-    def _evict(self, num_blocks: int) -> int:
-        return self._give_back(self.cache.evict(num_blocks, namespace=self._namespace))
-
     def _give_back(self, dropped: list[BlockId]) -> int:
         """Free what the cache dropped; if the pool raises, again with what is dropped next."""
+        self.epoch += 1
         self._owed += dropped
         if not self._owed:
             return 0
@@ -356,7 +387,7 @@ class KVCacheManager:
 
     def _insert(self, sequence: Sequence, *, is_running: bool = False) -> tuple[TokenIds, InsertResult]:
         """Cache what a sequence has computed; of one that runs on, the blocks that are full."""
-        num_tokens = sequence.schedule.num_computed_tokens
+        num_tokens = sequence.num_computed_tokens
         if is_running:
             num_tokens -= num_tokens % self._block_size
         num_full = num_tokens // self._block_size

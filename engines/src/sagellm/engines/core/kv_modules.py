@@ -6,10 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sagellm.core import UNNAMED, Clock, ConfigError, KVIdentity, KVPoolProtocol, PrefixCacheProtocol
+from sagellm.core import (
+    UNNAMED,
+    Clock,
+    ConfigError,
+    KVIdentity,
+    KVOffloadProtocol,
+    KVPoolProtocol,
+    PrefixCacheProtocol,
+)
 from sagellm.engines.core.kv_cache_manager import KVCacheManager
-from sagellm.engines.core.kv_offload import KVOffload
-from sagellm.engines.modules import Modules, eviction_policy, prefix_cache
+from sagellm.engines.core.seats import Seats
+from sagellm.engines.modules import Modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +32,30 @@ class KVModules:
 
 def build_kv(
     modules: Modules,
-    block_size: int,
+    seats: Seats,
     num_blocks: int,
     clock: Clock,
     *,
     identity: KVIdentity = UNNAMED,
-    offload: KVOffload | None = None,
+    offload: KVOffloadProtocol | None = None,
 ) -> KVModules:
     """Make them. Raises ConfigError for a pool without blocks and options that a policy does not take."""
     kv, prefix = modules.config.kv, modules.config.prefix_cache
     allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
-    pool = modules.make("kv_pool", kv.pool, num_blocks, block_size, allocator=allocator, clock=clock)
+    pool = modules.make("kv_pool", kv.pool, num_blocks, seats.block_size, allocator=allocator, clock=clock)
     if pool.get_free_blocks() < 1:
-        raise ConfigError(f"kv.pool is {kv.pool!r}, which has no blocks; name one that has")
-    policy = eviction_policy(modules, prefix.eviction_policy, prefix.eviction_options)
+        raise ConfigError(f"kv.pool is {kv.pool.name!r}, which has no blocks; name one that has")
+    policy = modules.eviction_policy(prefix.eviction_policy)
     max_blocks = min(num_blocks, prefix.max_blocks or num_blocks)
-    cache = prefix_cache(modules, max_blocks, policy, clock, identity)
+    cache: PrefixCacheProtocol = modules.make(
+        "prefix_cache",
+        prefix.name if prefix.enabled else "null",
+        max_blocks,
+        kv.block_size,
+        eviction_policy=policy,
+        clock=clock,
+        identity=identity,
+    )
     metrics_of = {
         "kv_pool": pool.metrics,
         "prefix_cache": cache.metrics,
@@ -48,9 +64,9 @@ def build_kv(
     if offload is not None:
         cache.keep_evicted(offload.keep)
         metrics_of["kv_tier"] = offload.metrics
-    policy_names = {type(policy).__name__: prefix.eviction_policy}
+    policy_names = {type(policy).__name__: prefix.eviction_policy.name}
     return KVModules(
-        manager=KVCacheManager(pool, cache, clock, policy_names=policy_names, offload=offload),
+        manager=KVCacheManager(pool, cache, seats, clock, policy_names=policy_names, offload=offload),
         pool=pool,
         cache=cache,
         metrics_of=metrics_of,

@@ -1,122 +1,83 @@
-"""Makes the tiers below the device as a configuration names them."""
+"""Makes what keeps KV below the device, as a configuration names it: tiers, and saves of the prefix cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import cast
 
-from sagellm.core import ConfigError, KVTierProtocol, Runtime, SageLLMError, StoreKey, nearest
-from sagellm.engines.core.kv_cache_manager import KVCacheManager
-from sagellm.engines.core.kv_memory import KVMemory
-from sagellm.engines.core.kv_offload import KVOffload
-from sagellm.engines.core.kv_saves import KVSaves
-from sagellm.engines.core.save_folder import SaveFolder, default_save_folder
+from sagellm.core import (
+    ConfigError,
+    KVMemory,
+    KVOffloadProtocol,
+    KVSavesProtocol,
+    KVSpace,
+    KVTierProtocol,
+    PluginError,
+    ProviderSpec,
+    Runtime,
+    SaveStore,
+    StoreKey,
+)
 from sagellm.engines.modules import Modules
-from sagellm.engines.plugin_failure import plugin_failure
 from sagellm.engines.sizes import parse_bytes
 
-_JOINING = "tiered"
-"""The provider that makes one tier of several."""
-
-_FROM_ENGINE = ("runtime", "store_key")
-"""Parameters of factories that the engine passes, so they are not options."""
+_OFFLOAD, _SAVES = "tiered", "file"
+"""The providers of the kinds `kv_offload` and `kv_saves`."""
 
 
-class TierPlan(NamedTuple):
-    """One tier of `kv.tiers` as it is to be made."""
+def read_tiers(modules: Modules) -> list[ProviderSpec]:
+    """Return the tiers of `kv.tiers` but for those of no bytes, which are off.
 
-    key: str
-    label: str  # as errors call the provider
-    factory: Callable[..., KVTierProtocol]
-    max_bytes: int
-    options: dict[str, Any]
-
-
-def read_tiers(modules: Modules) -> dict[str, TierPlan]:
-    """Read `kv.tiers` by name, but for those of no bytes, which are off.
-
-    Raises ConfigError for invalid sizes, options that a tier does not take, and an unreadable `kv.store_key`.
+    Raises ConfigError for an unreadable `kv.store_key`.
     """
     _store_key(modules)
-    plans = {name: _plan(modules, name, given) for name, given in modules.config.kv.tiers.items()}
-    return {name: plan for name, plan in plans.items() if plan.max_bytes}
+    return [spec for spec in modules.config.kv.tiers if spec.options["max_bytes"]]
 
 
-def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOffload | None:
-    """Make the tiers of `kv.tiers` and join them; None if there are none.
+def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOffloadProtocol | None:
+    """Make the tiers of `kv.tiers` and what keeps evicted KV in them; None if there are none.
 
     Raises ConfigError as `read_tiers` does, and for what a tier cannot be made with.
     """
-    plans = read_tiers(modules)
-    if not plans:
+    specs = read_tiers(modules)
+    if not specs:
         return None
     with ExitStack() as closing:
         tiers = {}
-        for name, plan in plans.items():
-            tiers[name] = _make_tier(plan, runtime, _store_key(modules))
-            closing.callback(tiers[name].close)
-        joined = modules.make("kv_tier", _JOINING, 0, runtime=runtime, tiers=tiers)
+        for spec in specs:
+            tiers[spec.name] = _make_tier(modules, spec, runtime)
+            closing.callback(tiers[spec.name].close)
+        rule, clock = modules.config.kv.fetch, runtime.clock
+        made = modules.make("kv_offload", _OFFLOAD, memory, tiers=tiers, rule=rule, clock=clock)
         closing.pop_all()
-    return KVOffload(
-        joined,
-        memory.backend,
-        memory.identity,
-        block_size=memory.layout.block_size,
-        block_bytes=memory.layout.block_bytes,
-        rule=modules.config.kv.fetch,
-    )
+    return cast(KVOffloadProtocol, made)
 
 
 def build_saves(
-    modules: Modules, memory: KVMemory, kv: KVCacheManager, fingerprint: Callable[[], str], runtime: Runtime
-) -> KVSaves:
+    modules: Modules, memory: KVMemory, space: KVSpace, fingerprint: Callable[[], str], runtime: Runtime
+) -> KVSavesProtocol:
     """Make what saves and loads the prefix cache, in files of the tier `file`."""
     settings = modules.config.kv
-    folder = Path(settings.save_folder) if settings.save_folder else default_save_folder()
+    folder = Path(settings.save_folder) if settings.save_folder else _default_save_folder()
 
     def open_tier(max_bytes: int, name: str) -> KVTierProtocol:
-        options = {"folder": str(folder), "name": name}
-        label, factory = modules.label("kv_tier", "file"), modules.factory("kv_tier", "file")
-        plan = TierPlan("kv.save_folder", label, factory, max_bytes, options)
-        return _make_tier(plan, runtime, _store_key(modules))
+        options = {"max_bytes": max_bytes, "folder": str(folder), "name": name}
+        return _make_tier(modules, ProviderSpec("file", options), runtime)
 
-    saves = SaveFolder(folder, runtime.files, parse_bytes(settings.max_saved, "kv.max_saved"))
-    return KVSaves(kv, memory, saves, open_tier, fingerprint, clock=runtime.clock)
-
-
-def _plan(modules: Modules, name: str, given: object) -> TierPlan:
-    key, factory = f"kv.tiers.{name}", modules.factory("kv_tier", name)
-    if factory is modules.factory("kv_tier", _JOINING):
-        raise ConfigError(f"{key}: this one joins the others by itself; name those alone, as host and file")
-    options: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        options = dict(given)
-        if "max_bytes" not in options:
-            raise ConfigError(f"{key}.max_bytes is missing; give bytes, as in 4GiB")
-        max_bytes = parse_bytes(options.pop("max_bytes"), f"{key}.max_bytes")
-    else:
-        max_bytes = parse_bytes(given, key)
-    _check_options(factory, key, options)
-    return TierPlan(key, modules.label("kv_tier", name), factory, max_bytes, options)
+    store = SaveStore(folder, parse_bytes(settings.max_saved, "kv.max_saved"), open_tier)
+    made = modules.make(
+        "kv_saves", _SAVES, memory, space, store=store, fingerprint=fingerprint, runtime=runtime
+    )
+    return cast(KVSavesProtocol, made)
 
 
-def _check_options(factory: Callable[..., Any], key: str, options: Mapping[str, Any]) -> None:
-    """Compare names alone: a value may be a secret."""
-    _, *parameters = signature(factory).parameters.values()
-    named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
-    takes = [name for name in named if name not in _FROM_ENGINE]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    for name in options:
-        if not isinstance(name, str) or name in _FROM_ENGINE or not (takes_any or name in takes):
-            known = ", ".join(["max_bytes", *takes])
-            raise ConfigError(f"{key} has no option {name!r}; it takes {known}.{nearest(str(name), takes)}")
-    try:
-        signature(factory).bind(0, runtime=None, **options)
-    except TypeError as error:
-        raise ConfigError(f"{key}: {error}") from error
+def _default_save_folder() -> Path:
+    """Return the folder for saves among the user's data."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "sagellm" / "kv"
 
 
 def _store_key(modules: Modules) -> StoreKey | None:
@@ -125,17 +86,13 @@ def _store_key(modules: Modules) -> StoreKey | None:
     return None if source is None else StoreKey.named(source)
 
 
-def _make_tier(plan: TierPlan, runtime: Runtime, store_key: StoreKey | None) -> KVTierProtocol:
-    options = dict(plan.options)
-    if "store_key" in signature(plan.factory).parameters:
-        options["store_key"] = store_key
+def _make_tier(modules: Modules, spec: ProviderSpec, runtime: Runtime) -> KVTierProtocol:
     try:
-        return plan.factory(plan.max_bytes, runtime=runtime, **options)
-    except ConfigError as error:
-        raise ConfigError(f"{plan.key}: {error}") from error
-    except (TypeError, ValueError, OverflowError, OSError, MemoryError) as error:
-        raise ConfigError(f"{plan.key} cannot be made: {type(error).__name__}: {error}") from error
-    except (KeyboardInterrupt, SageLLMError):
+        made: KVTierProtocol = modules.make("kv_tier", spec, runtime=runtime, store_key=_store_key(modules))
+    except PluginError as error:
+        if isinstance(error.__cause__, TypeError | ValueError | OverflowError | OSError):
+            raise ConfigError(f"kv.tiers: {error}") from error
         raise
-    except BaseException as error:
-        raise plugin_failure(plan.label, "its factory", error) from error
+    except MemoryError as error:
+        raise ConfigError(f"kv.tiers: {spec.name!r} cannot be made: MemoryError: {error}") from error
+    return made

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from sagellm.core import MissExplanation, Namespace, RequestId, TokenIds, UnknownRequestError
+from sagellm.core import (
+    InvalidInputError,
+    MissExplanation,
+    Namespace,
+    RequestId,
+    TokenIds,
+    UnknownRequestError,
+)
+from sagellm.engines.config.shown import shown
 from sagellm.engines.core.sequence import Sequence
 
 _MAX_REQUESTS = 1024
@@ -61,8 +69,12 @@ class RequestLog:
     def find(self, name: str | None) -> LoggedRequest:
         """Return a request by its id, or a beginning of it that no other has; None is the latest.
 
-        Raises UnknownRequestError.
+        Raises UnknownRequestError, or InvalidInputError for a name that is not a text.
         """
+        if name is not None and not isinstance(name, str):  # operators' calls are not typed
+            raise InvalidInputError(
+                f"the request is {shown(name)}; it must be a text: its id, or its beginning"
+            )
         if not self._requests:
             raise UnknownRequestError("no request has been admitted yet")
         if name is None:
@@ -75,9 +87,9 @@ class RequestLog:
             return latest[found[0]]
         if found:
             listed = ", ".join(map(repr, found[:_MAX_LISTED])) + (", …" if len(found) > _MAX_LISTED else "")
-            raise UnknownRequestError(f"{name!r} begins {len(found)} ids: {listed}; give more of it")
+            raise UnknownRequestError(f"{shown(name)} begins {len(found)} ids: {listed}; give more of it")
         raise UnknownRequestError(
-            f"no request {name!r} among the last {len(self)}; the latest is "
+            f"no request {shown(name)} among the last {len(self)}; the latest is "
             f"{self._requests[-1].request_id!r}: give one of them, or at least {_MIN_CHARACTERS} "
             "characters that it begins with"
         )

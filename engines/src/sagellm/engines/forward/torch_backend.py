@@ -9,45 +9,74 @@ from dataclasses import replace
 import torch
 
 from sagellm.core import (
+    TRANSFORMERS_CLASS,
+    WHOLE,
     AttentionBackendProtocol,
     BlockId,
-    CausalLM,
     EngineError,
     ForwardBackendProtocol,
     ForwardMetrics,
     InputBatch,
     KVLayout,
+    ModelMetrics,
+    ModelSpec,
     OutOfMemoryError,
+    QuantizerProtocol,
+    Shard,
+    UnsupportedModelError,
+    WeightSource,
 )
 from sagellm.engines.forward.kv_memory import zeroed
 from sagellm.engines.forward.memory import available_memory_bytes
+from sagellm.engines.loading.weights import WeightReader
+from sagellm.engines.models.causal_lm import BuildContext, CausalLM
+from sagellm.engines.models.decoder_loading import FEATURES, DecoderBuilder
 from sagellm.engines.sizes import format_bytes
 
 
 class TorchForwardBackend(ForwardBackendProtocol):
-    """Keeps the KV of all blocks in one buffer and runs the model over it."""
+    """Keeps the KV of all blocks in one buffer and runs the model over it.
 
-    def __init__(
+    A decoder is built from its spec; for other models, classes of transformers run.
+    """
+
+    features = FEATURES | {TRANSFORMERS_CLASS}
+
+    def __init__(  # noqa: PLR0913
         self,
-        model: CausalLM,
-        attention: AttentionBackendProtocol,
+        spec: ModelSpec,
+        weights: WeightSource,
         *,
         device: torch.device,
         dtype: torch.dtype,
+        attention: AttentionBackendProtocol,
+        quantizer: QuantizerProtocol | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
-        self._model = model
+        if shard != WHOLE:
+            raise UnsupportedModelError(f"the backend torch has no parts of a model, and is to be {shard}")
+        context = BuildContext(
+            dtype=dtype, device=device, weights=WeightReader(weights, dtype), quantizer=quantizer
+        )
+        with torch.inference_mode():
+            self._model = _build(spec, context)
         self._attention = attention
         self._device = device
-        self._dtype = dtype
         self._kv: torch.Tensor | None = None
         self._bytes: torch.Tensor | None = None  # the same memory: (blocks, bytes of a block)
         self._metrics = ForwardMetrics()
 
-    def initialize_kv_caches(self, layout: KVLayout, num_blocks: int) -> None:
+    def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate one zeroed buffer for all blocks and view it as the layout says.
 
-        Raises OutOfMemoryError, before touching memory, if it cannot fit.
+        Raises OutOfMemoryError, before touching memory, if it cannot fit; UnsupportedModelError for layers
+        whose KV is not alike.
         """
+        if len(layouts) != 1:
+            raise UnsupportedModelError(f"the backend torch keeps one group of KV, not {len(layouts)}")
+        self._allocate(layouts[0], num_blocks[0])
+
+    def _allocate(self, layout: KVLayout, num_blocks: int) -> None:
         self._kv = self._bytes = None  # a second call replaces the first buffer instead of adding to it
         needed = num_blocks * layout.block_bytes
         available = available_memory_bytes(self._device)
@@ -119,3 +148,15 @@ class TorchForwardBackend(ForwardBackendProtocol):
     def metrics(self) -> ForwardMetrics:
         """Return the counts so far. On a GPU `total_ns` is the time to launch, not to finish."""
         return replace(self._metrics)
+
+    def model_metrics(self) -> ModelMetrics:
+        """Return what the model weighs."""
+        return self._model.metrics()
+
+
+def _build(spec: ModelSpec, context: BuildContext) -> CausalLM:
+    if spec.decoder is not None:
+        return DecoderBuilder(context).build(spec, spec.decoder)
+    from sagellm.engines.models.transformers_model import build_transformers
+
+    return build_transformers(spec, context)

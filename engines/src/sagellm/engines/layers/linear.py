@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
-from sagellm.core import QuantizationOutput, QuantizerProtocol
+from sagellm.core import WHOLE, LinearSpec, ModelMetrics, QuantizerProtocol, Shard
 
-
-class LinearLayer(Protocol):
-    """What a decoder multiplies with."""
-
-    num_parameters: int
-    weight_bytes: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (tokens, out) for (tokens, in)."""
+if TYPE_CHECKING:
+    from sagellm.engines.loading.weights import WeightReader
 
 
 class WideRows:
     """Which rows of a step are multiplied widened: those of sequences that compute many tokens in it.
 
-    A sequence's own tokens decide, not what else is in the batch. All layers of a model share one object.
+    A sequence's own tokens decide, not what else is in the batch.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -64,38 +61,100 @@ class WideRows:
         return product
 
 
-class Linear:
-    """`x @ weight.T + bias`, widened for the rows that `wide_rows` names."""
+class LinearContext(NamedTuple):
+    """What linear layers know of a step. All layers of a model share one object."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, wide_rows: WideRows | None = None
-    ) -> None:
-        self.weight = weight  # (out, in)
-        self.bias = bias
-        self._wide_rows = wide_rows
-        self.num_parameters = weight.numel() + (0 if bias is None else bias.numel())
-        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        if self._wide_rows is not None:
-            return self._wide_rows.multiply(x, self.weight, self.bias)
-        return padded_linear(x, self.weight, self.bias)
+    wide_rows: WideRows
 
 
-class PackedLinear:
-    """The same in bfloat16 on a CPU, with the weight in the order in which oneDNN reads it.
+class LinearMethod(ABC):
+    """How one linear layer keeps its weights, and the product with them.
 
-    A product with few rows takes 0.5 to 0.7 of the time (AVX-512 and AMX); memory is the same. The
-    weight is copied: the caller may use its memory again.
+    `create` is called once, then `load` once for each part, and `apply` in every step. A method may hold
+    another one, which it asks for the product: an adapter adds to it, a shard sums it over ranks.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.num_parameters = weight.numel() + (0 if bias is None else bias.numel())
-        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self.bias = bias
-        self._out_features = len(weight)
-        self._multiply = packed_linear(weight)
+    @abstractmethod
+    def create(self, parts: Sequence[LinearSpec], shard: Shard, dtype: torch.dtype) -> None:
+        """Prepare for parts whose outputs lie side by side, such as query, key and value."""
+
+    @abstractmethod
+    def load(self, part: int, weights: WeightReader) -> None:
+        """Read one of the parts."""
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
+        """Return (tokens, out) for (tokens, in)."""
+
+    @abstractmethod
+    def metrics(self) -> ModelMetrics:
+        """Return what the loaded weights weigh."""
+
+
+class PlainLinear(LinearMethod):
+    """`x @ weight.T + bias`, widened for the rows that the context names."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
+        """Take weights that are in memory instead of `create` and `load`."""
+        self._weight, self._bias = weight, bias
+        self._finish()
+        return self
+
+    def create(self, parts: Sequence[LinearSpec], shard: Shard, dtype: torch.dtype) -> None:
+        """Allocate one weight (out, in) and, where the parts have biases, one bias (out,)."""
+        assert shard == WHOLE, "the backend refuses shards"
+        self._parts, self._num_missing = parts, len(parts)
+        rows = [part.weight.shape[0] for part in parts]
+        self._weight = self._allocate((sum(rows), parts[0].weight.shape[1]), dtype)
+        has_bias = any(part.bias is not None for part in parts)
+        self._bias = torch.zeros(sum(rows), dtype=dtype, device=self._device) if has_bias else None
+        self._begins = [0, *accumulate(rows)]
+
+    def load(self, part: int, weights: WeightReader) -> None:
+        """Read a part straight into its place."""
+        spec, place = self._parts[part], slice(*self._begins[part : part + 2])
+        weights.load(spec.weight, self._weight[place])
+        if spec.bias is not None and self._bias is not None:
+            weights.load(spec.bias, self._bias[place])
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._finish()
+
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
+        """Multiply."""
+        return ctx.wide_rows.multiply(x, self._weight, self._bias)
+
+    def metrics(self) -> ModelMetrics:
+        """Return what weight and bias weigh."""
+        return self._metrics
+
+    def _allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _finish(self) -> None:
+        """Change the weight into the form in which it is kept."""
+        self._weigh(self._weight.numel(), self._weight.nbytes)
+
+    def _weigh(self, num_parameters: int, num_bytes: int) -> None:
+        num_biases, bias_bytes = (0, 0) if self._bias is None else (self._bias.numel(), self._bias.nbytes)
+        self._metrics = ModelMetrics(
+            num_parameters=num_parameters + num_biases, weight_bytes=num_bytes + bias_bytes
+        )
+
+
+class PackedLinear(PlainLinear):
+    """The same in bfloat16 on a CPU, with the weight in the order in which oneDNN reads it.
+
+    A product with few rows takes 0.5 to 0.7 of the time (AVX-512 and AMX); memory is the same. The weight is
+    read into memory that all of them share: freed among what stays, each one's own would leave holes.
+    """
+
+    def __init__(self, device: torch.device, staging: Staging) -> None:
+        super().__init__(device)
+        self._staging = staging
 
     @staticmethod
     def takes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -105,38 +164,58 @@ class PackedLinear:
         """
         return device.type == "cpu" and can_pack(dtype) and widening_for(dtype, device).min_rows is None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         """Multiply."""
         if not len(x):
-            return x.new_empty(0, self._out_features)
-        return self._multiply(x, self.bias)
+            return x.new_empty(0, self._begins[-1])
+        return self._multiply(x, self._bias)
+
+    def _allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return self._staging.take(shape, dtype)
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._multiply = packed_linear(self._weight)
+        del self._weight, self._staging
 
 
-class QuantizedLinear:
+class QuantizedLinear(PlainLinear):
     """The same over a weight that a quantizer holds."""
 
-    def __init__(
-        self, quantizer: QuantizerProtocol, output: QuantizationOutput, bias: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, quantizer: QuantizerProtocol) -> None:
+        super().__init__(device)
         self._quantizer = quantizer
-        self._output = output
-        self.bias = bias
-        self.num_parameters = output.values.numel() + (0 if bias is None else bias.numel())
-        self.weight_bytes = output.num_bytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         """Multiply."""
-        return self._quantizer.linear(x, self._output, self.bias)
+        return self._quantizer.linear(x, self._output, self._bias)
+
+    def _finish(self) -> None:
+        self._output = self._quantizer.quantize(self._weight)
+        del self._weight
+        self._weigh(self._output.values.numel(), self._output.num_bytes)
 
 
-def make_linear(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    quantizer: QuantizerProtocol | None,
-    wide_rows: WideRows | None = None,
-) -> LinearLayer:
-    """Make the layer that a weight (out, in) becomes with this quantizer, or with none."""
-    if quantizer is None:
-        packs = PackedLinear.takes(weight.dtype, weight.device)
-        return PackedLinear(weight, bias) if packs else Linear(weight, bias, wide_rows)
-    return QuantizedLinear(quantizer, quantizer.quantize(weight), bias)
+class Staging:
+    """Memory for one weight at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that is valid until the next one is taken."""
+        size = math.prod(shape)
+        if self._memory.numel() < size or self._memory.dtype != dtype:
+            self._memory = torch.empty(size, dtype=dtype)
+        return self._memory[:size].view(shape)
+
+
+def linear_methods(
+    dtype: torch.dtype, device: torch.device, quantizer: QuantizerProtocol | None
+) -> Callable[[], LinearMethod]:
+    """Return what makes the linear layers of a model with this quantizer, or with none."""
+    if quantizer is not None:
+        return partial(QuantizedLinear, device, quantizer)
+    if PackedLinear.takes(dtype, device):
+        return partial(PackedLinear, device, Staging())
+    return partial(PlainLinear, device)

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from sagellm.core import CheckpointError, UnsupportedModelError
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeParameters:
-    """What a config says about rotary embeddings. `scaling` holds the fields of its kind."""
-
-    theta: float
-    rotary_dim: int  # leading dimensions of a head that turn
-    rope_type: str = "default"
-    max_position_embeddings: int = 0
-    scaling: Mapping[str, Any] = field(default_factory=dict)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a field of the scaling. Raises CheckpointError if it is missing or no number."""
-        value = self.scaling.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(
-                f"rope_parameters.{name} is {value!r}; rope_type {self.rope_type!r} needs a number"
-            )
-        return float(value)
+from sagellm.core import RopeSpec, UnsupportedModelError
 
 
 class RopeFrequencies(NamedTuple):
@@ -41,7 +18,7 @@ class RopeFrequencies(NamedTuple):
     attention_factor: float
 
 
-def rope_frequencies(rope: RopeParameters) -> RopeFrequencies:
+def rope_frequencies(rope: RopeSpec) -> RopeFrequencies:
     """Compute the frequencies. Raises UnsupportedModelError for an unknown kind of scaling."""
     compute = _KINDS.get(rope.rope_type)
     if compute is None:
@@ -51,20 +28,20 @@ def rope_frequencies(rope: RopeParameters) -> RopeFrequencies:
     return compute(rope)
 
 
-def _plain(rope: RopeParameters) -> torch.Tensor:
+def _plain(rope: RopeSpec) -> torch.Tensor:
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     return 1.0 / (rope.theta**exponents)
 
 
-def _default(rope: RopeParameters) -> RopeFrequencies:
+def _default(rope: RopeSpec) -> RopeFrequencies:
     return RopeFrequencies(_plain(rope), 1.0)
 
 
-def _linear(rope: RopeParameters) -> RopeFrequencies:
+def _linear(rope: RopeSpec) -> RopeFrequencies:
     return RopeFrequencies(_plain(rope) / rope.number("factor"), 1.0)
 
 
-def _llama3(rope: RopeParameters) -> RopeFrequencies:
+def _llama3(rope: RopeSpec) -> RopeFrequencies:
     """Stretch long waves by `factor`, leave short ones, blend between (Llama 3.1)."""
     inv_freq = _plain(rope)
     factor = rope.number("factor")
@@ -79,7 +56,7 @@ def _llama3(rope: RopeParameters) -> RopeFrequencies:
     return RopeFrequencies(torch.where(is_medium, blended, stretched), 1.0)
 
 
-def _yarn(rope: RopeParameters) -> RopeFrequencies:
+def _yarn(rope: RopeSpec) -> RopeFrequencies:
     """Interpolate slow dimensions, keep fast ones, ramp between (YaRN, arXiv 2309.00071)."""
     original = rope.number("original_max_position_embeddings", rope.max_position_embeddings)
     factor = rope.number("factor", rope.max_position_embeddings / original)
@@ -98,11 +75,11 @@ def _yarn(rope: RopeParameters) -> RopeFrequencies:
     return RopeFrequencies(inv_freq, _yarn_attention_factor(rope, factor))
 
 
-def _correction_dim(rope: RopeParameters, rotations: float, original: float) -> float:
+def _correction_dim(rope: RopeSpec, rotations: float, original: float) -> float:
     return (rope.rotary_dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
 
-def _yarn_attention_factor(rope: RopeParameters, factor: float) -> float:
+def _yarn_attention_factor(rope: RopeSpec, factor: float) -> float:
     if rope.scaling.get("attention_factor") is not None:
         return rope.number("attention_factor")
     mscale, all_dim = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
@@ -116,7 +93,7 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 
 # Dynamic scaling changes nothing up to the original length, and longer requests are refused.
-_KINDS: dict[str, Callable[[RopeParameters], RopeFrequencies]] = {
+_KINDS: dict[str, Callable[[RopeSpec], RopeFrequencies]] = {
     "default": _default,
     "dynamic": _default,
     "linear": _linear,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from sagellm.engines.layers.rope_scaling import RopeParameters, rope_frequencies
+from sagellm.core import RopeSpec
+from sagellm.engines.layers.rope_scaling import rope_frequencies
 
 _MIN_ROWS = 512
 
@@ -29,7 +30,7 @@ class RotaryEmbedding:
     sequence comes. Source: arXiv 2104.09864; pairs are (i, i + rotary_dim / 2).
     """
 
-    def __init__(self, rope: RopeParameters, device: torch.device) -> None:
+    def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         frequencies = rope_frequencies(rope)
         self.rotary_dim = rope.rotary_dim
         self.attention_factor = frequencies.attention_factor
@@ -45,13 +46,7 @@ class RotaryEmbedding:
         return RotaryTables(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
 
     def apply(self, heads: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
-        """Rotate (tokens, heads, dim); dimensions from rotary_dim on are left alone."""
-        if self.rotary_dim == heads.shape[-1]:
-            return self._rotate(heads, tables)
-        turned, kept = heads[..., : self.rotary_dim], heads[..., self.rotary_dim :]
-        return torch.cat((self._rotate(turned, tables), kept), dim=-1)
-
-    def _rotate(self, heads: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+        """Rotate (tokens, heads, dim)."""
         swapped = torch.roll(heads, self.rotary_dim // 2, dims=-1)
         return torch.addcmul(heads * tables.cos, swapped, tables.sin)
 

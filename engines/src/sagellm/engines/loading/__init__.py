@@ -1,20 +1,21 @@
-"""From a directory or a hub id to a model in memory, with every error found before memory is used."""
+"""From a directory or a hub id to a model's spec and weights, with every error found before allocating."""
 
 from typing import TYPE_CHECKING
 
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.loading.checkpoint import Checkpoint as Checkpoint
+    from sagellm.engines.loading.checkpoint import SafetensorsFormat as SafetensorsFormat
     from sagellm.engines.loading.families import (
         installed_families as installed_families,
+        installed_formats as installed_formats,
         select_family as select_family,
     )
     from sagellm.engines.loading.generation import GenerationDefaults as GenerationDefaults
     from sagellm.engines.loading.load import (
-        LoadedModel as LoadedModel,
-        load_checkpoint as load_checkpoint,
-        load_model as load_model,
+        OpenedModel as OpenedModel,
+        open_checkpoint as open_checkpoint,
+        open_model as open_model,
     )
     from sagellm.engines.loading.placement import (
         resolve_device as resolve_device,
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from sagellm.engines.loading.weights import WeightReader as WeightReader
 
 __all__ = [
-    "Checkpoint",
     "GenerationDefaults",
-    "LoadedModel",
+    "OpenedModel",
+    "SafetensorsFormat",
     "WeightReader",
     "installed_families",
-    "load_checkpoint",
-    "load_model",
+    "installed_formats",
     "load_tokenizer",
+    "open_checkpoint",
+    "open_model",
     "resolve_device",
     "resolve_dtype",
     "resolve_source",
@@ -42,14 +44,15 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "Checkpoint": ".checkpoint",
         "GenerationDefaults": ".generation",
-        "LoadedModel": ".load",
+        "OpenedModel": ".load",
+        "SafetensorsFormat": ".checkpoint",
         "WeightReader": ".weights",
         "installed_families": ".families",
-        "load_checkpoint": ".load",
-        "load_model": ".load",
+        "installed_formats": ".families",
         "load_tokenizer": ".tokenizer",
+        "open_checkpoint": ".load",
+        "open_model": ".load",
         "resolve_device": ".placement",
         "resolve_dtype": ".placement",
         "resolve_source": ".source",

@@ -1,74 +1,123 @@
-"""A checkpoint's directory: its config, and where each of its tensors lies."""
+"""The checkpoint format `safetensors`: its files, and where each of its tensors lies."""
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import chain
+from math import prod
 from pathlib import Path, PurePath
-from typing import Any
+from weakref import WeakValueDictionary
 
-from sagellm.core import CheckpointError, HFConfig
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core import (
+    WHOLE,
+    Checkpoint,
+    CheckpointError,
+    CheckpointFormatProtocol,
+    ModelSpec,
+    Shard,
+    TensorSpec,
+    WeightSource,
+)
 from sagellm.engines.loading.json_file import INDEX_BYTES, read_json, read_optional_json
-from sagellm.engines.loading.safetensors_header import StoredTensor, read_header
+from sagellm.engines.loading.safetensors_header import PlacedTensor, read_header
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUM_NAMED = 5
+# Numbers that numpy lacks come as unsigned integers of the same width.
+_NUMPY_DTYPES = {
+    **{"BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1"},
+    **{"I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "U32": "<u4", "F32": "<f4"},
+    **{"I64": "<i8", "U64": "<u8", "F64": "<f8"},
+}
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A directory whose files all exist and agree with each other. No weight has been read yet."""
+class SafetensorsWeights(WeightSource):
+    """Maps safetensors files. A file is mapped as long as there is a view of one of its tensors."""
 
-    path: Path
-    config: HFConfig
-    generation_config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    def __init__(self, tensors: Mapping[str, PlacedTensor]) -> None:
+        self.tensors = self._tensors = tensors
+        self._maps: WeakValueDictionary[Path, mmap.mmap] = WeakValueDictionary()
 
-    @classmethod
-    def open(cls, path: Path) -> Checkpoint:
+    def get(self, tensor: TensorSpec, shard: Shard = WHOLE) -> npt.NDArray[np.generic]:
+        """Return a view of the file's bytes."""
+        stored, axis = self._tensors[tensor.name], tensor.shard_axis
+        dtype = np.dtype(_NUMPY_DTYPES[stored.dtype])
+        if not stored.num_bytes:
+            whole = np.empty(stored.shape, dtype)
+        else:
+            mapped = self._map(stored)
+            whole = np.frombuffer(mapped, dtype, prod(stored.shape), stored.offset).reshape(stored.shape)
+        return whole if axis is None else whole[(slice(None),) * axis + (shard.of(stored.shape[axis]),)]
+
+    def _map(self, stored: PlacedTensor) -> mmap.mmap:
+        """Map a file, once for all views: each map keeps a file descriptor."""
+        if stored.path.stat().st_size < stored.offset + stored.num_bytes:  # reading there ends the process
+            raise CheckpointError(f"{stored.path} became shorter while it was read")
+        mapped = self._maps.get(stored.path)
+        if mapped is None:
+            with open(stored.path, "rb") as file:
+                self._maps[stored.path] = mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mapped
+
+
+class SafetensorsFormat(CheckpointFormatProtocol):
+    """Checkpoints in the Hugging Face layout: `config.json` and safetensors, in one file or by an index."""
+
+    is_fallback = True
+
+    def accepts(self, path: Path) -> bool:
+        """Accept every directory, to explain what one lacks that no format accepts."""
+        return True
+
+    def open(self, path: Path) -> Checkpoint:
         """Read config and headers. Raises CheckpointError that names what is missing or damaged."""
         if not (path / CONFIG).exists():
             raise CheckpointError(
                 f"{path} has no {CONFIG}; it is not a checkpoint in the Hugging Face layout"
             )
         config = read_json(path / CONFIG)
-        return cls(
+        return Checkpoint(
             path=path,
             config=config,
             generation_config=read_optional_json(path / "generation_config.json"),
-            tensors=_find_tensors(path),
+            weights=SafetensorsWeights(_find_tensors(path)),
         )
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()) -> None:
-        """Compare the tensors with those that the config calls for.
 
-        Raises CheckpointError naming the first few that are missing, left over or of another shape.
-        """
-        missing = [name for name in shapes if name not in self.tensors]
-        left_over = self.tensors.keys() - shapes.keys() - set(ignored)
-        mismatched = [
-            f"{name} is {list(self.tensors[name].shape)} instead of {list(shape)}"
-            for name, shape in shapes.items()
-            if name in self.tensors and self.tensors[name].shape != tuple(shape)
-        ]
-        problems = [
-            f"{len(names)} {what}: {_first(names)}"
-            for what, names in (
-                ("missing", missing),
-                ("not in the model", sorted(left_over)),
-                ("of another shape", mismatched),
-            )
-            if names
-        ]
-        if problems:
-            raise CheckpointError(
-                f"the tensors in {self.path} contradict its {CONFIG}: {'; '.join(problems)}. The files "
-                f"belong to different checkpoints, or {CONFIG} was changed"
-            )
+def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Compare the tensors with those that the config calls for.
+
+    Raises CheckpointError naming the first few that are missing, left over or of another shape.
+    """
+    stored = checkpoint.weights.tensors
+    missing = [name for name in spec.tensors if name not in stored]
+    left_over = stored.keys() - spec.tensors.keys() - spec.ignored_tensors
+    mismatched = [
+        f"{name} is {list(stored[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in spec.tensors.items()
+        if name in stored and stored[name].shape != tensor.shape
+    ]
+    problems = [
+        f"{len(names)} {what}: {_first(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("not in the model", sorted(left_over)),
+            ("of another shape", mismatched),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. The files "
+            f"belong to different checkpoints, or {CONFIG} was changed"
+        )
 
 
 def files_in(path: Path) -> str:
@@ -89,7 +138,7 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _find_tensors(path: Path) -> dict[str, StoredTensor]:
+def _find_tensors(path: Path) -> dict[str, PlacedTensor]:
     if (path / INDEX).exists():
         return _read_shards(path)
     if (path / SINGLE).exists():
@@ -116,7 +165,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     return {name: str(file) for name, file in weight_map.items()}
 
 
-def _read_shards(path: Path) -> dict[str, StoredTensor]:
+def _read_shards(path: Path) -> dict[str, PlacedTensor]:
     weight_map = read_weight_map(path)
     files = sorted(set(weight_map.values()))
     outside = [name for name in files if PurePath(name).name != name]

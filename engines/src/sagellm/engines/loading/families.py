@@ -1,47 +1,70 @@
-"""Which model family runs a checkpoint."""
+"""Which checkpoint format reads a directory, and which model family knows its config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import Any
 
 from sagellm.core import (
     CheckpointError,
+    CheckpointFormatProtocol,
     HFConfig,
     ModelFamilyProtocol,
-    ModelGeometry,
+    ModelSpec,
     PluginError,
     PluginRegistry,
     UnsupportedModelError,
+    call_plugin,
     get_logger,
 )
-from sagellm.engines.plugin_failure import call_plugin
+from sagellm.engines.config.shown import shown
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class SelectedFamily:
-    """The family that will build the model, and the sizes that it read."""
+    """The family that knows a config, and the model that it describes."""
 
     family: ModelFamilyProtocol
-    geometry: ModelGeometry
+    spec: ModelSpec
 
 
 def installed_families(registry: PluginRegistry) -> list[ModelFamilyProtocol]:
     """Make one of each installed model family; one that fails is left out with a warning."""
-    families = []
-    for entry in registry.providers("model_family"):
+    return _make_all(registry, "model_family")
+
+
+def installed_formats(registry: PluginRegistry) -> list[CheckpointFormatProtocol]:
+    """Make one of each installed checkpoint format; one that fails is left out with a warning."""
+    return _make_all(registry, "checkpoint_format")
+
+
+def _make_all(registry: PluginRegistry, kind: str) -> list[Any]:
+    made: list[Any] = []
+    for entry in registry.providers(kind):
         try:
-            factory = cast(type[ModelFamilyProtocol], registry.resolve("model_family", entry.qualified_name))
-            families.append(call_plugin(entry.label, "its factory", factory))
+            made.append(registry.make(kind, entry.qualified_name))
         except PluginError as error:
-            logger.warning("a model family is left out: %s", error)
-    return families
+            logger.warning("a %s is left out: %s", kind.replace("_", " "), error)
+    return made
 
 
-def select_family(config: HFConfig, families: Iterable[ModelFamilyProtocol]) -> SelectedFamily:
+def select_format(path: Path, formats: Iterable[CheckpointFormatProtocol]) -> CheckpointFormatProtocol:
+    """Return the first format that accepts a directory, fallbacks last. Raises CheckpointError for none."""
+    for each in sorted(formats, key=lambda each: each.is_fallback):
+        if call_plugin(f"checkpoint_format {type(each).__name__}", "accepts()", each.accepts, path):
+            return each
+    raise CheckpointError(f"no installed checkpoint format reads {path}")
+
+
+def select_family(
+    config: HFConfig,
+    families: Iterable[ModelFamilyProtocol],
+    tensor_names: frozenset[str] = frozenset(),
+) -> SelectedFamily:
     """Return the first family that accepts the config and can run it, fallbacks last.
 
     Raises UnsupportedModelError with every reason that a family gave, CheckpointError if the
@@ -53,13 +76,13 @@ def select_family(config: HFConfig, families: Iterable[ModelFamilyProtocol]) -> 
         try:
             if not call_plugin(name, "accepts()", family.accepts, config):
                 continue
-            geometry = call_plugin(name, "geometry()", family.geometry, config)
+            spec = call_plugin(name, "spec()", family.spec, config, tensor_names)
         except (UnsupportedModelError, PluginError) as error:
             refusals.append(str(error))
             continue
         if refusals:
             logger.warning("running through %s, because: %s", type(family).__name__, "; ".join(refusals))
-        return SelectedFamily(family, geometry)
+        return SelectedFamily(family, spec)
     raise _unsupported(config, refusals)
 
 
@@ -70,4 +93,4 @@ def _unsupported(config: HFConfig, refusals: list[str]) -> UnsupportedModelError
     if not refusals and config.get("auto_map"):
         refusals = ["it brings model code of its own (auto_map in config.json), which is never run"]
     reasons = "; ".join(refusals) or "no installed model family knows it"
-    return UnsupportedModelError(f"the checkpoint's architecture {name} cannot be run: {reasons}")
+    return UnsupportedModelError(f"the checkpoint's architecture {shown(name)} cannot be run: {reasons}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,15 +14,18 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 22
 
 
-def fingerprint_of(path: Path, settings: ModelConfig) -> str:
-    """Return a hash of a checkpoint's config and weights, and of how they are loaded; 32 hex digits.
+def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
+    """Return a hash of a checkpoint's files and of how they are loaded; 32 hex digits.
 
     Reads every byte of the weights, about a second a gigabyte: a block of another model must never be found.
     """
     digest = blake2b(digest_size=16)
-    for part in (settings.dtype, settings.quantization or ""):
+    quantization = settings.quantization and settings.quantization.plain()
+    if isinstance(quantization, dict):
+        quantization = json.dumps(quantization, sort_keys=True, default=str)
+    for part in (settings.dtype, quantization or ""):
         digest.update(f"{len(part)}:{part}".encode())
-    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as opened:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sagellm.core import CheckpointError, HFConfig
+from sagellm.engines.config.shown import shown
 
 _FILE = "generation_config.json"
 
@@ -53,7 +54,7 @@ def _token_ids(key: str, value: Any) -> frozenset[int]:
     ids = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     ids = [token for token in ids if token is not None]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise CheckpointError(f"{key} is {value!r}; it must be a token id or a list of them")
+        raise CheckpointError(f"{key} is {shown(value)}; it must be a token id or a list of them")
     return frozenset(ids)
 
 
@@ -77,5 +78,5 @@ def _integer(values: Mapping[str, Any], name: str) -> int | None:
 def _checked(value: Any, name: str, kind: Literal["number", "integer"]) -> float:
     wanted = int if kind == "integer" else int | float
     if isinstance(value, bool) or not isinstance(value, wanted):
-        raise CheckpointError(f"{_FILE}: {name} is {value!r}; it must be a {kind}")
+        raise CheckpointError(f"{_FILE}: {name} is {shown(value)}; it must be a {kind}")
     return value

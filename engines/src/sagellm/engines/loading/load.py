@@ -1,30 +1,39 @@
-"""Loading a model: find it, check it, and only then allocate."""
+"""Opening a model: find it, check it, and only then allocate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sagellm.core import (
-    BuildContext,
-    CausalLM,
+    WHOLE,
+    CheckpointFormatProtocol,
     ModelFamilyProtocol,
-    ModelGeometry,
+    ModelSpec,
     PluginRegistry,
-    QuantizerProtocol,
+    Shard,
+    TensorSpec,
+    WeightSource,
 )
-from sagellm.engines.loading.checkpoint import Checkpoint
-from sagellm.engines.loading.families import installed_families, select_family
+from sagellm.engines.loading.checkpoint import CONFIG, SafetensorsFormat, check_tensors
+from sagellm.engines.loading.families import (
+    installed_families,
+    installed_formats,
+    select_family,
+    select_format,
+)
 from sagellm.engines.loading.generation import GenerationDefaults
 from sagellm.engines.loading.placement import dtype_name, resolve_dtype
 from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
 from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
-from sagellm.engines.loading.weights import WeightReader
-from sagellm.engines.progress import progress_bar
+from sagellm.engines.progress import Advance, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,14 +42,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model ready to run, and what its checkpoint says about using it."""
+class OpenedModel:
+    """A checkpoint that has passed all checks, before any weight is read."""
 
     path: Path
-    model: CausalLM
-    geometry: ModelGeometry
+    spec: ModelSpec
+    weights: WeightSource
     dtype: torch.dtype
-    device: torch.device
     tokenizer: PreTrainedTokenizerBase | None
     generation: GenerationDefaults
 
@@ -50,72 +58,73 @@ class LoadedModel:
         return dtype_name(self.dtype)
 
     @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return self.generation.eos_token_ids
+    def files(self) -> set[Path]:
+        """The files with config and weights."""
+        config = self.path / CONFIG
+        weights = {tensor.path for tensor in self.weights.tensors.values()}
+        return weights | {config} if config.exists() else weights
+
+    @contextmanager
+    def reading(self) -> Iterator[WeightSource]:
+        """Yield the weights, with a progress bar on a terminal."""
+        total = sum(tensor.num_bytes for tensor in self.weights.tensors.values())
+        with progress_bar("loading weights", total=total, unit="bytes") as advance:
+            yield _CountedWeights(self.weights, advance)
 
 
-def load_model(
-    settings: ModelConfig,
-    registry: PluginRegistry,
-    *,
-    device: torch.device,
-    quantizer: QuantizerProtocol | None = None,
-) -> LoadedModel:
-    """Load the model that a configuration names, with the model families that are installed.
+class _CountedWeights(WeightSource):
+    """Reports the bytes of each tensor once."""
+
+    def __init__(self, weights: WeightSource, advance: Advance) -> None:
+        self.tensors = weights.tensors
+        self._weights, self._advance = weights, advance
+        self._left = {name: tensor.num_bytes for name, tensor in weights.tensors.items()}
+
+    def get(self, tensor: TensorSpec, shard: Shard = WHOLE) -> npt.NDArray[np.generic]:
+        """Return a view of the file's bytes."""
+        array = self._weights.get(tensor, shard)
+        num_bytes = min(array.nbytes, self._left[tensor.name])
+        self._left[tensor.name] -= num_bytes
+        self._advance(num_bytes)
+        return array
+
+
+def open_model(settings: ModelConfig, registry: PluginRegistry) -> OpenedModel:
+    """Open the model that a configuration names, with the families and formats that are installed.
 
     Raises CheckpointError or UnsupportedModelError with the reason.
     """
-    path = resolve_source(settings.name, revision=settings.revision)
-    return load_checkpoint(
-        path,
+    return open_checkpoint(
+        resolve_source(settings.name, revision=settings.revision),
         installed_families(registry),
+        installed_formats(registry),
         dtype=settings.dtype,
-        device=device,
-        quantizer=quantizer,
         tokenizer_path=resolve_tokenizer(settings),
     )
 
 
-def load_checkpoint(
+def open_checkpoint(
     path: Path,
     families: Iterable[ModelFamilyProtocol],
+    formats: Iterable[CheckpointFormatProtocol] = (SafetensorsFormat(),),
     *,
     dtype: str | torch.dtype = "auto",
-    device: torch.device | None = None,
-    quantizer: QuantizerProtocol | None = None,
     tokenizer_path: Path | None = None,
-) -> LoadedModel:
-    """Load a directory, with a progress bar on a terminal.
-
-    Nothing is allocated before config, headers and shapes have been checked.
-    """
-    checkpoint = Checkpoint.open(path)
-    config, names = checkpoint.config, frozenset(checkpoint.tensors)
-    selected = select_family(config, families)
-    family = selected.family
-    checkpoint.check(family.tensor_shapes(config, names), family.ignored_tensors(config, names))
+) -> OpenedModel:
+    """Open a directory and check config, headers, shapes and tokenizer."""
+    checkpoint = select_format(path, formats).open(path)
+    config = checkpoint.config
+    spec = select_family(config, families, frozenset(checkpoint.weights.tensors)).spec
+    check_tensors(checkpoint, spec)
     generation = GenerationDefaults.read(checkpoint.generation_config, config)
     tokenizer = load_tokenizer(tokenizer_path or path)
     if tokenizer is not None:
-        check_tokenizer(tokenizer, selected.geometry.vocab_size, tokenizer_path or path)
-    resolved = resolve_dtype(dtype, config)
-    num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    with progress_bar("loading weights", total=num_bytes, unit="bytes") as advance, torch.inference_mode():
-        context = BuildContext(
-            dtype=resolved,
-            device=device or torch.device("cpu"),
-            tensor_names=names,
-            load=WeightReader(checkpoint.tensors, resolved, advance).load,
-            quantizer=quantizer,
-        )
-        model = family.build(config, context)
-    return LoadedModel(
+        check_tokenizer(tokenizer, spec.geometry.vocab_size, tokenizer_path or path)
+    return OpenedModel(
         path=path,
-        model=model,
-        geometry=selected.geometry,
-        dtype=resolved,
-        device=context.device,
+        spec=spec,
+        weights=checkpoint.weights,
+        dtype=resolve_dtype(dtype, config),
         tokenizer=tokenizer,
         generation=generation,
     )

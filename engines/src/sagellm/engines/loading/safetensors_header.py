@@ -7,11 +7,12 @@ Source: the format's description at huggingface.co/docs/safetensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sagellm.core import CheckpointError, ConfigError
+from sagellm.core import CheckpointError, ConfigError, StoredTensor
 from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.loading.json_file import check_file
 
@@ -39,17 +40,14 @@ _MAX_SHOWN = 64  # characters of a value in a message
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-class StoredTensor(NamedTuple):
-    """One tensor of a file: its type and shape, and where its bytes lie."""
+@dataclass(frozen=True, kw_only=True)
+class PlacedTensor(StoredTensor):
+    """One tensor of a file, and where its bytes lie."""
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
     offset: int  # from the beginning of the file
-    num_bytes: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, PlacedTensor]:
     """Return the tensors of a file by name.
 
     Raises CheckpointError if the file is cut off, or if sizes, types and offsets do not agree.
@@ -85,7 +83,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> StoredTensor:
+def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> PlacedTensor:
     try:
         dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
         first, last = (int(offset) for offset in entry["data_offsets"])
@@ -102,10 +100,10 @@ def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) 
             f"{path}: tensor {name!r} of {dtype} {shape} cannot lie in bytes {first} to {last}; "
             f"fetch it again"
         )
-    return StoredTensor(path, dtype, shape, begin + first, last - first)
+    return PlacedTensor(path=path, dtype=dtype, shape=shape, num_bytes=last - first, offset=begin + first)
 
 
-def _check_extent(path: Path, tensors: Mapping[str, StoredTensor], begin: int, file_bytes: int) -> None:
+def _check_extent(path: Path, tensors: Mapping[str, PlacedTensor], begin: int, file_bytes: int) -> None:
     """Check that the tensors fill the rest of the file, without a gap or an overlap."""
     position = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):

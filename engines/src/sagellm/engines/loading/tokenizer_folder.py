@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError
+from sagellm.engines.config.shown import shown
 from sagellm.engines.loading.json_file import read_json
 
 if TYPE_CHECKING:
@@ -105,4 +106,4 @@ def _check_class(file: Path, values: Mapping[str, Any]) -> None:
     short = str(name).removesuffix("Fast")
     for found in map(find, (str(name), short, f"{short}Fast")):
         if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
-            raise CheckpointError(f"{file}: tokenizer_class is {name!r}, which is not a tokenizer")
+            raise CheckpointError(f"{file}: tokenizer_class is {shown(name)}, which is not a tokenizer")

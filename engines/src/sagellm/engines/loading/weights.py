@@ -1,17 +1,14 @@
-"""Reading tensors out of safetensors files, in bounded memory.
-
-Files are read, never mapped: pages of a mapping would count as this process' memory.
-"""
+"""Copying tensors out of a weight source, in bounded memory."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from sagellm.core import CheckpointError
-from sagellm.engines.loading.safetensors_header import ITEM_BYTES, StoredTensor
+from sagellm.core import CheckpointError, Shard, StoredTensor, TensorSpec, WeightSource
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -26,6 +23,7 @@ _DTYPES = {
     "F64": torch.float64,
 }
 _FLOATS = {"F16", "BF16", "F32", "F64"}
+_MAPPED_BYTES = 16 << 20  # of a file; its pages count as this process' memory until they are unmapped
 _STAGING_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20  # small enough to be checked while it is in a core's own cache
 # The integer type of the same width, and the bits of infinity.
@@ -38,33 +36,26 @@ _BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
 
 
 class WeightReader:
-    """Reads one tensor at a time; floating-point ones come in the wanted dtype.
+    """Copies one tensor at a time to where it stays; floating-point ones come in the wanted dtype.
 
-    Peak memory is the tensor itself, plus 16 MiB where its type or device changes. Calls may come
-    from several threads. `on_read` is called with the bytes of each tensor. All values must be finite, which
-    a core checks at about 12 GB/s: one NaN makes all output meaningless.
+    Of the files only a few MiB are in memory at a time. Calls may come from several threads. All values must
+    be finite, which a core checks at about 12 GB/s: one NaN makes all output meaningless.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, StoredTensor],
-        dtype: torch.dtype,
-        on_read: Callable[[float], None] = lambda num_bytes: None,
-    ) -> None:
-        self._tensors = tensors
+    def __init__(self, weights: WeightSource, dtype: torch.dtype) -> None:
+        self._weights = weights
         self._dtype = dtype
-        self._on_read = on_read
 
-    def load(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def load(self, tensor: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a tensor, into `out` if that is given, on whatever device it is.
 
         Raises CheckpointError if its type cannot be used, if a value is NaN or infinite, or if the file has
         changed.
         """
-        stored = self._tensors[name]
+        stored = self._weights.tensors[tensor.name]
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{stored.path}: tensor {name!r} has the type {stored.dtype}; only plain integers and "
+                f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only plain integers and "
                 f"{', '.join(sorted(_FLOATS))} can be loaded"
             )
         source = _DTYPES[stored.dtype]
@@ -73,32 +64,51 @@ class WeightReader:
             out = torch.empty(stored.shape, dtype=target)
         assert out.shape == stored.shape, "out has the tensor's shape"
         assert out.is_contiguous(), "out is one piece"
-        if not stored.num_bytes:
-            return out
+        begin, flat = 0, out.view(-1)
         try:
-            with open(stored.path, "rb", buffering=0) as file:
-                if source == out.dtype and out.device.type == "cpu":
-                    _fill_checked(file.fileno(), out, stored)
-                else:
-                    _fill_staged(file.fileno(), out, stored, source)
-        except EOFError:
-            raise CheckpointError(f"{stored.path} became shorter while it was read") from None
+            for array in self._pieces(tensor, stored):
+                _fill(flat[begin : begin + array.size], array, source)
+                begin += array.size
+                del array  # with the last view goes the map, and the memory that its pages take
         except _NotFiniteError as error:
-            raise CheckpointError(f"{stored.path}: tensor {name!r} {error}") from None
-        self._on_read(stored.num_bytes)
+            raise CheckpointError(f"{stored.path}: tensor {tensor.name!r} {error}") from None
         return out
+
+    def are_equal(self, one: TensorSpec, other: TensorSpec) -> bool:
+        """Say whether two tensors are stored as the same bytes."""
+        a, b = (self._weights.tensors[tensor.name] for tensor in (one, other))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+            map(np.array_equal, self._pieces(one, a), self._pieces(other, b))
+        )
+
+    def _pieces(self, tensor: TensorSpec, stored: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
+        """Yield a tensor's values, some rows at a time."""
+        rows = TensorSpec(tensor.name, tensor.shape, 0 if stored.shape else None)
+        num_rows = stored.shape[0] if stored.shape else 1
+        size = max(1, min(num_rows, -(-stored.num_bytes // _MAPPED_BYTES)))
+        for rank in range(size):
+            yield self._weights.get(rows, Shard(rank, size)).reshape(-1)
 
 
 class _NotFiniteError(Exception):
     """A value is NaN or infinite, or becomes so in the target dtype."""
 
 
-def _fill_checked(descriptor: int, tensor: torch.Tensor, stored: StoredTensor) -> None:
-    flat, size = tensor.view(-1), max(1, _PIECE_BYTES // tensor.itemsize)
-    for begin in range(0, flat.numel(), size):
-        part = flat[begin : begin + size]
-        _fill(descriptor, part.view(torch.uint8), stored.offset + begin * tensor.itemsize)
-        _check_finite(part, part)
+def _fill(out: torch.Tensor, array: npt.NDArray[np.generic], source: torch.dtype) -> None:
+    """Copy values piece by piece, through a staging tensor where their type or the device changes."""
+    is_staged = source != out.dtype or out.device.type != "cpu"
+    most = _STAGING_BYTES if out.device.type != "cpu" else _PIECE_BYTES
+    size = max(1, min(len(out), most // source.itemsize))
+    staging = torch.empty(size if is_staged else 0, dtype=source)
+    raw = array.view(np.uint8)
+    for begin in range(0, len(out), size):
+        part = out[begin : begin + size]
+        piece = staging[: len(part)] if is_staged else part
+        place = slice(begin * source.itemsize, (begin + len(part)) * source.itemsize)
+        np.copyto(piece.view(torch.uint8).numpy(), raw[place])
+        if is_staged:
+            part.copy_(piece)
+        _check_finite(part, piece)
 
 
 def _check_finite(values: torch.Tensor, stored: torch.Tensor) -> None:
@@ -127,24 +137,3 @@ def _are_finite(values: torch.Tensor) -> bool:
     bits = values.view(kind).numpy()
     sign = 1 << (8 * values.itemsize - 1)
     return bool(bits.max() < limit and bits.view(f"u{values.itemsize}").max() < limit | sign)
-
-
-def _fill(descriptor: int, target: torch.Tensor, offset: int) -> None:
-    view = memoryview(target.numpy().data)
-    while len(view):
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise EOFError
-        view, offset = view[count:], offset + count
-
-
-def _fill_staged(descriptor: int, tensor: torch.Tensor, stored: StoredTensor, source: torch.dtype) -> None:
-    flat, item_bytes = tensor.view(-1), ITEM_BYTES[stored.dtype]
-    most = _PIECE_BYTES if tensor.device.type == "cpu" else _STAGING_BYTES
-    staging = torch.empty(min(flat.numel(), most // item_bytes), dtype=source)
-    for begin in range(0, flat.numel(), staging.numel()):
-        part = flat[begin : begin + staging.numel()]
-        piece = staging[: part.numel()]
-        _fill(descriptor, piece.view(torch.uint8), stored.offset + begin * item_bytes)
-        part.copy_(piece)
-        _check_finite(part, piece)

@@ -6,11 +6,10 @@ from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.models.decoder import Decoder as Decoder
-    from sagellm.engines.models.decoder_config import DecoderConfig as DecoderConfig
-    from sagellm.engines.models.llama import LlamaFamily as LlamaFamily
-    from sagellm.engines.models.mistral import MistralFamily as MistralFamily
-    from sagellm.engines.models.qwen2 import Qwen2Family as Qwen2Family
-    from sagellm.engines.models.qwen3 import (
+    from sagellm.engines.models.families import (
+        LlamaFamily as LlamaFamily,
+        MistralFamily as MistralFamily,
+        Qwen2Family as Qwen2Family,
         Qwen3Attention as Qwen3Attention,
         Qwen3DecoderLayer as Qwen3DecoderLayer,
         Qwen3Family as Qwen3Family,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Decoder",
-    "DecoderConfig",
     "LlamaFamily",
     "MistralFamily",
     "Qwen2Family",
@@ -39,16 +37,15 @@ __getattr__ = lazy(
     __name__,
     {
         "Decoder": ".decoder",
-        "DecoderConfig": ".decoder_config",
-        "LlamaFamily": ".llama",
-        "MistralFamily": ".mistral",
-        "Qwen2Family": ".qwen2",
-        "Qwen3Attention": ".qwen3",
-        "Qwen3DecoderLayer": ".qwen3",
-        "Qwen3Family": ".qwen3",
-        "Qwen3ForCausalLM": ".qwen3",
-        "Qwen3MLP": ".qwen3",
-        "Qwen3Model": ".qwen3",
+        "LlamaFamily": ".families",
+        "MistralFamily": ".families",
+        "Qwen2Family": ".families",
+        "Qwen3Attention": ".families",
+        "Qwen3DecoderLayer": ".families",
+        "Qwen3Family": ".families",
+        "Qwen3ForCausalLM": ".families",
+        "Qwen3MLP": ".families",
+        "Qwen3Model": ".families",
         "TransformersFamily": ".transformers_family",
     },
 )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from sagellm.core import AttentionBackendProtocol, AttentionSpec, CausalLM, InputBatch, ModelFamilyMetrics
+from sagellm.core import AttentionBackendProtocol, AttentionSpec, InputBatch, ModelMetrics
 from sagellm.engines.layers.activation import SiLUAndMul
 from sagellm.engines.layers.attention import Attention
-from sagellm.engines.layers.linear import LinearLayer, WideRows
+from sagellm.engines.layers.linear import LinearContext, LinearMethod
 from sagellm.engines.layers.rms_norm import HeadNorm, Normalised, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding, RotaryTables
-from sagellm.engines.models.decoder_config import DecoderConfig
+from sagellm.engines.models.causal_lm import CausalLM
 
 
 class StepContext:
     """What all layers of one step share."""
 
-    __slots__ = ("attention", "kv", "plan", "tables")
+    __slots__ = ("attention", "kv", "linears", "plan", "tables")
 
     def __init__(
         self,
@@ -24,11 +24,13 @@ class StepContext:
         attention: AttentionBackendProtocol,
         plan: object,
         tables: RotaryTables,
+        linears: LinearContext,
     ) -> None:
         self.kv = kv  # (blocks, layers, 2, kv_heads, block_size, dim)
         self.attention = attention
         self.plan = plan
         self.tables = tables
+        self.linears = linears
 
 
 class DecoderAttention:
@@ -36,25 +38,24 @@ class DecoderAttention:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        spec: AttentionSpec,
         layer_index: int,
-        qkv_proj: LinearLayer,
-        o_proj: LinearLayer,
+        qkv_proj: LinearMethod,
+        o_proj: LinearMethod,
         *,
         rotary: RotaryEmbedding,
         qk_norm: HeadNorm | None = None,
     ) -> None:
-        sizes = config.geometry
         self.qkv_proj, self.o_proj = qkv_proj, o_proj
         self.qk_norm, self.rotary = qk_norm, rotary
-        spec = AttentionSpec(scale=config.scale, sliding_window=config.window(layer_index))
         self.attention = Attention(layer_index, spec)
-        self._num_heads, self._num_kv_heads = sizes.num_heads, sizes.num_kv_heads
-        self._head_dim = sizes.head_dim
+        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
+        self._head_dim = spec.head_dim
 
     def __call__(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return (tokens, hidden) for (tokens, hidden)."""
-        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self._head_dim)  # (tokens, heads + 2 kv_heads, dim)
+        # (tokens, heads + 2 kv_heads, dim)
+        qkv = self.qkv_proj.apply(hidden, step.linears).view(len(hidden), -1, self._head_dim)
         turning = self._num_heads + self._num_kv_heads
         query_key, value = qkv[:, :turning], qkv[:, turning:]
         if self.qk_norm is not None:
@@ -62,19 +63,19 @@ class DecoderAttention:
         query_key = self.rotary.apply(query_key, step.tables)
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         out = self.attention(query, key, value, step.kv, step.attention, step.plan)
-        return self.o_proj(out.reshape(len(hidden), -1))
+        return self.o_proj.apply(out.reshape(len(hidden), -1), step.linears)
 
 
 class DecoderMLP:
     """`down(silu(gate(x)) * up(x))`, with gate and up in one multiplication."""
 
-    def __init__(self, gate_up_proj: LinearLayer, down_proj: LinearLayer) -> None:
+    def __init__(self, gate_up_proj: LinearMethod, down_proj: LinearMethod) -> None:
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self._act = SiLUAndMul()
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         """Return (tokens, hidden) for (tokens, hidden)."""
-        return self.down_proj(self._act(self.gate_up_proj(hidden)))
+        return self.down_proj.apply(self._act(self.gate_up_proj.apply(hidden, ctx)), ctx)
 
 
 class DecoderLayer:
@@ -95,7 +96,7 @@ class DecoderLayer:
         hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, step)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return Normalised(self.mlp(hidden), residual)
+        return Normalised(self.mlp(hidden, step.linears), residual)
 
 
 class DecoderModel:
@@ -108,12 +109,17 @@ class DecoderModel:
         self.layers, self.norm, self.rotary = layers, norm, rotary
 
     def __call__(
-        self, batch: InputBatch, kv: torch.Tensor, attention: AttentionBackendProtocol, plan: object
+        self,
+        batch: InputBatch,
+        kv: torch.Tensor,
+        attention: AttentionBackendProtocol,
+        plan: object,
+        linears: LinearContext,
     ) -> torch.Tensor:
         """Return normalised hidden states (tokens, hidden)."""
         hidden = torch.nn.functional.embedding(batch.input_ids, self.embed_tokens)
         tables = self.rotary.tables(batch.position_ids, max(batch.seq_lens), hidden.dtype)
-        step = StepContext(kv, attention, plan, tables)
+        step = StepContext(kv, attention, plan, tables, linears)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, step)
@@ -125,30 +131,27 @@ class Decoder(CausalLM):
 
     def __init__(
         self,
-        config: DecoderConfig,
         model: DecoderModel,
-        lm_head: LinearLayer,
-        wide_rows: WideRows,
-        *,
-        metrics: ModelFamilyMetrics,
+        lm_head: LinearMethod,
+        linears: LinearContext,
+        metrics: ModelMetrics,
     ) -> None:
-        self.config, self.model, self.lm_head, self._wide_rows = config, model, lm_head, wide_rows
-        self._metrics = metrics
+        self.model, self.lm_head, self._linears, self._metrics = model, lm_head, linears, metrics
 
     @torch.inference_mode()
     def forward(
         self, batch: InputBatch, kv: torch.Tensor, attention: AttentionBackendProtocol, plan: object
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
-        self._wide_rows.plan(batch.query_lens)
-        return self.model(batch, kv, attention, plan)
+        self._linears.wide_rows.plan(batch.query_lens)
+        return self.model(batch, kv, attention, plan, self._linears)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (rows, vocab) for hidden states (rows, hidden)."""
-        self._wide_rows.plan([len(hidden)])
-        return self.lm_head(hidden)
+        self._linears.wide_rows.plan([len(hidden)])
+        return self.lm_head.apply(hidden, self._linears)
 
-    def metrics(self) -> ModelFamilyMetrics:
+    def metrics(self) -> ModelMetrics:
         """Return what the model weighs."""
         return self._metrics

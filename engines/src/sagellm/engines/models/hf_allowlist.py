@@ -16,6 +16,8 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+from sagellm.engines.config.shown import shown
+
 # What transformers' model classes and masks read from any configuration, declared or not.
 _COMMON = frozenset(
     {
@@ -102,7 +104,7 @@ def _nested_class(config_class: Any, key: str, value: Mapping[str, Any]) -> Any:
     default = getattr(config_class, "sub_configs_defaults", {}).get(key)  # transformers 5.0 has none
     model_type = value.get("model_type", getattr(default, "model_type", None))
     if model_type not in CONFIG_MAPPING:
-        raise ValueError(f"{key}.model_type is {model_type!r}, which transformers does not know")
+        raise ValueError(f"{key}.model_type is {shown(model_type)}, which transformers does not know")
     return CONFIG_MAPPING[model_type]
 
 

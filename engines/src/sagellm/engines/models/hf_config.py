@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
+from sagellm.engines.config.shown import clipped, shown
 from sagellm.engines.models.hf_allowlist import allowed_entries
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -19,6 +20,7 @@ class ContextLimit(NamedTuple):
 
 
 _MAX_LAYERS = 10_000
+_MAX_REASON = 2000
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size")
 
 
@@ -40,7 +42,7 @@ def context_limit(max_position_embeddings: int, ropes: Iterable[Mapping[str, Any
             continue
         if isinstance(original, bool) or not isinstance(original, int | float):
             raise CheckpointError(
-                f"rope_parameters.original_max_position_embeddings is {original!r}; it must be a number"
+                f"rope_parameters.original_max_position_embeddings is {shown(original)}; it must be a number"
             )
         if original <= limit.max_model_len:
             reason = (
@@ -63,14 +65,15 @@ def read_hf_config(config: HFConfig) -> Any:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
-            f"model_type is {model_type!r} in config.json, which this version of transformers does not know"
+            f"model_type is {shown(model_type)} in config.json, "
+            f"which this version of transformers does not know"
         )
     nested = config.get("text_config")
     text_config = nested if isinstance(nested, Mapping) else {}
     quantization = config.get("quantization_config", text_config.get("quantization_config"))
     if quantization is not None:
         named = quantization if isinstance(quantization, Mapping) else {}
-        method = named.get("quant_method", "unnamed")
+        method = clipped(str(named.get("quant_method", "unnamed")))
         raise UnsupportedModelError(
             f"the checkpoint's weights are quantized ({method}); give one in bfloat16, float16 or float32"
         )
@@ -85,7 +88,8 @@ def read_hf_config(config: HFConfig) -> Any:
         config_class = CONFIG_MAPPING[model_type]
         hf = config_class.from_dict(allowed_entries(config, config_class))
     except Exception as error:  # validation errors of many types, none of them ours to tell apart
-        raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from error
+        reason = clipped(str(error), _MAX_REASON)
+        raise CheckpointError(f"config.json is not a valid {model_type} config: {reason}") from error
     text = hf.get_text_config()
     _check_sizes(lambda name: getattr(text, name, None))  # other spellings, and those of a nested config
     return hf

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from sagellm.core import BuildContext, CausalLM, InputBatch, ModelGeometry, UnsupportedModelError
+from sagellm.core import InputBatch, ModelGeometry, UnsupportedModelError
 from sagellm.engines.attention.naive import TorchNaiveBackend
+from sagellm.engines.models.causal_lm import BuildContext, CausalLM
 from sagellm.engines.models.refusal import refuse_on_error
 
 _BLOCK_SIZE = 4

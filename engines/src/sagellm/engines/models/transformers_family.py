@@ -3,157 +3,51 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from sagellm.core import (
-    BuildContext,
-    CausalLM,
+    AttentionSpec,
     HFConfig,
     ModelFamilyProtocol,
     ModelGeometry,
+    ModelSpec,
+    TensorSpec,
     UnsupportedModelError,
 )
-from sagellm.engines.layers.linear import WideRows
 from sagellm.engines.models.hf_config import architecture_of, context_limit, read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.models.refusal import refuse_on_error
-from sagellm.engines.models.transformers_attention import ATTENTION, register
-from sagellm.engines.models.transformers_check import check_consistency
-from sagellm.engines.models.transformers_model import (
-    TransformersCausalLM,
-    quantize_linears,
-    widen_linears,
-)
-from sagellm.engines.models.transformers_probe import AttentionUse, probe_attention
-
-
-@dataclass(frozen=True)
-class _Inspected:
-    """What is known about a config before any weight is read."""
-
-    model_class: Any
-    hf: Any
-    use: AttentionUse
-    geometry: ModelGeometry
-    shapes: dict[str, tuple[int, ...]]  # as the checkpoint names them, without tied copies
-    tied: dict[str, str]  # copy → original, as the checkpoint names them
-    base_prefix: str
-    ignored_patterns: tuple[str, ...]
-
-
-class _LazyTensor:
-    """Loads a tensor when transformers indexes it, as it does with slices of safetensors files."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], load: Callable[[str], torch.Tensor]) -> None:
-        self._name, self.shape, self._load = name, shape, load
-
-    def __getitem__(self, index: object) -> torch.Tensor:
-        return self._load(self._name)[index]  # type: ignore[index]
-
-    def get_shape(self) -> list[int]:
-        """Return the shape, as a slice of a safetensors file does."""
-        return list(self.shape)
+from sagellm.engines.models.transformers_probe import probe_attention
 
 
 class TransformersFamily(ModelFamilyProtocol):
-    """Runs a decoder-only class of transformers with our attention in place of its own.
+    """Describes decoder-only classes of transformers, which run with our attention in place of their own.
 
-    Supported is what the probe and the check at loading find to be supported, not a list of
-    names. Weights are read by our reader; renaming, merging and tying are transformers' own.
+    Supported is what the probe and the check at loading find to be supported, not a list of names.
     """
 
     is_fallback = True
 
-    def __init__(self) -> None:
-        self._inspected: dict[str, _Inspected] = {}
-
     def accepts(self, config: HFConfig) -> bool:
         """Accept every architecture that is a class of transformers for causal language models."""
-        return _find_class(config) is not None
+        return find_class(config) is not None
 
-    def geometry(self, config: HFConfig) -> ModelGeometry:
-        """Read the sizes from what the class does."""
-        return self._inspect(config).geometry
+    def spec(self, config: HFConfig, tensor_names: frozenset[str] = frozenset()) -> ModelSpec:
+        """Read sizes and attention from what the class does.
 
-    def tensor_shapes(
-        self, config: HFConfig, tensor_names: frozenset[str] = frozenset()
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return the tensors that transformers would save, and tied copies that the checkpoint has.
-
-        A copy may stand in for the original. Old checkpoints omit the prefix of the base model.
+        Its tensors are those that transformers would save, and tied copies that the checkpoint has. What the
+        class itself says may be left over is ignored.
         """
-        inspected = self._inspect(config)
-
-        def spelling(name: str) -> str:
-            short = name.removeprefix(inspected.base_prefix)
-            return short if name not in tensor_names and short in tensor_names else name
-
-        shapes = {spelling(name): shape for name, shape in inspected.shapes.items()}
-        stored = {
-            spelling(copy): spelling(original)
-            for copy, original in inspected.tied.items()
-            if spelling(copy) in tensor_names
-        }
-        shapes |= {copy: shapes[original] for copy, original in stored.items()}
-        for original in set(stored.values()) - tensor_names:
-            del shapes[original]
-        return shapes
-
-    def ignored_tensors(self, config: HFConfig, tensor_names: frozenset[str]) -> frozenset[str]:
-        """Ignore what the class itself says may be left over."""
-        patterns = self._inspect(config).ignored_patterns
-        return frozenset(name for name in tensor_names if any(re.search(p, name) for p in patterns))
-
-    def build(self, config: HFConfig, context: BuildContext) -> CausalLM:
-        """Load the class, check it, and quantize its linear layers if that is wanted.
-
-        Linear layers are quantized one by one after loading, so the unquantized weights are in
-        memory once. Raises UnsupportedModelError if the result depends on how tokens are split
-        over steps.
-        """
-        inspected = self._inspect(config)
-        shapes = self.tensor_shapes(config, context.tensor_names)
-        tensors = {name: _LazyTensor(name, shape, context.load) for name, shape in shapes.items()}
-        register()
-        # transformers changes modes of tensors that it makes; those of inference mode forbid it.
-        with (
-            refuse_on_error(f"transformers cannot load {inspected.model_class.__name__}"),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            quiet_transformers(),
-        ):
-            model = inspected.model_class.from_pretrained(
-                None,
-                config=inspected.hf,
-                state_dict=tensors,
-                dtype=context.dtype,
-                attn_implementation=ATTENTION,
-                local_files_only=True,
-            )
-            model = model.eval().to(context.device)
-            if context.quantizer is not None:
-                quantize_linears(model, context.quantizer)
-            wide_rows = WideRows(context.dtype, context.device)
-            widen_linears(model, wide_rows)
-        built = TransformersCausalLM(model, inspected.use.specs, wide_rows)
-        check_consistency(built, inspected.geometry, context)
-        return built
-
-    def _inspect(self, config: HFConfig) -> _Inspected:
-        key = json.dumps(dict(config), sort_keys=True, default=str)
-        if key not in self._inspected:
-            with refuse_on_error("transformers' class cannot be examined"):
-                self._inspected[key] = _inspect(config)
-        return self._inspected[key]
+        with refuse_on_error("transformers' class cannot be examined"):
+            return _spec(config, tensor_names)
 
 
-def _find_class(config: HFConfig) -> Any | None:
+def find_class(config: HFConfig) -> Any | None:
+    """Return the class of transformers that a config names, or None."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -165,8 +59,8 @@ def _find_class(config: HFConfig) -> Any | None:
     return getattr(transformers, str(architecture), None)
 
 
-def _inspect(config: HFConfig) -> _Inspected:
-    model_class: Any = _find_class(config)
+def _spec(config: HFConfig, tensor_names: frozenset[str]) -> ModelSpec:
+    model_class: Any = find_class(config)
     hf = read_hf_config(config)
     text = hf.get_text_config()
     _check_class(model_class, hf)
@@ -182,17 +76,39 @@ def _inspect(config: HFConfig) -> _Inspected:
         )
     if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
         raise UnsupportedModelError("it has convolutions over tokens, whose state paged KV does not hold")
-    use = probe_attention(model, text.num_hidden_layers, getattr(text, "sliding_window", None))
-    return _Inspected(
-        model_class=model_class,
-        hf=read_hf_config(config),  # building has written its own settings into the first
-        use=use,
-        geometry=_geometry(text, use, tied=bool(getattr(hf, "tie_word_embeddings", False))),
-        shapes=_saved_shapes(model),
-        tied=_saved_ties(model),
-        base_prefix=f"{model.base_model_prefix}.",
-        ignored_patterns=tuple(model._keys_to_ignore_on_load_unexpected or ()),
+    attention = probe_attention(model, text.num_hidden_layers, getattr(text, "sliding_window", None))
+    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    return ModelSpec(
+        architecture=model_class.__name__,
+        config=config,
+        geometry=_geometry(text, attention, tied=bool(getattr(hf, "tie_word_embeddings", False))),
+        attention=attention,
+        tensors=_tensors(model, tensor_names),
+        ignored_tensors=frozenset(name for name in tensor_names if any(re.search(p, name) for p in ignored)),
+        decoder=None,
     )
+
+
+def _tensors(model: Any, tensor_names: frozenset[str]) -> dict[str, TensorSpec]:
+    """Return the tensors of a checkpoint with these names, by their names in it.
+
+    A tied copy may stand in for the original. Old checkpoints omit the prefix of the base model.
+    """
+
+    def spelling(name: str) -> str:
+        short = name.removeprefix(f"{model.base_model_prefix}.")
+        return short if name not in tensor_names and short in tensor_names else name
+
+    shapes = {spelling(name): shape for name, shape in _saved_shapes(model).items()}
+    stored = {
+        spelling(copy): spelling(original)
+        for copy, original in _saved_ties(model).items()
+        if spelling(copy) in tensor_names
+    }
+    shapes |= {copy: shapes[original] for copy, original in stored.items()}
+    for original in set(stored.values()) - tensor_names:
+        del shapes[original]
+    return {name: TensorSpec(name, shape) for name, shape in shapes.items()}
 
 
 def _check_class(model_class: Any, hf: Any) -> None:
@@ -217,15 +133,15 @@ def _has_stateful_layers(text: Any) -> bool:
     return any("linear" in kind or "attention" not in kind for kind in map(str, kinds))
 
 
-def _geometry(text: Any, use: AttentionUse, *, tied: bool) -> ModelGeometry:
+def _geometry(text: Any, attention: tuple[AttentionSpec, ...], *, tied: bool) -> ModelGeometry:
     limit = context_limit(text.max_position_embeddings, _rope_parameters(text))
     return ModelGeometry(
-        num_layers=len(use.specs),
+        num_layers=len(attention),
         hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),
-        num_heads=use.num_heads,
-        num_kv_heads=use.num_kv_heads,
-        head_dim=use.head_dim,
+        num_heads=attention[0].num_heads,
+        num_kv_heads=attention[0].num_kv_heads,
+        head_dim=attention[0].head_dim,
         vocab_size=text.vocab_size,
         max_model_len=limit.max_model_len,
         max_model_len_reason=limit.reason,

@@ -1,4 +1,4 @@
-"""A class of transformers run over our paged KV."""
+"""A class of transformers run over our paged KV. Renaming, merging and tying of weights are its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ import torch
 from sagellm.core import (
     AttentionBackendProtocol,
     AttentionSpec,
-    CausalLM,
     InputBatch,
-    ModelFamilyMetrics,
+    ModelMetrics,
+    ModelSpec,
     QuantizerProtocol,
+    TensorSpec,
 )
-from sagellm.engines.layers.linear import Linear, LinearLayer, QuantizedLinear, WideRows
-from sagellm.engines.models.transformers_attention import STEP, PagedStep
+from sagellm.engines.layers.linear import (
+    LinearContext,
+    LinearMethod,
+    PlainLinear,
+    QuantizedLinear,
+    WideRows,
+)
+from sagellm.engines.loading.weights import WeightReader
+from sagellm.engines.models.causal_lm import BuildContext, CausalLM
+from sagellm.engines.models.hf_config import read_hf_config
+from sagellm.engines.models.quiet import quiet_transformers
+from sagellm.engines.models.refusal import refuse_on_error
+from sagellm.engines.models.transformers_attention import ATTENTION, STEP, PagedStep, register
+from sagellm.engines.models.transformers_check import check_consistency
+from sagellm.engines.models.transformers_family import find_class
 
 _HIDDEN = "sagellm_hidden"
 
@@ -48,42 +62,90 @@ class _GivenHidden(torch.nn.Module):
         return self
 
 
-class QuantizedModule(torch.nn.Module):
+class LinearModule(torch.nn.Module):
     """Takes the place of a torch.nn.Linear."""
 
-    def __init__(self, linear: QuantizedLinear) -> None:
+    def __init__(self, linear: LinearMethod, ctx: LinearContext) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear, self._ctx = linear, ctx
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply (…, in) to (…, out)."""
-        return _multiply(self.linear, x)
+        return _multiply(self.linear, self._ctx, x)
 
 
-def quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol) -> None:
+class _LazyTensor:
+    """Loads a tensor when transformers indexes it, as it does with slices of safetensors files."""
+
+    def __init__(self, tensor: TensorSpec, weights: WeightReader) -> None:
+        self._tensor, self._weights, self.shape = tensor, weights, tensor.shape
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._weights.load(self._tensor)[index]  # type: ignore[index]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as a slice of a safetensors file does."""
+        return list(self.shape)
+
+
+def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
+    """Load the class, check it, and quantize its linear layers if that is wanted.
+
+    Linear layers are quantized one by one after loading, so the unquantized weights are in memory once.
+    Raises UnsupportedModelError if the result depends on how tokens are split over steps.
+    """
+    model_class: Any = find_class(spec.config)
+    tensors = {name: _LazyTensor(tensor, context.weights) for name, tensor in spec.tensors.items()}
+    register()
+    ctx = LinearContext(WideRows(context.dtype, context.device))
+    # transformers changes modes of tensors that it makes; those of inference mode forbid it.
+    with (
+        refuse_on_error(f"transformers cannot load {model_class.__name__}"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        quiet_transformers(),
+    ):
+        model = model_class.from_pretrained(
+            None,
+            config=read_hf_config(spec.config),
+            state_dict=tensors,
+            dtype=context.dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+        )
+        model = model.eval().to(context.device)
+        if context.quantizer is not None:
+            _quantize_linears(model, context.quantizer, ctx)
+        _widen_linears(model, ctx)
+    built = TransformersCausalLM(model, spec.attention, ctx)
+    check_consistency(built, spec.geometry, context)
+    return built
+
+
+def _quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol, ctx: LinearContext) -> None:
     """Replace each linear layer, one after another; a head tied to the embedding stays as it is."""
     tied = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and id(child.weight) not in tied:
                 bias = None if child.bias is None else child.bias.detach()
-                output = quantizer.quantize(child.weight.detach())
-                setattr(parent, name, QuantizedModule(QuantizedLinear(quantizer, output, bias)))
+                linear = QuantizedLinear(child.weight.device, quantizer).adopt(child.weight.detach(), bias)
+                setattr(parent, name, LinearModule(linear, ctx))
 
 
-def widen_linears(model: torch.nn.Module, wide_rows: WideRows) -> None:
-    """Make each linear layer widen the rows that `wide_rows` names, where that is faster."""
-    if not wide_rows.is_useful:
+def _widen_linears(model: torch.nn.Module, ctx: LinearContext) -> None:
+    """Make each linear layer widen the rows that the context names, where that is faster."""
+    if not ctx.wide_rows.is_useful:
         return
     for module in model.modules():
         if type(module) is torch.nn.Linear:
-            linear = Linear(module.weight, module.bias, wide_rows)
-            module.forward = partial(_multiply, linear)  # type: ignore[method-assign]
+            linear = PlainLinear(module.weight.device).adopt(module.weight, module.bias)
+            module.forward = partial(_multiply, linear, ctx)  # type: ignore[method-assign]
 
 
-def _multiply(linear: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+def _multiply(linear: LinearMethod, ctx: LinearContext, x: torch.Tensor) -> torch.Tensor:
     """Multiply (…, in) to (…, out)."""
-    return linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+    return linear.apply(x.reshape(-1, x.shape[-1]), ctx).view(*x.shape[:-1], -1)
 
 
 class TransformersCausalLM(CausalLM):
@@ -93,8 +155,8 @@ class TransformersCausalLM(CausalLM):
     replaced by one that passes hidden states through.
     """
 
-    def __init__(self, model: Any, specs: Sequence[AttentionSpec], wide_rows: WideRows) -> None:
-        self._wide_rows = wide_rows
+    def __init__(self, model: Any, specs: Sequence[AttentionSpec], ctx: LinearContext) -> None:
+        self._wide_rows = ctx.wide_rows
         self._metrics = _weigh(model)
         self._base = getattr(model, model.base_model_prefix)
         setattr(model, model.base_model_prefix, _GivenHidden())
@@ -124,15 +186,15 @@ class TransformersCausalLM(CausalLM):
         output = self._head(input_ids=ids, use_cache=False, **{_HIDDEN: hidden.unsqueeze(0)})
         return cast(torch.Tensor, output.logits[0])
 
-    def metrics(self) -> ModelFamilyMetrics:
+    def metrics(self) -> ModelMetrics:
         """Return what the model weighs."""
         return self._metrics
 
 
-def _weigh(model: torch.nn.Module) -> ModelFamilyMetrics:
+def _weigh(model: torch.nn.Module) -> ModelMetrics:
     parameters = list(model.parameters())
-    quantized = [module.linear for module in model.modules() if isinstance(module, QuantizedModule)]
-    return ModelFamilyMetrics(
+    quantized = [module.linear.metrics() for module in model.modules() if isinstance(module, LinearModule)]
+    return ModelMetrics(
         num_parameters=sum(p.numel() for p in parameters) + sum(q.num_parameters for q in quantized),
         weight_bytes=sum(p.nbytes for p in parameters) + sum(q.weight_bytes for q in quantized),
     )

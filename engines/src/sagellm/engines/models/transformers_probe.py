@@ -53,18 +53,8 @@ class _Marker(torch.Tensor):
     mask_function: MaskFunction
 
 
-@dataclass(frozen=True)
-class AttentionUse:
-    """How a class uses attention: one geometry for all layers, and what differs from layer to layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    specs: tuple[AttentionSpec, ...]
-
-
-def probe_attention(model: Any, num_layers: int, config_window: int | None) -> AttentionUse:
-    """Run a model that lies on the meta device, and judge what it does.
+def probe_attention(model: Any, num_layers: int, config_window: int | None) -> tuple[AttentionSpec, ...]:
+    """Run a model that lies on the meta device, and return what each layer does.
 
     Raises UnsupportedModelError with the reason if it cannot run over paged KV.
     """
@@ -136,7 +126,7 @@ def _note_attention(
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _judge(calls: list[_Call], num_layers: int, config_window: int | None) -> AttentionUse:
+def _judge(calls: list[_Call], num_layers: int, config_window: int | None) -> tuple[AttentionSpec, ...]:
     if [call.layer for call in calls] != list(range(num_layers)):
         raise UnsupportedModelError(
             f"its {num_layers} layers call attention {len(calls)} times; over paged KV each layer must do so "
@@ -158,14 +148,16 @@ def _judge(calls: list[_Call], num_layers: int, config_window: int | None) -> At
         )
     if not all(call.is_causal for call in calls):
         raise UnsupportedModelError("its attention is not causal; it is an encoder")
-    specs = tuple(
+    return tuple(
         AttentionSpec(
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.key_dim,
             scale=float(call.key_dim**-0.5 if call.scale is None else call.scale),
             sliding_window=_window(call, config_window),
         )
         for call in calls
     )
-    return AttentionUse(first.num_heads, first.num_kv_heads, first.key_dim, specs)
 
 
 def _window(call: _Call, config_window: int | None) -> int | None:

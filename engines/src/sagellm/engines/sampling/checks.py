@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,44 +23,39 @@ MAX_BAD_WORD_CHARACTERS = 1024
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing by less could overflow float32."""
 
-_MAX_COUNT = 2**31 - 1
-INT_RANGES = {
-    "n": (1, MAX_N),
-    "top_k": (-1, _MAX_COUNT),
-    "seed": (-(2**63), 2**63 - 1),
-    "max_tokens": (1, _MAX_COUNT),
-    "min_tokens": (0, _MAX_COUNT),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
-_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
-# (lowest, is it allowed, highest); the highest is always allowed. What has no natural end stays in float32.
-FLOAT_RANGES = {
-    "temperature": (0.0, True, 1e6),
-    "top_p": (0.0, False, 1.0),
-    "min_p": (0.0, True, 1.0),
-    "presence_penalty": (-2.0, True, 2.0),
-    "frequency_penalty": (-2.0, True, 2.0),
-    "repetition_penalty": (1e-9, True, 1e6),
-}
+MAX_COUNT = 2**31 - 1
 
 
-def integer(name: str, value: Any) -> int | None:
-    """Return an integer within the range of its name, or None where that is allowed."""
-    low, high = INT_RANGES[name]
-    if value is None and name in _OPTIONAL:
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of requests: how flags and HTTP bodies offer it, and its range if it is a number."""
+
+    help: str  # of its flag
+    type: Any  # of its flag; that of bodies too for int, float and bool
+    low: float = 0.0
+    high: float = 0.0
+    includes_low: bool = True
+    is_optional: bool = False  # may be None
+    is_of_checkpoint: bool = False  # generation_config.json may say it
+    body_high: float | None = None  # the highest value in a body, if it is another one
+
+
+def integer(name: str, value: Any, allowed: Parameter) -> int | None:
+    """Return an integer within a range, or None where that is allowed."""
+    low, high = allowed.low, allowed.high
+    if value is None and allowed.is_optional:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        either = "None or " if name in _OPTIONAL else ""
+        either = "None or " if allowed.is_optional else ""
         raise InvalidRequestError(
             f"{name} is {shown(value)}; it must be {either}an integer from {low} to {high}"
         )
     return int(value)
 
 
-def number(name: str, value: Any) -> float:
-    """Return a finite number within the range of its name."""
-    low, includes_low, high = FLOAT_RANGES[name]
+def number(name: str, value: Any, allowed: Parameter) -> float:
+    """Return a finite number within a range."""
+    low, includes_low, high = allowed.low, allowed.includes_low, allowed.high
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -84,7 +80,7 @@ def texts(name: str, values: Any, *, most: int, most_characters: int) -> tuple[s
     return items
 
 
-def ids(name: str, values: Any, most: int = _MAX_COUNT) -> tuple[int, ...]:
+def ids(name: str, values: Any, most: int = MAX_COUNT) -> tuple[int, ...]:
     """Return token ids."""
     return tuple(_token_id(name, token) for token in _items(name, values, most))
 
@@ -125,7 +121,7 @@ def _bias(name: str, token: Any, value: Any) -> float:
 
 
 def _token_id(name: str, token: Any) -> int:
-    if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= _MAX_COUNT:
+    if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= MAX_COUNT:
         raise InvalidRequestError(f"{name} has {shown(token)}; each must be a token id, 0 or more")
     return int(token)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.sampling import checks
-from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N
+from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N, Parameter
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing by less could overflow float32."""
@@ -24,12 +24,30 @@ _INSTEAD = {
 }
 """Parameters of vLLM without an equivalent here, and what to do instead."""
 
-_Strings: TypeAlias = str | Collection[str] | None
+_PARAMETER = "parameter"
+
+
+def _integer(default: int | None, text: str, low: int, high: int, **also: Any) -> Any:
+    return _declared(default, Parameter(help=text, type=int, low=low, high=high, **also))
+
+
+def _number(default: float, text: str, low: float, high: float, **also: Any) -> Any:
+    return _declared(default, Parameter(help=text, type=float, low=low, high=high, **also))
+
+
+def _flag(default: Any, text: str, kind: Any) -> Any:
+    return _declared(default, Parameter(help=text, type=kind))
+
+
+def _declared(default: Any, parameter: Parameter) -> Any:
+    return field(default=default, metadata={_PARAMETER: parameter}, hash=parameter.type is not dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends. Names and defaults are vLLM's.
+
+    Each field's `Parameter` is all that flags, HTTP bodies and range checks know of it.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 filter nothing. `seed` None takes one
     from the engine. `max_tokens` None goes to the model's limit. `logprobs` is how many of the most
@@ -47,30 +65,81 @@ class SamplingParams:
     Raises InvalidRequestError for whatever is out of range, of the wrong type or not finite.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: _Strings = ()  # kept as a tuple
-    stop_token_ids: Collection[int] | None = ()  # kept as a tuple
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a dict
-    allowed_token_ids: Collection[int] | None = None  # kept as a tuple
-    bad_words: _Strings = ()  # kept as a tuple
+    max_tokens: int | None = _integer(16, "most tokens to generate", 1, checks.MAX_COUNT, is_optional=True)
+    min_tokens: int = _integer(0, "fewest tokens to generate", 0, checks.MAX_COUNT)
+    temperature: float = _number(
+        1.0,
+        "randomness; 0 always takes the most likely token",
+        0.0,
+        1e6,  # what has no natural end stays in float32
+        body_high=100,
+        is_of_checkpoint=True,
+    )
+    top_p: float = _number(
+        1.0,
+        "keep the most likely tokens that together have this probability",
+        0.0,
+        1.0,
+        includes_low=False,
+        is_of_checkpoint=True,
+    )
+    top_k: int = _integer(
+        0,
+        "keep this many of the most likely tokens; 0 keeps all",
+        -1,
+        checks.MAX_COUNT,
+        is_of_checkpoint=True,
+    )
+    min_p: float = _number(
+        0.0,
+        "keep tokens at least this likely in comparison with the most likely one",
+        0.0,
+        1.0,
+        is_of_checkpoint=True,
+    )
+    seed: int | None = _integer(
+        None, "seed; the same seed gives the same text", -(2**63), 2**63 - 1, is_optional=True
+    )
+    n: int = _integer(1, "continuations of each prompt", 1, MAX_N)
+    stop: str | Collection[str] | None = _flag((), "text that ends the output", list[str])  # kept as a tuple
+    stop_token_ids: Collection[int] | None = _flag((), "token that ends the output", list[int])  # likewise
+    bad_words: str | Collection[str] | None = _flag(
+        (), "word that must not be generated", list[str]
+    )  # likewise
     bad_words_token_ids: Collection[Sequence[int]] = ()  # kept as tuples
-    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)  # kept as a dict
+    allowed_token_ids: Collection[int] | None = _flag(
+        None, "token that may be generated, no other may", list[int]
+    )  # kept as a tuple
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a dict
+    presence_penalty: float = _number(0.0, "make tokens that occur in the output less likely", -2.0, 2.0)
+    frequency_penalty: float = _number(
+        0.0, "make tokens less likely the more often they occur in the output", -2.0, 2.0
+    )
+    repetition_penalty: float = _number(
+        1.0,
+        "divide the chance of tokens that occur in prompt or output",
+        1e-9,
+        1e6,
+        body_high=1000,
+        is_of_checkpoint=True,
+    )
+    extra_args: Mapping[str, Any] | None = _flag(
+        None, "arguments of logits processors, as in '{no_repeat_ngram_size: 3}'", dict
+    )  # kept as a dict
+    logprobs: int | None = _integer(
+        None,
+        "report log-probabilities of this many tokens (--json shows them)",
+        0,
+        MAX_LOGPROBS,
+        is_optional=True,
+    )
+    prompt_logprobs: int | None = _integer(
+        None, "the same of the tokens of the prompt (--json shows them)", 0, MAX_LOGPROBS, is_optional=True
+    )
+    ignore_eos: bool = _flag(False, "go on after the end of the text", bool)
+    skip_special_tokens: bool = _flag(True, "leave special tokens out of the text", bool)
+    include_stop_str_in_output: bool = _flag(False, "keep the stop text in the output", bool)
+    detokenize: bool = True
 
     if not TYPE_CHECKING:  # a type checker knows the names from the fields
 
@@ -84,15 +153,11 @@ class SamplingParams:
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in checks.INT_RANGES:
-            self._set(name, checks.integer(name, getattr(self, name)))
-        for name in checks.FLOAT_RANGES:
-            self._set(name, checks.number(name, getattr(self, name)))
-        for each in fields(self):
-            if isinstance(each.default, bool) and not isinstance(getattr(self, each.name), bool):
-                raise InvalidRequestError(
-                    f"{each.name} is {getattr(self, each.name)!r}; it must be True or False"
-                )
+        for name, check, allowed in _RANGES:
+            self._set(name, check(name, getattr(self, name), allowed))
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._set("top_k", max(self.top_k, 0))
         self._check_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -154,3 +219,16 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+PARAMETERS: dict[str, Parameter] = {
+    each.name: each.metadata[_PARAMETER] for each in fields(SamplingParams) if _PARAMETER in each.metadata
+}
+"""What flags and HTTP bodies offer, by name, in the order of `--help`."""
+
+_RANGES = [
+    (name, checks.integer if each.type is int else checks.number, each)
+    for name, each in PARAMETERS.items()
+    if each.type in (int, float)
+]
+_BOOLEANS = [each.name for each in fields(SamplingParams) if isinstance(each.default, bool)]

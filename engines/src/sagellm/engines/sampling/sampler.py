@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core.errors import EngineError
+from sagellm.core.plugins.failure import plugin_failure
 from sagellm.core.protocols.logits_processor import ExtraArg, LogitsProcessorProtocol, LogitsRequest
-from sagellm.engines.plugin_failure import plugin_failure
 from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into

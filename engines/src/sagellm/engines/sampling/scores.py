@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from sagellm.core.plugins.failure import plugin_failure
 from sagellm.core.protocols.logits_processor import LogitsProcessorProtocol, LogitsRow
-from sagellm.engines.plugin_failure import plugin_failure
 from sagellm.engines.sampling.penalties import apply_penalties
 from sagellm.engines.sampling.rows import SamplingRow
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import get_logger
 from sagellm.engines.server.access_control import LOOPBACK_PATHS, OPEN_PATHS
-from sagellm.engines.server.errors import printable
+from sagellm.engines.server.errors import APIError, printable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +27,8 @@ class AccessLog:
 
     Method, path without its query, status, the error's code, tokens, seconds, the answer's id. Successful
     probes and scrapes are logged at DEBUG, all else at INFO. Endpoints that generate leave their timers in
-    `scope["state"]["timers"]`, and what failed in `scope["state"]["failure"]`.
+    `scope["state"]["timers"]`, and what failed in `scope["state"]["failure"]`. A status in
+    `scope["state"]` was sent in place of the application's.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -55,10 +56,17 @@ class AccessLog:
             logger.log(level, "%s", access_line(scope, status, time.perf_counter() - started))
 
 
-def access_line(scope: MutableMapping[str, Any], status: int, seconds: float) -> str:
+def log_refused(method: str, path: str, error: APIError) -> None:
+    """Log a request that was refused before it reached the application; "-" stands for what is not known."""
+    scope = {"method": method or "-", "path": path or "-", "state": {"failure": error.code}}
+    logger.info("%s", access_line(scope, error.status))
+
+
+def access_line(scope: MutableMapping[str, Any], status: int, seconds: float | None = None) -> str:
     """Return the line of a request; status 0 stands for a client that left before there was an answer."""
     state = scope.get("state", {})
     timers: Sequence[RequestTimer] = state.get("timers", ())
+    status = state.get("status", status)
     parts = [f"{_shown(scope['method'])} {_shown(scope['path'])} {status or 'left'}"]
     if failure := state.get("failure"):  # of a stream, too, whose status was sent before
         parts.append(_shown(failure))
@@ -67,7 +75,8 @@ def access_line(scope: MutableMapping[str, Any], status: int, seconds: float) ->
             sum(getattr(one, name) for one in timers) for name in ("num_prompt", "num_cached", "num_tokens")
         )
         parts.append(f"{num_prompt} tokens in ({num_cached} cached), {num_output} out")
-    parts.append(f"{seconds:.3f} s")
+    if seconds is not None:
+        parts.append(f"{seconds:.3f} s")
     if timers:
         parts.append(_shown(timers[0].request_id))
     return ", ".join(parts)

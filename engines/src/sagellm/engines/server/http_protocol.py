@@ -12,6 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sagellm.core.chaos import in_pieces
+from sagellm.engines.server.access import log_refused
 from sagellm.engines.server.connections import Connections, peer_of
 from sagellm.engines.server.errors import APIError
 from sagellm.engines.server.framing import Framing
@@ -26,12 +27,17 @@ _TCP_CLOSE = 7
 
 
 class BoundedHTTP(HttpToolsProtocol):
-    """HTTP/1.1 with time limits for heads and for clients that read too slowly, and bounded headers."""
+    """HTTP/1.1 with time limits for heads and for clients that read too slowly, and bounded headers.
 
-    def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
+    What is refused here never reaches the application, so it is logged here if `is_logged`.
+    """
+
+    def __init__(self, *args: Any, connections: Connections, is_logged: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.peer: str | None = None
         self._connections = connections
+        self._is_logged = is_logged
+        self.url = b""
         self._framing = Framing()
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -112,6 +118,7 @@ class BoundedHTTP(HttpToolsProtocol):
         self._stop_deadline()
         self._connections.mark_busy(self)
         super().on_headers_complete()
+        self.url = b""  # in the scope now; else the next request might be logged with it
         if self._is_probe_only:
             self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
@@ -146,13 +153,25 @@ class BoundedHTTP(HttpToolsProtocol):
         """Send an error and close; abort if a response has begun."""
         if self.transport.is_closing():
             return
-        if not self._is_idle and self.cycle.response_started:
-            self.transport.abort()
-            return
+        if self._is_idle:
+            self._log(error)
+        else:
+            self.cycle.scope["state"]["failure"] = error.code  # for the access log
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.scope["state"]["status"] = error.status  # whatever the application still answers
         head = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
         kind = b"Connection: close\r\nContent-Type: application/json\r\n"
         self.transport.write(head + kind + b"Content-Length: %d\r\n\r\n" % len(error.encoded) + error.encoded)
         self.transport.close()
+
+    def _log(self, error: APIError) -> None:
+        """Log a refused request, with its method and path if the parser has come that far."""
+        if self._is_logged:
+            method = self.parser.get_method() if self.url else b""
+            path = self.url.partition(b"?")[0]
+            log_refused(method.decode("latin-1"), path.decode("latin-1"), error)
 
     @property
     def _is_idle(self) -> bool:

@@ -159,8 +159,8 @@ class ServerMetrics(Collector):
             "cache_dtype": config.model.dtype,
             "enable_prefix_caching": config.prefix_cache.enabled,
             "gpu_memory_utilization": config.kv.memory_fraction,
-            "prefix_cache": config.prefix_cache.name,
-            "eviction_policy": config.prefix_cache.eviction_policy,
+            "prefix_cache": config.prefix_cache.name.name,
+            "eviction_policy": config.prefix_cache.eviction_policy.name,
         }
         labels = ("engine", *settings)
         family = GaugeMetricFamily(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from sagellm.core import InvalidRequestError
@@ -17,26 +17,12 @@ MAX_LOGPROB_ENTRIES = 1 << 21
 MAX_EXTRA_BYTES = 64 << 10
 
 _COMPLETION_TOKENS = 16  # as OpenAI documents
-_AS_THEY_ARE = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-)
+_CONVERTED = {"max_tokens", "logit_bias", "extra_args"}
+_AS_THEY_ARE = [
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in SamplingBody.__struct_fields__ and each.name not in _CONVERTED
+]
 
 
 def completion_params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:

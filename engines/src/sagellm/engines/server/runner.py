@@ -99,7 +99,7 @@ def make_server(
     config: dict[str, Any] = {
         "host": settings.host,
         "port": settings.port,
-        "http": partial(BoundedHTTP, connections=connections),
+        "http": partial(BoundedHTTP, connections=connections, is_logged=settings.access_log),
         "ws": "none",
         "proxy_headers": False,  # clients could spoof loopback
         "server_header": False,

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from sagellm.core import TokenIds
-from sagellm.engines.sampling.params import MAX_LOGPROBS, MAX_N
+from sagellm.engines.sampling.checks import Parameter
+from sagellm.engines.sampling.params import MAX_LOGPROBS, MAX_N, PARAMETERS
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
@@ -21,15 +22,12 @@ MAX_TEMPLATE_NUMBER = 1_000_000
 """A template could repeat something that often."""
 _EXACT = 2**53 - 1  # integers that a JSON reader keeps, whatever it is written in
 _INT32 = 2**31 - 1
-_INT64 = 2**63 - 1
 
 ModelName = Annotated[str, Meta(max_length=1024)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 TokenIdList = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_LIST)]
 ShortTexts = Annotated[list[ShortText], Meta(max_length=64)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Count = Annotated[int, Meta(ge=0, le=_INT32)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Biases = Annotated[dict[Annotated[str, Meta(max_length=10)], Bias], Meta(max_length=MAX_LIST)]
@@ -52,32 +50,45 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+def _field(name: str, each: Parameter) -> tuple[str, Any, None]:
+    if each.type is bool:
+        return name, bool | None, None
+    high = each.body_high or each.high
+    limits = Meta(ge=each.low, le=high) if each.includes_low else Meta(gt=each.low, le=high)
+    return name, Annotated[each.type, limits] | None, None
+
+
+if TYPE_CHECKING:
+
+    class _Numbers(msgspec.Struct, kw_only=True):
+        n: int | None = None  # and others, which are read by name
+
+else:
+    # The numbers and booleans of SamplingParams that mean the same in a body.
+    _Numbers = msgspec.defstruct(
+        "_Numbers",
+        [
+            _field(name, each)
+            for name, each in PARAMETERS.items()
+            if each.type in (int, float, bool) and name not in ("max_tokens", "logprobs", "prompt_logprobs")
+        ],
+        kw_only=True,
+    )
+
+
+class SamplingBody(_Numbers, kw_only=True):
     """What both endpoints take. None is what an absent field means."""
 
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    min_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: ShortText | ShortTexts | None = None
     stop_token_ids: TokenIdList | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIdList | None = None
     bad_words: ShortTexts | None = None
     prompt_logprobs: NumLogprobs | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_namespace: Annotated[str, Meta(min_length=1, max_length=256)] | None = None

@@ -25,7 +25,6 @@ from sagellm.engines.serving.messages import Failed, Hello, encode
 
 if TYPE_CHECKING:
     from sagellm.core import EngineProtocol
-    from sagellm.engines.input_processor import InputProcessor
 
 logger = get_logger(__name__)
 
@@ -78,11 +77,11 @@ def _load(config: EngineConfig, listener: socket.socket, heartbeat: Heartbeat) -
 
     assembled = assemble(config)
     core = assembled.core
-    _warm_up(core, assembled.input_processor)
+    _warm_up(core)
     values = assembled.config.values()
     hello = Hello(
         config={key: value for key, value in values.items() if not key.startswith("server.")},
-        limits=assembled.input_processor.limits,
+        limits=core.info.limits,
         default_params=assembled.default_params,
         pid=os.getpid(),
     )
@@ -90,18 +89,20 @@ def _load(config: EngineConfig, listener: socket.socket, heartbeat: Heartbeat) -
     return CoreServer(core, listener, hello, operations, lifeline=sys.stdin.fileno(), beat=heartbeat.beat)
 
 
-def _warm_up(core: EngineProtocol, input_processor: InputProcessor) -> None:
+def _warm_up(core: EngineProtocol) -> None:
     """Run a prefill and a decode step of our own engine, so the first request is not slower."""
     from sagellm.engines.core.engine_core import EngineCore
+    from sagellm.engines.input_processor import InputProcessor
     from sagellm.engines.sampling.params import SamplingParams
 
     if not isinstance(core, EngineCore):
         return
-    limits = input_processor.limits
+    limits = core.info.limits
     num_tokens = min(_WARM_UP_TOKENS, limits.max_model_len - 2, limits.num_blocks * limits.block_size - 1)
     if num_tokens > 0:
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-        core.warm_up(input_processor.process_request([0] * num_tokens, params).sequences[0])
+        requests = InputProcessor(None, limits, core.parts.runtime)
+        core.warm_up(requests.process_request([0] * num_tokens, params).sequences[0])
 
 
 def _tell(listener: socket.socket, frame: bytes) -> None:

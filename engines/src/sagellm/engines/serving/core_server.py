@@ -5,9 +5,8 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -23,11 +22,10 @@ from sagellm.core import (
     nearest,
 )
 from sagellm.core.chaos import flaky_selector
-from sagellm.engines.core.sequence import Sequence
-from sagellm.engines.serving.conversion import make_sequences
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.request_checks import check_request
 from sagellm.engines.serving.messages import (
     Abort,
-    Add,
     Call,
     FrameReader,
     Hello,
@@ -210,7 +208,7 @@ class CoreServer:
             if message is None:
                 return False
             match message:
-                case Add():
+                case QueuedRequest():
                     self._add(connection, message)
                 case Abort():
                     own = [each for each in message.sequence_ids if each in connection.sequence_ids]
@@ -222,22 +220,19 @@ class CoreServer:
                 break
         return True
 
-    def _add(self, connection: _Connection, message: Add) -> None:
-        """Queue all sequences of a message. Raises EngineError, having queued none, if one is invalid."""
-        sequences = [each for one in message.requests for each in make_sequences(one, self._limits)]
-        sequence_ids = [sequence.sequence_id for sequence in sequences]
-        if len(set(sequence_ids)) < len(sequence_ids) or not self._owner.keys().isdisjoint(sequence_ids):
-            raise EngineError("a sequence id is in use")
-        for _, group in groupby(sequences, key=lambda sequence: sequence.request.request_id):
-            self._queue(connection, list(group))
+    def _add(self, connection: _Connection, request: QueuedRequest) -> None:
+        """Queue all sequences of a request, or none and tell the peer the error if the core refuses one.
 
-    def _queue(self, connection: _Connection, sequences: list[Sequence]) -> None:
-        """Add all sequences of a request, or none and tell the peer the error if the core refuses one."""
-        sequence_ids = [sequence.sequence_id for sequence in sequences]
+        Raises EngineError for a request that no front would send.
+        """
+        check_request(request, self._limits)
+        sequence_ids = request.sequence_ids
+        if not self._owner.keys().isdisjoint(sequence_ids):
+            raise EngineError("a sequence id is in use")
         self._owner |= dict.fromkeys(sequence_ids, connection)
         connection.sequence_ids.update(sequence_ids)
         try:
-            for sequence in sequences:
+            for sequence in request.sequences:
                 self._core.add(sequence)
         except KeyboardInterrupt:
             raise
@@ -245,7 +240,7 @@ class CoreServer:
             logger.exception("a request cannot be queued")
             self._abort(sequence_ids, "error")
             text = _described(error)
-            outputs = [TokenOutput(each, None, finish_reason="error", error=text) for each in sequence_ids]
+            outputs = [TokenOutput(each, finish_reason="error", error=text) for each in sequence_ids]
             self._send(connection, encode(Step(outputs)))
 
     def _call(self, call: Call) -> bytes:
@@ -277,7 +272,7 @@ class CoreServer:
                 except BaseException:
                     logger.exception("sequence %s could not be ended", sequence_id)
 
-    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+    def _send_outputs(self, outputs: Sequence[TokenOutput]) -> None:
         batches: dict[_Connection, list[TokenOutput]] = {}
         for output in outputs:
             owner = self._owner.get(output.sequence_id)

@@ -8,12 +8,26 @@ from typing import Any
 
 import msgspec
 
-from sagellm.core import EngineError
+from sagellm.core import EngineError, TokenIds
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH_BYTES = 4
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _encode_other(value: object) -> bytes:
+    """Encode a type that MessagePack lacks: token ids are their bytes."""
+    if isinstance(value, TokenIds):
+        return value.data
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _decode_other(kind: type, value: object) -> TokenIds:
+    if kind is TokenIds and isinstance(value, bytes):
+        return TokenIds(value)
+    raise TypeError(f"a {kind.__name__} cannot be made of {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -30,7 +44,7 @@ def encode(message: msgspec.Struct) -> bytes:
 @cache
 def _decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return the decoder of a union of messages; creating one takes about 1 ms."""
-    return msgspec.msgpack.Decoder(kind)
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other)
 
 
 class FrameReader:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakValueDictionary
 
 from sagellm.core import (
     DEFAULT,
-    DuplicateRequestError,
     EngineDeadError,
     EngineError,
     EngineMetrics,
-    InvalidRequestError,
     Namespace,
     RequestId,
     Runtime,
-    UnknownRequestError,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import InputProcessor, ProcessedRequest, Prompt
-from sagellm.engines.output_processor import OutputProcessor
-from sagellm.engines.output_stream import OutputStream
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.input_processor import Prompt
+from sagellm.engines.output_stream import OutputStream, OutputStreams
+from sagellm.engines.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.serving.conversion import make_requests
-from sagellm.engines.serving.messages import Abort, Add, Call, FromCore, Hello, Reply, Step
+from sagellm.engines.serving.messages import Call, FromCore, Hello, Reply, Step
 from sagellm.engines.serving.operations import read_metrics
 from sagellm.engines.serving.supervisor import Supervisor
 from sagellm.engines.text.local import LONG_TEXT
@@ -52,7 +47,6 @@ class Front:
         log_level: str = "WARNING",
     ) -> None:
         self.tokenizer = tokenizer
-        self.default_params = SamplingParams()
         self.supervisor = Supervisor(
             config,
             socket,
@@ -61,10 +55,9 @@ class Front:
             on_death=self._fail_all,
             log_level=log_level,
         )
-        self._runtime = runtime or Runtime.system(seed=config.model.seed)
-        self._input: InputProcessor | None = None  # made when the core has said what it takes
-        self._output = OutputProcessor(tokenizer, self._runtime)
-        self._streams: WeakValueDictionary[RequestId, OutputStream] = WeakValueDictionary()
+        runtime = runtime or Runtime.system(seed=config.model.seed)
+        self._driver = RequestDriver(self.supervisor, tokenizer, runtime)
+        self._streams = OutputStreams()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
 
@@ -78,6 +71,11 @@ class Front:
             await front.close()
             raise
         return front
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets."""
+        return self._driver.input.default_params
 
     @property
     def config(self) -> EngineConfig:
@@ -107,12 +105,12 @@ class Front:
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._output)
+        return len(self._driver)
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
-        return self._ready_input.limits.max_model_len
+        return self._driver.input.limits.max_model_len
 
     async def add_request(
         self,
@@ -129,40 +127,26 @@ class Front:
         """
         await self.supervisor.wait_until_ready()
 
-        def process() -> ProcessedRequest:
-            return self._ready_input.process_request(
-                prompt,
-                self.default_params if params is None else params,
-                request_id=request_id,
-                namespace=namespace,
-                priority=priority,
-            )
-
+        process = partial(
+            self._driver.input.process_request,
+            prompt,
+            params,
+            request_id=request_id,
+            namespace=namespace,
+            priority=priority,
+        )
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            processed = await asyncio.to_thread(process)
+            request = await asyncio.to_thread(process)
             await self.supervisor.wait_until_ready()
         else:
-            processed = process()
-        made_id = processed.request.request_id
-        if made_id in self._output:
-            raise DuplicateRequestError(f"request id {made_id!r} is in use; give another one or none")
-        self._output.add(processed)
-        try:
-            self.supervisor.send(Add(make_requests(processed.sequences)))
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in values that only plugins check
-            self._output.abort(made_id)
-            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        stream = self._streams[made_id] = OutputStream(made_id, self._drop)
+            request = process()
+        self._driver.add(request, prompt)
+        stream = self._streams[request.request_id] = OutputStream(request.request_id, self._drop)
         return stream
 
     async def abort_request(self, request_id: str) -> None:
         """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
-        live_id = RequestId(request_id)
-        if live_id not in self._output:
-            raise UnknownRequestError(f"no live request has the id {request_id!r}")
-        output = self._abort(live_id)
-        if (stream := self._streams.pop(live_id, None)) is not None:
-            stream.put(output)
+        self._streams.deliver([self._driver.abort(request_id)])
 
     async def call(self, operation: str, **arguments: Any) -> Any:
         """Run an operation in the core and return its result. Raises EngineError with its message."""
@@ -181,26 +165,16 @@ class Front:
         self._fail_all(EngineDeadError("the engine is shutting down"))
         await self.supervisor.close(at_once=at_once)
 
-    @property
-    def _ready_input(self) -> InputProcessor:
-        assert self._input is not None, "the core has said Hello"
-        return self._input
-
     def _drop(self, request_id: RequestId) -> None:
         """Abort the request of a consumer that is gone."""
-        if request_id in self._output:
-            self._abort(request_id)
-
-    def _abort(self, request_id: RequestId) -> RequestOutput:
-        self.supervisor.send(Abort(self._output.sequence_ids(request_id), "abort"))
-        return self._output.abort(request_id)
+        if request_id in self._driver:
+            self._driver.abort(request_id)
 
     def _greet(self, hello: Hello) -> None:
         limits = hello.limits
         if min(limits.vocab_size, limits.max_model_len, limits.num_blocks, limits.block_size) < 1:
             raise EngineError(f"the engine offers {limits}")
-        self.default_params = hello.default_params
-        self._input = InputProcessor(self.tokenizer, hello.limits, self._runtime)
+        self._driver.begin(limits, hello.default_params)
 
     def _receive(self, message: FromCore) -> None:
         match message:
@@ -210,21 +184,16 @@ class Front:
                 self._take_reply(message)
 
     def _take_outputs(self, message: Step) -> None:
-        vocab_size = self._ready_input.limits.vocab_size
+        vocab_size = self._driver.input.limits.vocab_size
         for each in message.outputs:
-            if each.token is not None and not 0 <= each.token.token_id < vocab_size:
-                raise EngineError(f"the engine sent token id {each.token.token_id} of {vocab_size}")
-        processed = self._output.process(message.outputs)
-        if processed.stopped:
-            self.supervisor.send(Abort(processed.stopped, "stop"))
-        if processed.failed:
-            self.supervisor.send(Abort(processed.failed, "error"))
-        for output in processed.changed:
-            if (stream := self._streams.get(output.request_id)) is None:
-                continue
-            if output.finished:
-                del self._streams[output.request_id]
-            stream.put(output)
+            if each.logprobs is not None and len(each.logprobs) != len(each.token_ids):
+                raise EngineError(
+                    f"the engine sent {len(each.logprobs)} scores of {len(each.token_ids)} tokens"
+                )
+            for token_id in each.token_ids:
+                if not 0 <= token_id < vocab_size:
+                    raise EngineError(f"the engine sent token id {token_id} of {vocab_size}")
+        self._streams.deliver(self._driver.take(message.outputs))
 
     def _take_reply(self, message: Reply) -> None:
         future = self._calls.pop(message.number, None)
@@ -236,10 +205,8 @@ class Front:
             future.set_exception(EngineError(message.error))
 
     def _fail_all(self, error: EngineDeadError) -> None:
-        for request_id in self._output.request_ids:
-            self._output.abort(request_id)
-        for stream in list(self._streams.values()):
-            stream.fail(error)
+        self._driver.forget_all()
+        self._streams.fail_all(error)
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():

@@ -1,48 +1,18 @@
-"""Messages between front and core, typed, in MessagePack, one per frame.
+"""Messages between front and core, typed, in MessagePack, one per frame. Imports no torch.
 
-Both sides always have the same version: the front starts the core.
+Both sides always have the same version: the front starts the core. A QueuedRequest is a message too.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from sagellm.core import FinishReason, Namespace, RequestId, SequenceId, TokenOutput
-from sagellm.engines.request_checks import MAX_NAME_CHARACTERS
-from sagellm.engines.sampling.params import MAX_N, SamplingParams
-from sagellm.engines.serving.calls import (
-    Call as Call,
-    Failed as Failed,
-    Hello as Hello,
-    Reply as Reply,
-)
+from sagellm.core import FinishReason, RequestLimits, SequenceId, TokenOutput
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.serving.frames import FrameReader as FrameReader, encode as encode
-
-_SequenceName = Annotated[SequenceId, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS + 8)]
-_Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class NewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request that passed all checks. Its sequences share everything but their id and seed."""
-
-    request_id: RequestId
-    token_ids: bytes  # packed int32
-    max_tokens: Annotated[int, Meta(ge=1)]
-    priority: int
-    arrival_ns: Annotated[int, Meta(ge=0)]  # of the clock that all processes of a machine share
-    namespace: Namespace
-    params: SamplingParams
-    stop_token_ids: frozenset[int]
-    sequences: Annotated[list[tuple[_SequenceName, _Seed]], Meta(min_length=1, max_length=MAX_N)]
-
-
-class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
-    """To the core: queue these."""
-
-    requests: list[NewRequest]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -52,11 +22,42 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     finish_reason: FinishReason
 
 
+class Call(msgspec.Struct, frozen=True, tag="call", array_like=True):
+    """To the core: run an operation between two steps and answer with a Reply of the same number."""
+
+    number: int
+    operation: str
+    arguments: dict[str, Any]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
+    """From the core, first of all: what it runs. Its model is loaded."""
+
+    config: dict[str, Any]  # dotted keys, with what was chosen for "auto"
+    limits: RequestLimits
+    default_params: SamplingParams
+    pid: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """From the core, instead of Hello: why it cannot start."""
+
+    message: str
+
+
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """From the core: what a step did to the sequences of this connection."""
 
     outputs: list[TokenOutput]
 
 
-ToCore = Add | Abort | Call
+class Reply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
+    """From the core: the answer to a Call, or why there is none."""
+
+    number: int
+    result: Any = None
+    error: str | None = None
+
+
+ToCore = QueuedRequest | Abort | Call
 FromCore = Hello | Failed | Step | Reply

@@ -17,13 +17,13 @@ from sagellm.core import (
     ForwardMetrics,
     KVPoolMetrics,
     LifetimeMetrics,
-    ModelFamilyMetrics,
+    ModelMetrics,
     PrefixCacheMetrics,
     QuantizerMetrics,
     SchedulerMetrics,
 )
 from sagellm.engines.core.batching import BatchingMetrics
-from sagellm.engines.core.work import WorkMetrics
+from sagellm.engines.worker.work import WorkMetrics
 
 _TYPES: dict[str, type[Any]] = {
     "attention_backend": AttentionMetrics,
@@ -32,7 +32,7 @@ _TYPES: dict[str, type[Any]] = {
     "forward_backend": ForwardMetrics,
     "kv_pool": KVPoolMetrics,
     "lifetime_predictor": LifetimeMetrics,
-    "model_family": ModelFamilyMetrics,
+    "model_family": ModelMetrics,
     "prefix_cache": PrefixCacheMetrics,
     "quantizer": QuantizerMetrics,
     "scheduler": SchedulerMetrics,
@@ -55,7 +55,7 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
         return common
     clock = core.parts.runtime.clock
     cache = CacheAdmin(core.kv, clock)
-    pool = PoolAdmin(Compactor(core.kv, core.runner.copy_blocks, clock, core.has_unfinished))
+    pool = PoolAdmin(Compactor(core.kv, core.steps.copy_blocks, clock, core.has_unfinished))
     return {
         **common,
         "check": core.kv.check_integrity,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError, get_logger
@@ -32,6 +33,7 @@ logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
+_EXTRA = ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client")
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,9 +48,10 @@ def serve(
 
     The first SIGTERM or SIGINT drains running requests, the second stops at once; while the model loads, the
     first stops at once. `on_state` is called with "ready", with "draining" if requests run, and with
-    "stopped" if a signal ends the process before anything is loaded. Raises ConfigError for a port or name
-    in use, and the errors of loading the model.
+    "stopped" if a signal ends the process before anything is loaded. Raises ConfigError for a missing extra
+    `serve`, for a port or name in use, and the errors of loading the model.
     """
+    _check_extra()
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
         engine = RunningEngine(
@@ -66,6 +69,16 @@ def serve(
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
                 runner.run(serving)
+
+
+def _check_extra() -> None:
+    """Raise ConfigError unless the libraries of the extra `serve` are installed."""
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serving needs {', '.join(missing)}, which cannot be found; "
+            "pip install 'sagellm-engines[serve]' (or sagellm, which includes it)"
+        )
 
 
 def _check_socket_path(engine: RunningEngine) -> None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sagellm.core import EngineDeadError, EngineError, get_logger
+from sagellm.core import (
+    EngineDeadError,
+    EngineError,
+    FinishReason,
+    InvalidRequestError,
+    SequenceId,
+    get_logger,
+)
 from sagellm.core.chaos import in_pieces
+from sagellm.engines.client import EngineClient
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.serving.core_handle import CoreHandle, Stall
 from sagellm.engines.serving.heartbeat import RESPONSIVE_S
-from sagellm.engines.serving.messages import Failed, FrameReader, FromCore, Hello, ToCore
+from sagellm.engines.serving.messages import Abort, Failed, FrameReader, FromCore, Hello, ToCore
 
 logger = get_logger(__name__)
 
@@ -26,7 +35,7 @@ _TICK_S = 0.5
 _DIED = "the engine's process died"
 
 
-class Supervisor:
+class Supervisor(EngineClient):
     """Reports the core's messages and deaths. After four deaths within a minute it is not restarted.
 
     A core without a heartbeat for `server.frozen_after_s` is killed, which counts as a death.
@@ -79,6 +88,17 @@ class Supervisor:
             raise EngineDeadError("the engine is shutting down")
         if self._failure is not None:
             raise EngineDeadError(f"the engine is not running: {self._failure}")
+
+    def add(self, request: QueuedRequest) -> None:
+        """Send a request. Raises InvalidRequestError if it has values that cannot be sent."""
+        try:
+            self.send(request)
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in values that only plugins check
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """Have the core end sequences."""
+        self.send(Abort(list(sequence_ids), finish_reason))
 
     def send(self, message: ToCore) -> None:
         """Send a message to the core that runs; without one it is lost."""

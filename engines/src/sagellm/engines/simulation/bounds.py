@@ -6,9 +6,8 @@ from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
 from functools import partial
-from typing import Any
 
-from sagellm.core import PluginError, TraceRequest
+from sagellm.core import PluginError, ProviderSpec, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.simulation.future import Future
 from sagellm.engines.simulation.prompts import prompt_tokens
@@ -27,7 +26,7 @@ def replay(requests: Seq[TraceRequest], config: EngineConfig, advance: Advance) 
         advance(1)
     if failure := cache.kv.cache.metrics().policy_failure:
         raise PluginError(
-            f"the eviction policy {config.prefix_cache.eviction_policy!r} cannot be judged: {failure}"
+            f"the eviction policy {config.prefix_cache.eviction_policy.name!r} cannot be judged: {failure}"
         )
     cache.kv.manager.check_integrity()
     return replayed
@@ -42,8 +41,7 @@ def replay_unlimited(
     settings = {
         "kv.num_blocks": max(1, num_blocks),
         "prefix_cache.eviction_policy": "null",
-        "prefix_cache.eviction_options": {},
-        "prefix_cache.options": _without_quotas(config),
+        "prefix_cache.name": _without_quotas(config),
     }
     return replay(requests, config.with_values(settings), advance)
 
@@ -58,12 +56,11 @@ def replay_belady(
     """
     future = Future(requests, config.kv.block_size)
     settings = {
-        "prefix_cache.eviction_policy": "belady",
-        "prefix_cache.eviction_options": {"next_use": future.next_use},
-        "prefix_cache.options": _without_quotas(config),
+        "prefix_cache.eviction_policy": ProviderSpec("belady", {"next_use": future.next_use}),
+        "prefix_cache.name": _without_quotas(config),
     }
     cache = CacheReplay(config.with_values(settings))
-    cache.kv.pool.set_evictor(lambda num_blocks: _evict_one_by_one(cache, num_blocks))
+    cache.kv.manager.evictor = lambda num_blocks, _: _evict_one_by_one(cache, num_blocks)
     replayed = []
     for index, request in enumerate(requests):
         replayed.append(cache.take(request, partial(future.take, index)))
@@ -90,8 +87,9 @@ def count_known_tokens(requests: Seq[TraceRequest]) -> list[int]:
     return known
 
 
-def _without_quotas(config: EngineConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.prefix_cache.options.items() if name != "tenant_quotas"}
+def _without_quotas(config: EngineConfig) -> ProviderSpec:
+    name, options = config.prefix_cache.name.name, config.prefix_cache.name.options
+    return ProviderSpec(name, {key: value for key, value in options.items() if key != "tenant_quotas"})
 
 
 def _count_common_bytes(one: bytes, other: bytes) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sagellm.core import (
     ConfigError,
+    KVOffloadProtocol,
     Namespace,
     OutOfBlocksError,
     PluginRegistry,
@@ -20,15 +21,16 @@ from sagellm.core import (
 )
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.core.kv_modules import KVModules, build_kv
-from sagellm.engines.core.kv_offload import KVOffload
+from sagellm.engines.core.seats import Seats
 from sagellm.engines.core.sequence import Sequence
 from sagellm.engines.modules import Modules
+from sagellm.engines.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.simulation.prompts import prompt_tokens
 
 _PARAMS = SamplingParams(max_tokens=1)
 
-MakeOffload = Callable[[Modules, Runtime], KVOffload]
+MakeOffload = Callable[[Modules, Runtime], KVOffloadProtocol]
 """Makes what is below the device, on the clock of a replay."""
 
 
@@ -67,9 +69,9 @@ class CacheReplay:
         modules = Modules(registry or PluginRegistry.load(), config)
         runtime = replace(Runtime.virtual(), clock=self.clock)
         offload = None if make_offload is None else make_offload(modules, runtime)
-        self.kv: KVModules = build_kv(
-            modules, config.kv.block_size, config.kv.num_blocks, self.clock, offload=offload
-        )
+        size, num_blocks = config.kv.block_size, config.kv.num_blocks
+        seats = Seats(1, max_tokens=num_blocks * size + 1, block_size=size)
+        self.kv: KVModules = build_kv(modules, seats, num_blocks, self.clock, offload=offload)
         self._num_requests = 0
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[ReplayedRequest]:
@@ -95,7 +97,7 @@ class CacheReplay:
         num_cached = sequence.num_cached_tokens or 0
         num_reused = num_cached // self.config.kv.block_size
         num_new = len(sequence.block_ids) - num_reused
-        sequence.schedule.num_computed_tokens = sequence.num_tokens
+        manager.commit(sequence, sequence.num_tokens)
         manager.release(sequence)
         manager.take_copies()  # there is no KV to copy
         return self._outcome(
@@ -125,7 +127,7 @@ class CacheReplay:
             arrival_ns=self.clock.now_ns(),
             namespace=Namespace(tenant=request.tenant or "default"),
         )
-        return Sequence.of(asked, SequenceId(name), params=_PARAMS, seed=0, stop_token_ids=frozenset())
+        return Sequence.of(QueuedSequence(SequenceId(name), asked, _PARAMS, 0, frozenset()))
 
     def _outcome(self, request: TraceRequest, **counts: Any) -> ReplayedRequest:
         return ReplayedRequest(

@@ -13,6 +13,7 @@ from sagellm.core import (
     gap_closed,
     token_saving,
 )
+from sagellm.engines.config.providers import parse_provider
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.simulation.bounds import (
     Advance,
@@ -32,7 +33,7 @@ NO_CACHE = "off"
 
 @dataclass(frozen=True, kw_only=True)
 class CacheRun:
-    """One policy at one capacity."""
+    """One policy, with its options in the short form, at one capacity."""
 
     eviction_policy: str
     capacity: int
@@ -97,13 +98,15 @@ def _replay(
     requests: Seq[TraceRequest], config: EngineConfig, policy: str, capacity: int, advance: Advance
 ) -> list[ReplayedRequest]:
     config = config.with_values({"kv.num_blocks": capacity})
-    if policy == BELADY:
+    spec = parse_provider(policy)
+    if spec.options and spec.name in (BELADY, NO_CACHE):
+        raise ConfigError(f"the bound {spec.name!r} takes no options; leave {dict(spec.options)} out")
+    if spec.name == BELADY:
         return replay_belady(requests, config, advance)
-    if policy == NO_CACHE:
+    if spec.name == NO_CACHE:
         return replay(requests, config.with_values({"prefix_cache.enabled": False}), advance)
-    if policy != config.prefix_cache.eviction_policy:  # the options are those of the configured one
-        settings = {"prefix_cache.eviction_policy": policy, "prefix_cache.eviction_options": {}}
-        config = config.with_values(settings)
+    if spec.options or spec.name != config.prefix_cache.eviction_policy.name:
+        config = config.with_values({"prefix_cache.eviction_policy": spec})
     return replay(requests, config, advance)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from sagellm.core import (
     UNNAMED,
-    BlockId,
+    FetchRule,
+    KVMemory,
+    KVOffloadProtocol,
     KVTierProtocol,
     PluginRegistry,
     Runtime,
     TraceRequest,
 )
-from sagellm.core.kv_block import BlockHeader
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.core.kv_offload import Fetch, FetchRule, KVOffload
 from sagellm.engines.modules import Modules
 from sagellm.engines.simulation.costed_tier import CostedKVTier, NoBytes
 from sagellm.engines.simulation.costs import Costs
@@ -68,17 +68,6 @@ class SavedTime:
         return self.num_saved_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
-class _CostedOffload(KVOffload):
-    """The engine's, which adds up what its fetches cost as they begin."""
-
-    fetch_ns = 0
-
-    def begin(self, headers: list[BlockHeader], block_ids: list[BlockId]) -> Fetch:
-        """Start a fetch; between tiers without bytes it is over at once."""
-        self.fetch_ns += self.tiers.get_cost_ns([header.key for header in headers])
-        return super().begin(headers, block_ids)
-
-
 class TierReplay:
     """One device with tiers below it; what a part of a trace saves is asked part by part."""
 
@@ -96,8 +85,7 @@ class TierReplay:
     def run(self, requests: Iterable[TraceRequest]) -> SavedTime:
         """Replay requests behind those that came before, and return what these save."""
         offload, costs = self._offload, self._costs
-        before, before_ns = offload.metrics(), offload.fetch_ns
-        counts = before.num_fetched_blocks, before.num_computed_instead, before.num_lost_blocks
+        before = offload.metrics()
         found = SavedTime()
         for request in requests:
             one = self.replay.take(request)
@@ -105,17 +93,17 @@ class TierReplay:
             num_computed = num_tokens - num_saved
             compute_ns = costs.compute_ns(num_saved, num_computed)
             context = costs.sum_context(num_saved, num_computed)
-            offload.prefill.measure(num_computed, context, round(compute_ns))
+            offload.measure_prefill(num_computed, context, round(compute_ns))
             found.num_requests += 1
             found.num_prompt_tokens += num_tokens
             found.num_saved_tokens += num_saved
             found.all_s += costs.compute_ns(0, num_tokens) / 1e9
             found.not_computed_s += costs.compute_ns(0, num_saved) / 1e9
         after = offload.metrics()
-        found.num_fetched_blocks = after.num_fetched_blocks - counts[0]
-        found.num_computed_instead = after.num_computed_instead - counts[1]
-        found.num_lost_blocks = after.num_lost_blocks - counts[2]
-        found.fetch_s = (offload.fetch_ns - before_ns) / 1e9
+        found.num_fetched_blocks = after.num_fetched_blocks - before.num_fetched_blocks
+        found.num_computed_instead = after.num_computed_instead - before.num_computed_instead
+        found.num_lost_blocks = after.num_lost_blocks - before.num_lost_blocks
+        found.fetch_s = (after.expected_fetch_ns - before.expected_fetch_ns) / 1e9
         return found
 
     def metrics(self) -> Mapping[str, Any]:
@@ -125,19 +113,15 @@ class TierReplay:
     def check_integrity(self) -> None:
         """Raise AssertionError if pool, cache or tiers contradict themselves."""
         self.replay.kv.manager.check_integrity()
-        self._offload.tiers.check_integrity()
+        self._offload.check_integrity()
 
-    def _make_offload(self, modules: Modules, runtime: Runtime) -> KVOffload:
+    def _make_offload(self, modules: Modules, runtime: Runtime) -> KVOffloadProtocol:
         tiers: dict[str, KVTierProtocol] = {
             name: CostedKVTier(num_blocks, get_ns=self._costs.fetch_ns(name, self._block_size))
             for name, num_blocks in self._settings.num_blocks.items()
         }
-        self._offload = _CostedOffload(
-            modules.make("kv_tier", "tiered", 0, runtime=runtime, tiers=tiers, **self._settings.thresholds),
-            NoBytes(),
-            UNNAMED,
-            block_size=self._block_size,
-            block_bytes=_BLOCK_BYTES,
-            rule=self._settings.rule,
-        )
-        return self._offload
+        options = {"rule": self._settings.rule, "clock": runtime.clock, **self._settings.thresholds}
+        memory = KVMemory(NoBytes(), self._block_size, _BLOCK_BYTES, UNNAMED)
+        made: KVOffloadProtocol = modules.make("kv_offload", "tiered", memory, tiers=tiers, **options)
+        self._offload = made
+        return made

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 from sagellm.core import (
     ConfigError,
     InvalidInputError,
     PluginError,
     PluginRegistry,
+    ProviderSpec,
     Tokenize,
     TraceReaderProtocol,
     TraceRequest,
+    call_plugin,
     get_logger,
 )
-from sagellm.engines.plugin_failure import call_plugin
+from sagellm.engines.config.providers import parse_provider
 from sagellm.engines.traces.files import PackingError, open_text, plain_name
 
 logger = get_logger(__name__)
@@ -57,13 +58,12 @@ def _from_zero(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
 def _choose(path: Path, first_line: str, name: str | None, tokenize: Tokenize | None) -> TraceReaderProtocol:
     registry = PluginRegistry.load()
 
-    def make(name: str) -> TraceReaderProtocol:
-        factory = cast("Callable[..., TraceReaderProtocol]", registry.resolve("trace_reader", name))
-        label = registry.find("trace_reader", name).label
-        return call_plugin(label, "its factory", factory, tokenize=tokenize)
+    def make(reader: str | ProviderSpec) -> TraceReaderProtocol:
+        made: TraceReaderProtocol = registry.make("trace_reader", reader, tokenize=tokenize)
+        return made
 
     if name is not None:
-        return make(name)
+        return make(parse_provider(name))
     names = [entry.qualified_name for entry in registry.providers("trace_reader")]
     for each in names:
         try:

@@ -25,44 +25,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ARCEvictionPolicy",
-    "BeladyEvictionPolicy",
-    "CachedNode",
-    "CostEvictionPolicy",
-    "EvictionCandidate",
-    "EvictionMetrics",
-    "FIFOEvictionPolicy",
-    "LFUEvictionPolicy",
-    "LRUEvictionPolicy",
-    "PredictiveEvictionPolicy",
-    "QoSEvictionPolicy",
-    "RankedEvictionPolicy",
-    "ReuseEvictionPolicy",
-    "S3FIFOEvictionPolicy",
-    "SLRUEvictionPolicy",
-    "__version__",
-]
+_NAMES = {
+    "sagellm.core.protocols.eviction": "CachedNode EvictionCandidate EvictionMetrics",
+    ".arc": "ARCEvictionPolicy",
+    ".belady": "BeladyEvictionPolicy",
+    ".cost": "CostEvictionPolicy",
+    ".fifo": "FIFOEvictionPolicy",
+    ".lfu": "LFUEvictionPolicy",
+    ".lru": "LRUEvictionPolicy",
+    ".predictive": "PredictiveEvictionPolicy",
+    ".qos": "QoSEvictionPolicy",
+    ".ranked": "RankedEvictionPolicy",
+    ".reuse": "ReuseEvictionPolicy",
+    ".s3fifo": "S3FIFOEvictionPolicy",
+    ".slru": "SLRUEvictionPolicy",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_CORE = "sagellm.core.protocols.eviction"
+__all__ = sorted(["__version__", *_MODULE_OF])
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "ARCEvictionPolicy": ".arc",
-        "LFUEvictionPolicy": ".lfu",
-        "S3FIFOEvictionPolicy": ".s3fifo",
-        "SLRUEvictionPolicy": ".slru",
-        "BeladyEvictionPolicy": ".belady",
-        "CachedNode": _CORE,
-        "CostEvictionPolicy": ".cost",
-        "EvictionCandidate": _CORE,
-        "EvictionMetrics": _CORE,
-        "FIFOEvictionPolicy": ".fifo",
-        "LRUEvictionPolicy": ".lru",
-        "PredictiveEvictionPolicy": ".predictive",
-        "QoSEvictionPolicy": ".qos",
-        "RankedEvictionPolicy": ".ranked",
-        "ReuseEvictionPolicy": ".reuse",
-    },
-)
+__getattr__ = lazy(__name__, _MODULE_OF)

@@ -16,11 +16,10 @@ from sagellm.core.protocols.eviction import (
     EvictionMetrics,
     EvictionPolicyProtocol,
 )
-from sagellm.kvmgr.eviction.duel import Duel
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
 from sagellm.kvmgr.eviction.return_model import ReturnModels, TurnFacts
 from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking
-from sagellm.kvmgr.eviction.shadows import Stretch, Turn
+from sagellm.kvmgr.eviction.shadows import Duel, Stretch, Turn
 
 _UNIT_TOKENS = 512
 """Lengths enter the model in units of so many tokens."""

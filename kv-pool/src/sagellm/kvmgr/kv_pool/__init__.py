@@ -22,24 +22,23 @@ if TYPE_CHECKING:
     )
     from sagellm.core.protocols.prefix_cache import KVBlockDescriptor as KVBlockDescriptor
     from sagellm.kvmgr.kv_pool.buddy import BuddyAllocator as BuddyAllocator
-    from sagellm.kvmgr.kv_pool.extents import Extent as Extent, KVPoolConfig as KVPoolConfig
     from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator as FreeListAllocator
-    from sagellm.kvmgr.kv_pool.migration import (
-        BlockLocation as BlockLocation,
-        LinkMoves as LinkMoves,
-        MigrationPlan as MigrationPlan,
-        Move as Move,
-        plan_migration as plan_migration,
-    )
     from sagellm.kvmgr.kv_pool.multi_granular import (
+        Extent as Extent,
+        KVPoolConfig as KVPoolConfig,
         MultiGranularKVPool as MultiGranularKVPool,
         MultiGranularMetrics as MultiGranularMetrics,
     )
     from sagellm.kvmgr.kv_pool.paged import GPUKVPool as GPUKVPool, PagedKVPool as PagedKVPool
     from sagellm.kvmgr.kv_pool.placement import (
+        BlockLocation as BlockLocation,
+        LinkMoves as LinkMoves,
         MemoryLink as MemoryLink,
+        MigrationPlan as MigrationPlan,
+        Move as Move,
         Place as Place,
         Placement as Placement,
+        plan_migration as plan_migration,
     )
     from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier as BackendTier
     from sagellm.kvmgr.kv_pool.tiers.backends import (
@@ -59,86 +58,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AllocatorMetrics",
-    "BackendTier",
-    "BackgroundTier",
-    "BlockAllocationRequest",
-    "BlockInfo",
-    "BlockLocation",
-    "BuddyAllocator",
-    "DDRBackend",
-    "Evictor",
-    "Extent",
-    "FreeListAllocator",
-    "GPUKVPool",
-    "HBMBackend",
-    "HotColdClassifier",
-    "KVAllocatorProtocol",
-    "KVBlockDescriptor",
-    "KVPoolConfig",
-    "KVPoolMetrics",
-    "KVPoolProtocol",
-    "KVTierMetrics",
-    "KVTierProtocol",
-    "LinkMoves",
-    "MemoryLink",
-    "MigrationPlan",
-    "Move",
-    "MultiGranularKVPool",
-    "MultiGranularMetrics",
-    "NVMeBackend",
-    "OffsetAllocator",
-    "PagedKVPool",
-    "Place",
-    "Placement",
-    "RedisTier",
-    "TierBackend",
-    "TieredKVStorage",
-    "TieredMetrics",
-    "__version__",
-    "plan_migration",
-]
+_NAMES = {
+    "sagellm.core.protocols.kv_allocator": "AllocatorMetrics KVAllocatorProtocol",
+    "sagellm.core.protocols.kv_pool": """
+        BlockAllocationRequest BlockInfo Evictor KVPoolMetrics KVPoolProtocol
+    """,
+    "sagellm.core.protocols.kv_tier": "KVTierMetrics KVTierProtocol",
+    "sagellm.core.protocols.prefix_cache": "KVBlockDescriptor",
+    ".buddy": "BuddyAllocator",
+    ".free_list": "FreeListAllocator",
+    ".multi_granular": "Extent KVPoolConfig MultiGranularKVPool MultiGranularMetrics",
+    ".paged": "GPUKVPool PagedKVPool",
+    ".placement": "BlockLocation LinkMoves MemoryLink MigrationPlan Move Place Placement plan_migration",
+    ".tiers.backend_tier": "BackendTier",
+    ".tiers.backends": "DDRBackend HBMBackend NVMeBackend TierBackend",
+    ".tiers.background": "BackgroundTier",
+    ".tiers.classifier": "HotColdClassifier",
+    ".tiers.offsets": "OffsetAllocator",
+    ".tiers.redis": "RedisTier",
+    ".tiers.storage": "TieredKVStorage TieredMetrics",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "AllocatorMetrics": "sagellm.core.protocols.kv_allocator",
-        "BackendTier": ".tiers.backend_tier",
-        "BackgroundTier": ".tiers.background",
-        "BlockAllocationRequest": "sagellm.core.protocols.kv_pool",
-        "BlockInfo": "sagellm.core.protocols.kv_pool",
-        "BlockLocation": ".migration",
-        "BuddyAllocator": ".buddy",
-        "DDRBackend": ".tiers.backends",
-        "Evictor": "sagellm.core.protocols.kv_pool",
-        "Extent": ".extents",
-        "FreeListAllocator": ".free_list",
-        "GPUKVPool": ".paged",
-        "HBMBackend": ".tiers.backends",
-        "HotColdClassifier": ".tiers.classifier",
-        "KVAllocatorProtocol": "sagellm.core.protocols.kv_allocator",
-        "KVBlockDescriptor": "sagellm.core.protocols.prefix_cache",
-        "KVPoolConfig": ".extents",
-        "KVPoolMetrics": "sagellm.core.protocols.kv_pool",
-        "KVPoolProtocol": "sagellm.core.protocols.kv_pool",
-        "KVTierMetrics": "sagellm.core.protocols.kv_tier",
-        "KVTierProtocol": "sagellm.core.protocols.kv_tier",
-        "LinkMoves": ".migration",
-        "MemoryLink": ".placement",
-        "MigrationPlan": ".migration",
-        "Move": ".migration",
-        "MultiGranularKVPool": ".multi_granular",
-        "MultiGranularMetrics": ".multi_granular",
-        "NVMeBackend": ".tiers.backends",
-        "OffsetAllocator": ".tiers.offsets",
-        "PagedKVPool": ".paged",
-        "Place": ".placement",
-        "Placement": ".placement",
-        "RedisTier": ".tiers.redis",
-        "TierBackend": ".tiers.backends",
-        "TieredKVStorage": ".tiers.storage",
-        "TieredMetrics": ".tiers.storage",
-        "plan_migration": ".migration",
-    },
-)
+__all__ = sorted(["__version__", *_MODULE_OF])
+
+__getattr__ = lazy(__name__, _MODULE_OF)

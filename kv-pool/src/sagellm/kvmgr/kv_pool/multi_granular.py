@@ -2,15 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Literal, NamedTuple, TypeAlias
 
-from sagellm.core.errors import BlockError, OutOfBlocksError
+from sagellm.core.errors import BlockError, ConfigError, OutOfBlocksError
 from sagellm.core.metrics.cache import external_fragmentation
-from sagellm.kvmgr.kv_pool.extents import LEVELS, Extent, Granularity, KVPoolConfig
-from sagellm.kvmgr.kv_pool.packing import pack
-from sagellm.kvmgr.kv_pool.size_class import SizeClass
+
+
+class SizeClass:
+    """Free pieces of one size, by the larger piece that they are parts of.
+
+    Pieces are taken from a parent that is in use already, and a parent all of whose parts came back is
+    whole again: so larger pieces stay whole.
+    """
+
+    def __init__(self, size: int, parent_size: int) -> None:
+        self.size, self.parent_size = size, parent_size
+        self.num_parts = parent_size // size
+        self.num_free = 0
+        self._free: dict[int, list[int]] = {}  # by the start of the parent
+        self._is_free: set[int] = set()
+
+    def take(self) -> int | None:
+        """Return the start of a piece of a parent that is broken already."""
+        if not self._free:
+            return None
+        parent = next(iter(self._free))
+        parts = self._free[parent]
+        start = parts.pop()
+        self._is_free.discard(start)
+        self.num_free -= 1
+        if not parts:
+            del self._free[parent]
+        return start
+
+    def add(self, start: int) -> int | None:
+        """Take a piece back; return the start of its parent if that is whole again, and forget its parts."""
+        parent = start - start % self.parent_size
+        parts = self._free.setdefault(parent, [])
+        parts.append(start)
+        self._is_free.add(start)
+        self.num_free += 1
+        if len(parts) < self.num_parts:
+            return None
+        del self._free[parent]
+        self._is_free.difference_update(parts)
+        self.num_free -= self.num_parts
+        return parent
+
+    def break_up(self, parent: int) -> None:
+        """Make parts of a whole parent, the first to be taken first."""
+        starts = range(parent, parent + self.parent_size, self.size)
+        self._free[parent] = list(reversed(starts))
+        self._is_free.update(starts)
+        self.num_free += self.num_parts
+
+    def starts(self) -> set[int]:
+        """Return the free pieces."""
+        return set(self._is_free)
+
+
+def pack(held: Collection[Extent], config: KVPoolConfig) -> list[tuple[Extent, Extent]]:
+    """Return moves (from, to), each to where nothing lies once those before it are done.
+
+    From tokens to sequences, the emptiest larger pieces give their parts to the free places of the fullest;
+    at last what lies at the end of the pool goes to free places at its begin. A piece may move once a size.
+    """
+    now = {extent: extent.start for extent in held}
+    moves = []
+    for level in reversed(range(len(LEVELS))):
+        size = config.size_of(LEVELS[level])
+        inside = LEVELS[level:]
+        units = defaultdict(list)  # by start: a piece of this size, or the smaller ones that lie in one
+        for extent, start in now.items():
+            if extent.granularity in inside:
+                units[start - start % size].append(extent)
+        kept: Collection[int]
+        if level:
+            kept = _fullest(units, size, config.size_of(LEVELS[level - 1]))
+        else:
+            kept = range(0, len(units) * size, size)
+        leaving = [start for start in units if start not in kept]
+        free = [start for start in kept if start not in units]
+        for source, target in zip(leaving, free, strict=False):
+            for extent in units[source]:
+                before = Extent(extent.granularity, now[extent])
+                now[extent] += target - source
+                moves.append((before, Extent(extent.granularity, now[extent])))
+    return moves
+
+
+def _fullest(units: Collection[int], size: int, parent_size: int) -> dict[int, None]:
+    """Return all places in as many parents as the units fill, those with most units in them."""
+    num_units = Counter(start - start % parent_size for start in units)
+    num_kept = -(-len(units) * size // parent_size)
+    return {
+        start: None
+        for parent, _ in num_units.most_common(num_kept)
+        for start in range(parent, parent + parent_size, size)
+    }
+
+
+Granularity: TypeAlias = Literal["sequence", "page", "token"]
+
+LEVELS: tuple[Granularity, ...] = ("sequence", "page", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPoolConfig:
+    """Sizes of a pool in tokens; each one divides the next larger.
+
+    Raises ConfigError if they do not.
+    """
+
+    total_tokens: int
+    sequence_tokens: int = 1024
+    page_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        sizes = (self.total_tokens, self.sequence_tokens, self.page_tokens)
+        if any(type(size) is not int or size < 1 for size in sizes):
+            raise ConfigError(f"sizes of a pool are whole numbers of tokens, at least 1, not {sizes}")
+        for name, large, small in (
+            ("total_tokens", self.total_tokens, self.sequence_tokens),
+            ("sequence_tokens", self.sequence_tokens, self.page_tokens),
+        ):
+            if large % small:
+                raise ConfigError(f"{name} is {large}; it must be a multiple of {small}")
+
+    def size_of(self, granularity: Granularity) -> int:
+        """Return how many tokens a piece of this size holds."""
+        sizes = {"sequence": self.sequence_tokens, "page": self.page_tokens, "token": 1}
+        return sizes[granularity]
+
+
+class Extent(NamedTuple):
+    """A run of tokens in the pool, handed out as one piece."""
+
+    granularity: Granularity
+    start: int
 
 
 @dataclass(frozen=True, kw_only=True)

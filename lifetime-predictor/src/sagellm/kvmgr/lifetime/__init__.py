@@ -17,22 +17,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LifetimeMetrics",
-    "LifetimePrediction",
-    "LifetimePredictorProtocol",
-    "PredictionRequest",
-    "StatisticalLifetimePredictor",
-    "__version__",
-]
+_NAMES = {
+    "sagellm.core.protocols.lifetime": """
+        LifetimeMetrics LifetimePrediction LifetimePredictorProtocol PredictionRequest
+    """,
+    ".statistical": "StatisticalLifetimePredictor",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "LifetimeMetrics": "sagellm.core.protocols.lifetime",
-        "LifetimePrediction": "sagellm.core.protocols.lifetime",
-        "LifetimePredictorProtocol": "sagellm.core.protocols.lifetime",
-        "PredictionRequest": "sagellm.core.protocols.lifetime",
-        "StatisticalLifetimePredictor": ".statistical",
-    },
-)
+__all__ = sorted(["__version__", *_MODULE_OF])
+
+__getattr__ = lazy(__name__, _MODULE_OF)

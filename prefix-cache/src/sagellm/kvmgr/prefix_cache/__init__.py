@@ -17,28 +17,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CrossRequestKVCache",
-    "InsertResult",
-    "KVBlockDescriptor",
-    "PrefixCacheMetrics",
-    "PrefixMatch",
-    "PrefixNode",
-    "RadixPrefixCache",
-    "__version__",
-]
+_NAMES = {
+    "sagellm.core.protocols.prefix_cache": "InsertResult KVBlockDescriptor PrefixCacheMetrics PrefixMatch",
+    ".node": "PrefixNode",
+    ".radix": "RadixPrefixCache",
+    ".reuse": "CrossRequestKVCache",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_CORE = "sagellm.core.protocols.prefix_cache"
+__all__ = sorted(["__version__", *_MODULE_OF])
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "CrossRequestKVCache": ".reuse",
-        "InsertResult": _CORE,
-        "KVBlockDescriptor": _CORE,
-        "PrefixCacheMetrics": _CORE,
-        "PrefixMatch": _CORE,
-        "PrefixNode": ".node",
-        "RadixPrefixCache": ".radix",
-    },
-)
+__getattr__ = lazy(__name__, _MODULE_OF)

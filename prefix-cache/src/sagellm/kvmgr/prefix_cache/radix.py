@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from threading import Lock
-from typing import cast
+from typing import NamedTuple, cast
 
 from sagellm.core.checks import require_object
-from sagellm.core.errors import BlockError
+from sagellm.core.errors import BlockError, InvalidInputError, StaleMatchError
 from sagellm.core.ids import BlockId
 from sagellm.core.kv_block import UNNAMED, KVIdentity
 from sagellm.core.logging import get_logger
@@ -20,6 +21,7 @@ from sagellm.core.protocols.prefix_cache import (
     EvictedBlocks,
     InsertResult,
     KVBlockDescriptor,
+    MissCause,
     MissExplanation,
     PinnedPrefix,
     PinResult,
@@ -28,11 +30,11 @@ from sagellm.core.protocols.prefix_cache import (
     PrefixMatch,
 )
 from sagellm.core.runtime import Clock, SystemClock
-from sagellm.core.tokens import TokenIdsLike, pack
-from sagellm.kvmgr.prefix_cache.explain import explain, explain_miss, note_miss
-from sagellm.kvmgr.prefix_cache.ghosts import Departure
-from sagellm.kvmgr.prefix_cache.insertion import Offer, insert
+from sagellm.core.tokens import TokenIds, TokenIdsLike, pack
+from sagellm.kvmgr.prefix_cache.edges import Found, end_key, keys_of
+from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghost, block_key, block_keys
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
+from sagellm.kvmgr.prefix_cache.ledger import Ledger
 from sagellm.kvmgr.prefix_cache.limits import (
     Limits,
     check_block_ids,
@@ -40,11 +42,9 @@ from sagellm.kvmgr.prefix_cache.limits import (
     check_number_of_blocks,
     check_ttl,
 )
-from sagellm.kvmgr.prefix_cache.lookups import Lookups
-from sagellm.kvmgr.prefix_cache.matches import describe, describe_runs, end_of, owned_node
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES
-from sagellm.kvmgr.prefix_cache.pins import Pins
-from sagellm.kvmgr.prefix_cache.tree import RadixTree
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+from sagellm.kvmgr.prefix_cache.partials import find_partial
+from sagellm.kvmgr.prefix_cache.tree import Offer, RadixTree, insert
 
 _log = get_logger(__name__)
 
@@ -398,3 +398,339 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return []
         num_over = account.num_blocks + num_blocks - account.max_blocks
         return self._evict(min(num_over, num_blocks), namespace, own=namespace.account)
+
+
+class Lookups:
+    """Counts lookups, of all and by tenant."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.num_lookups = self.num_hits = self.num_tokens = 0
+        self.num_hit_tokens = self.num_partial_hit_tokens = 0
+
+    def count(
+        self, num_tokens: int, num_hit_tokens: int, num_partial_hit_tokens: int, namespace: Namespace
+    ) -> None:
+        """Count one lookup; the partial ones are among the hit tokens."""
+        self.num_lookups += 1
+        self.num_tokens += num_tokens
+        self.num_hits += num_hit_tokens > 0
+        self.num_hit_tokens += num_hit_tokens
+        self.num_partial_hit_tokens += num_partial_hit_tokens
+        account = self._ledger.account(namespace)
+        account.num_lookups += 1
+        account.num_hits += num_hit_tokens > 0
+        account.num_lookup_tokens += num_tokens
+        account.num_hit_tokens += num_hit_tokens
+
+
+def owned_node(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
+    """Return the node of a match if it is in this tree now."""
+    node = match.node
+    return node if isinstance(node, PrefixNode) and tree.owns(node) else None
+
+
+def end_of(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
+    """Return the node in which the whole blocks of a match end; None if it has none.
+
+    Raises StaleMatchError if blocks entered or left since, or if the match is another cache's, and
+    InvalidInputError for one that was made longer or cut inside a block.
+    """
+    if match.version != tree.version:
+        raise StaleMatchError("blocks entered or left the cache since this match; match again")
+    num_partial = match.match_length % tree.block_size
+    depth = match.match_length - num_partial
+    if num_partial and (match.partial is None or match.partial.num_tokens != num_partial):
+        raise InvalidInputError(
+            f"a match of {match.match_length} tokens; shorten one to whole blocks of {tree.block_size}"
+        )
+    if not depth:
+        return None
+    node = owned_node(match, tree)
+    if node is None:
+        raise StaleMatchError("this match is another cache's; match again in this one")
+    if depth > node.depth:
+        raise InvalidInputError(
+            f"a match of {match.match_length} tokens ends at {node.depth}; make it no longer than it was"
+        )
+    while depth <= node.start and node.parent is not None:
+        node = node.parent  # the caller shortened the match, or the node was split since
+    return node
+
+
+def describe(match: PrefixMatch, block_size: int) -> list[KVBlockDescriptor]:
+    """Return which block holds which tokens of a match."""
+    found = [(block_id, block_size) for block_id in match.block_ids]
+    if match.partial is not None:
+        found.append(match.partial)
+    return [
+        KVBlockDescriptor(
+            block_id=block_id, start=index * block_size, num_tokens=num_tokens, namespace=match.namespace
+        )
+        for index, (block_id, num_tokens) in enumerate(found)
+    ]
+
+
+def describe_runs(nodes: Sequence[PrefixNode]) -> list[CachedRun]:
+    """Return what is in nodes, which come parents first."""
+    places = {node.node_id: place for place, node in enumerate(nodes)}
+    return [
+        CachedRun(
+            token_ids=TokenIds(node.edge),
+            block_ids=list(node.block_ids),
+            namespace=node.namespace,
+            parent=None if node.parent_id is None else places[node.parent_id],
+        )
+        for node in nodes
+    ]
+
+
+_MAX_OTHERS, _MAX_STEPS = 256, 512
+"""Other namespaces that are searched, the latest first, and nodes of all of them together."""
+
+
+class Miss(NamedTuple):
+    """What must be recorded when a prompt does not match further; the rest can be found later."""
+
+    namespace: Namespace
+    now_ns: int
+    position: int  # bytes of whole blocks that matched
+    match_length: int
+    diverges_at: int
+    ghost: Ghost | None  # of the next block
+    num_evicted: int  # blocks in a row from there on
+    is_forgotten: bool  # the next block may have been evicted longer ago than ghosts last
+
+
+def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace, now_ns: int) -> MissExplanation:
+    """Compare packed tokens with what is cached, what was, and what others have.
+
+    Costs a match, and up to 512 steps in other namespaces where the next block was never this one's. It sees
+    no more agreement inside a block than reuse does, but sees it where that is off.
+    """
+    found = tree.find(data, namespace)
+    position = len(found.block_ids) * tree.block_bytes
+    return explain(tree, data, note_miss(tree, data, found.node, position, namespace, now_ns))
+
+
+def note_miss(
+    tree: RadixTree, data: bytes, node: PrefixNode | None, position: int, namespace: Namespace, now_ns: int
+) -> Miss:
+    """Record what became of the block behind a match that ends at a byte in a node. 1 µs if it is new."""
+    agreed = None if node is None else find_partial(node, data, position, tree.block_bytes)
+    diverges_at = position // TOKEN_BYTES + (agreed.num_tokens if agreed else 0)
+    match_length = diverges_at if tree.reuses_partial_blocks else position // TOKEN_BYTES
+    ghost, num_evicted, is_forgotten = None, 0, False
+    if len(data) - position >= tree.block_bytes:
+        key = _key_at(node, namespace, position, tree)
+        next_key = block_key(key, data[position : position + tree.block_bytes])
+        ghost, num_evicted = _find_ghosts(tree, key, next_key, data, position)
+        is_forgotten = ghost is None and tree.ledger.ghosts.may_have_forgotten(next_key)
+    return Miss(namespace, now_ns, position, match_length, diverges_at, ghost, num_evicted, is_forgotten)
+
+
+def explain(tree: RadixTree, data: bytes, miss: Miss) -> MissExplanation:
+    """Say why packed tokens did not match further; blocks of others count only if they had them then."""
+    departure = miss.ghost.departure if miss.ghost else None
+    return MissExplanation(
+        cause=_cause(tree, data, miss),
+        num_tokens=len(data) // TOKEN_BYTES,
+        match_length=miss.match_length,
+        diverges_at=miss.diverges_at,
+        reason=departure.reason if departure else None,
+        policy=departure.policy if departure else None,
+        evicted_ns=departure.now_ns if departure else None,
+        evicted_for=departure.evicted_for if departure else None,
+        num_evicted_blocks=miss.num_evicted,
+    )
+
+
+def _cause(tree: RadixTree, data: bytes, miss: Miss) -> MissCause:
+    if miss.match_length * TOKEN_BYTES == len(data):
+        return "none"
+    is_inside = miss.diverges_at * TOKEN_BYTES > miss.position
+    if len(data) - miss.position < tree.block_bytes:
+        return "block_border" if is_inside or miss.position else "never_seen"
+    if miss.ghost is not None:
+        return "evicted"
+    cause = _others_have(tree, data, miss)
+    if cause == "never_seen" and miss.is_forgotten:
+        return "unknown"
+    if cause == "never_seen" and miss.diverges_at > miss.match_length:
+        return "block_border"
+    return cause
+
+
+def _key_at(node: PrefixNode | None, namespace: Namespace, position: int, tree: RadixTree) -> int:
+    """Return the key of the last whole block that matched."""
+    if node is None:
+        return hash(namespace)
+    num_inside = (position - node.start * TOKEN_BYTES) // tree.block_bytes
+    if num_inside == node.num_blocks:
+        return end_key(node, tree.block_bytes)
+    return keys_of(node, tree.block_bytes)[num_inside - 1]
+
+
+def _find_ghosts(
+    tree: RadixTree, key: int, next_key: int, data: bytes, position: int
+) -> tuple[Ghost | None, int]:
+    """Return what became of the next block, and how many in a row were evicted."""
+    ghosts, size = tree.ledger.ghosts, tree.block_bytes
+    first, num_found = ghosts.find(next_key), 0
+    if first is not None:
+        for each in block_keys(key, data[position : len(data) // size * size], size):
+            if ghosts.find(each) is None:
+                break
+            num_found += 1
+    return first, num_found
+
+
+def _others_have(tree: RadixTree, data: bytes, miss: Miss) -> MissCause:
+    """Say whether another namespace had the next block; `unknown` if there are too many to look at."""
+    num_steps = _MAX_STEPS
+    end = miss.position + tree.block_bytes
+    for other, root in islice(reversed(tree.roots.items()), _MAX_OTHERS + 1):
+        if other == miss.namespace or other.adapter != miss.namespace.adapter:
+            continue
+        depth, node = 0, root.children.get(data[: tree.block_bytes])
+        while node is not None and num_steps > 0 and node.created_ns <= miss.now_ns:
+            num_steps -= 1
+            num_wanted = min(len(node.edge), end - depth)
+            if node.edge[:num_wanted] != data[depth : depth + num_wanted]:
+                break
+            depth += num_wanted
+            if depth == end:
+                return "other_tenant"
+            node = node.children.get(data[depth : depth + tree.block_bytes])
+    return "unknown" if num_steps == 0 or len(tree.roots) > _MAX_OTHERS + 1 else "never_seen"
+
+
+_NEVER = 2**63
+
+
+class Pin:
+    """One pinned prefix; it ends with its node. `ttl_ns` counts from the last hit."""
+
+    __slots__ = ("expires_ns", "ttl_ns")
+
+    def __init__(self, ttl_ns: int | None, now_ns: int) -> None:
+        self.ttl_ns = ttl_ns
+        self.expires_ns = _NEVER if ttl_ns is None else now_ns + ttl_ns
+
+
+class Pins:
+    """The pins of one tree, each a lock on the path to a node. What is pinned more than once counts once."""
+
+    def __init__(self, tree: RadixTree, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self.num_blocks = 0
+        self._tree = tree
+        self._pins: dict[PrefixNode, Pin] = {}
+        self._next_ns = _NEVER  # no pin expires before
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __contains__(self, node: PrefixNode) -> bool:
+        return node in self._pins
+
+    def pin(self, found: Found, num_tokens: int, ttl_ns: int | None, now_ns: int) -> PinResult:
+        """Pin what was found of so many tokens, as far as the budget allows, and say why it is no more."""
+        num_pinned = self._set(found, ttl_ns, now_ns)
+        return PinResult(
+            num_tokens=num_tokens,
+            num_pinned_tokens=num_pinned,
+            num_pinned_blocks=self.num_blocks,
+            max_pinned_blocks=self.max_blocks,
+            reason=self._reason(found, num_tokens, num_pinned),
+        )
+
+    def prefixes(self, now_ns: int) -> list[PinnedPrefix]:
+        """Return what is pinned, in the order in which it was."""
+        self.expire(now_ns)
+        return [
+            PinnedPrefix(
+                token_ids=TokenIds(b"".join(step.edge for step in reversed(node.path()))),
+                namespace=node.namespace,
+                ttl_s=None if pin.ttl_ns is None else pin.ttl_ns / 1e9,
+                left_s=None if pin.ttl_ns is None else (pin.expires_ns - now_ns) / 1e9,
+            )
+            for node, pin in self._pins.items()
+        ]
+
+    def _reason(self, found: Found, num_tokens: int, num_pinned: int) -> str:
+        size = self._tree.block_size
+        num_cached = len(found.block_ids) * size
+        if num_tokens < size:
+            return f"a block has {size} tokens, and only whole blocks are pinned"
+        if num_pinned < num_cached:
+            return f"{self.num_blocks} of the {self.max_blocks} blocks that may be pinned are"
+        if num_cached == num_tokens // size * size:
+            return ""
+        whose = found.namespace
+        if whose not in self._tree.roots:
+            name = f"the public namespace {whose.salt!r}" if whose.is_public else f"tenant {whose.tenant!r}"
+            salted = " with this salt" if whose.salt and not whose.is_public else ""
+            return f"nothing at all is cached for {name}{salted}"
+        if not num_cached:
+            return "nothing of it is cached; send the prompt once, then pin it"
+        return f"only {num_cached} tokens are cached; send the prompt once, then pin it"
+
+    def end(self, node: PrefixNode) -> bool:
+        """End the pin at a node, if there is one."""
+        if self._pins.pop(node, None) is None:
+            return False
+        for step in node.path():
+            step.num_pins -= 1
+            self.num_blocks -= 0 if step.num_pins else step.num_blocks
+        self._tree.unlock(node)
+        return True
+
+    def refresh(self, node: PrefixNode, now_ns: int) -> None:
+        """Note a hit of a path: the pins on it live on from now."""
+        for step in node.path():
+            pin = self._pins.get(step) if step.num_pins else None
+            if pin is not None and pin.ttl_ns is not None:
+                pin.expires_ns = now_ns + pin.ttl_ns
+
+    def expire(self, now_ns: int) -> None:
+        """End the pins whose time is over. O(1) before the first one's is."""
+        if now_ns < self._next_ns:
+            return
+        for node in [node for node, pin in self._pins.items() if pin.expires_ns <= now_ns]:
+            self.end(node)
+        self._next_ns = min((pin.expires_ns for pin in self._pins.values()), default=_NEVER)
+
+    def check_integrity(self, nodes: list[PrefixNode]) -> None:
+        """Raise AssertionError if the counts on the nodes of the tree contradict the pins."""
+        counted = dict.fromkeys(nodes, 0)
+        for pinned in self._pins:
+            assert pinned.num_own_locks, f"node {pinned.node_id} is pinned, yet not locked"
+            for step in pinned.path():
+                counted[step] += 1
+        for node, num_pins in counted.items():
+            assert node.num_pins == num_pins, f"node {node.node_id}: {node.num_pins} pins, {num_pins} found"
+        num_blocks = sum(node.num_blocks for node, num_pins in counted.items() if num_pins)
+        assert num_blocks == self.num_blocks, f"{num_blocks} blocks are pinned, {self.num_blocks} counted"
+
+    def _set(self, found: Found, ttl_ns: int | None, now_ns: int) -> int:
+        """Return how many tokens are pinned."""
+        self.expire(now_ns)
+        node = found.node
+        if node is None:
+            return 0
+        size = self._tree.block_size
+        held = sum(step.num_blocks for step in node.path() if step.num_pins)
+        depth = min(len(found.block_ids), held + self.max_blocks - self.num_blocks) * size
+        if depth <= 0:
+            return 0
+        while depth <= node.start and node.parent is not None:
+            node = node.parent
+        if node.depth != depth or node not in self._pins:
+            node = self._tree.lock(node, depth, now_ns, is_hit=False)
+            for step in node.path():
+                self.num_blocks += 0 if step.num_pins else step.num_blocks
+                step.num_pins += 1
+        pin = self._pins[node] = Pin(ttl_ns, now_ns)
+        self._next_ns = min(self._next_ns, pin.expires_ns)
+        return depth

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
+from sagellm.core.errors import BlockError
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
-from sagellm.core.protocols.prefix_cache import PrefixMatch
+from sagellm.core.protocols.prefix_cache import InsertResult, PrefixMatch
 from sagellm.kvmgr.prefix_cache.edges import Found, keys_of, split, walk
 from sagellm.kvmgr.prefix_cache.ghosts import Departure
-from sagellm.kvmgr.prefix_cache.integrity import check_tree
-from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder
-from sagellm.kvmgr.prefix_cache.leaves import Leaves
+from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder, Leaves
 from sagellm.kvmgr.prefix_cache.ledger import Ledger
-from sagellm.kvmgr.prefix_cache.limits import Limits
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
+from sagellm.kvmgr.prefix_cache.limits import Limits, check_block_ids
+from sagellm.kvmgr.prefix_cache.node import NO_CHILDREN, NO_HEADS, TOKEN_BYTES, PartialBlock, PrefixNode
 from sagellm.kvmgr.prefix_cache.partials import Partials, find_partial
 
 
@@ -398,3 +400,164 @@ class RadixTree:
         self.version += 1
         self.cached.difference_update(block_ids)
         self.num_evictable -= len(block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Packed tokens and the blocks that hold them from the beginning, each block once."""
+
+    data: bytes
+    block_ids: list[BlockId]
+    namespace: Namespace
+    priority: int
+
+
+def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> InsertResult:
+    """Keep what is new of an offer, so many blocks that the tree has `max_blocks` at most.
+
+    Raises BlockError, and changes nothing, if an id is none, or a block is in the tree for other
+    tokens.
+    """
+    offered, size = offer.block_ids, tree.block_bytes
+    num_full = min(len(offered), len(offer.data) // size)
+    found = tree.find(offer.data[: num_full * size], offer.namespace)
+    held = found.block_ids
+    grown = _grown(tree, offer, found)
+    changed = [block_id for block_id, cached in zip(offered, held, strict=False) if block_id != cached]
+    if others := changed + offered[len(held) :]:  # what equals a cached one does not enter
+        check_block_ids(others)
+    _check_other_blocks(tree, changed + offered[len(held) + grown :])
+    if held and found.node is not None:
+        tree.touch(found.node, now_ns)
+    new = offered[len(held) : num_full][: _room(tree, offer.namespace, max_blocks + grown)]
+    released: list[BlockId] = []
+    if new:
+        if grown:  # it enters again, full
+            tree.release_partial(new[0])
+        tail = offer.data[len(held) * size : (len(held) + len(new)) * size]
+        released = tree.extend(found, tail, new, priority=offer.priority, now_ns=now_ns)
+    kept: BlockId | None = None
+    if num_full < len(offered) and len(held) + len(new) == num_full and tree.reuses_partial_blocks:
+        kept = _insert_partial(tree, offer, num_full * size, max_blocks, released)
+    num_new = len(new) - (grown if new else 0)
+    return InsertResult(held + new, num_new, changed, kept, tuple(released))
+
+
+def _grown(tree: RadixTree, offer: Offer, found: Found) -> int:
+    """Return 1 if the first block behind those found is one of the tree that was not full before."""
+    num_held = len(found.block_ids)
+    if num_held >= len(offer.block_ids):
+        return 0
+    partial = tree.partials.get(offer.block_ids[num_held])
+    begin = num_held * tree.block_bytes
+    if partial is None or partial.node.depth * TOKEN_BYTES != begin:
+        return 0
+    return int(partial.node is found.node and offer.data.startswith(partial.tokens, begin))
+
+
+def _check_other_blocks(tree: RadixTree, block_ids: list[BlockId]) -> None:
+    if not tree.cached.isdisjoint(block_ids):
+        raise BlockError(f"blocks {sorted(tree.cached.intersection(block_ids))} are cached for other tokens")
+
+
+def _room(tree: RadixTree, namespace: Namespace, max_blocks: int) -> int:
+    """Return how many more full blocks a namespace may have."""
+    room = max_blocks - len(tree.cached)
+    account = tree.ledger.account(namespace)
+    return room if account.max_blocks is None else max(0, min(room, account.max_blocks - account.num_blocks))
+
+
+def _insert_partial(
+    tree: RadixTree, offer: Offer, begin: int, max_blocks: int, released: list[BlockId]
+) -> BlockId | None:
+    """Keep the last block offered, which is not full; None if it is not the tree's, or was before."""
+    block_id = offer.block_ids[-1]
+    is_held = block_id in tree.cached
+    if not is_held and len(tree.cached) >= max_blocks:
+        return None
+    node = tree.find(offer.data[:begin], offer.namespace).node
+    if node is not None and node.depth * TOKEN_BYTES != begin:
+        return None  # inside an edge; what follows there begins alike, or a node would be split for it
+    if is_held:
+        tree.release_partial(block_id)
+    replaced = tree.keep_partial(node, offer.namespace, offer.data[begin:], block_id)
+    if replaced is None:
+        if is_held:
+            released.append(block_id)
+        return None
+    released += replaced
+    return None if is_held else block_id
+
+
+class TreeCount(NamedTuple):
+    """What a walk over all nodes found."""
+
+    num_nodes: int
+    num_evictable: int
+    block_ids: set[BlockId]
+    leaves: dict[NodeId, int]  # the unlocked ones, by the time of their last use
+    num_blocks_of: dict[str, tuple[int, int]]  # full and partial ones, by account
+
+
+def check_tree(roots: Mapping[Namespace, PrefixNode], block_bytes: int, partials: Partials) -> TreeCount:
+    """Check every node against its parent and count. Raises AssertionError."""
+    found = TreeCount(0, 0, set(), {}, {})
+    assert not NO_CHILDREN, "what all leaves share was written to"
+    assert not NO_HEADS, "what all leaves share was written to"
+    full: Counter[str] = Counter()
+    num_nodes = 0
+    num_evictable = num_blocks = len(partials)
+    node_ids: set[NodeId] = set()
+    stack: list[PrefixNode] = []
+    for namespace, root in roots.items():
+        assert root.namespace == namespace, f"the root of {root.namespace} is filed under {namespace}"
+        assert root.parent is None, f"the root of {namespace} has a parent"
+        assert root.children or root.partials, f"namespace {namespace} has no blocks, yet a root"
+        stack.append(root)
+    while stack:
+        parent = stack.pop()
+        for key, node in parent.children.items():
+            _check_node(node, parent, key, block_bytes)
+            num_nodes += 1
+            num_blocks += node.num_blocks
+            node_ids.add(node.node_id)
+            found.block_ids.update(node.block_ids)
+            full[node.namespace.account] += node.num_blocks
+            if not node.lock_count:
+                num_evictable += node.num_blocks
+                if not node.children:
+                    found.leaves[node.node_id] = node.last_access_ns
+            stack.append(node)
+    for partial in partials.values():
+        _check_partial(partial, roots, block_bytes)
+        found.block_ids.add(partial.block_id)
+    assert len(found.block_ids) == num_blocks, "a block is in the tree twice"
+    assert len(node_ids) == num_nodes, "two nodes have one id"
+    partial_ones = Counter(partial.node.namespace.account for partial in partials.values())
+    by_account = {name: (full[name], partial_ones[name]) for name in full | partial_ones}
+    return found._replace(num_nodes=num_nodes, num_evictable=num_evictable, num_blocks_of=by_account)
+
+
+def _check_node(node: PrefixNode, parent: PrefixNode, key: bytes, block_bytes: int) -> None:
+    name = f"node {node.node_id}"
+    assert node.parent is parent, f"{name}: wrong parent"
+    assert key == node.edge[:block_bytes], f"{name}: filed under another block"
+    assert node.num_blocks == len(node.block_ids) > 0, f"{name}: {node.num_blocks} blocks"
+    assert len(node.edge) == node.num_blocks * block_bytes, f"{name}: edge and blocks differ in length"
+    assert node.depth == parent.depth + len(node.edge) // TOKEN_BYTES, f"{name}: wrong depth"
+    assert node.namespace == parent.namespace, f"{name}: in the tree of another namespace"
+    below = sum(child.lock_count for child in node.children.values())
+    assert node.lock_count == node.num_own_locks + below, f"{name}: {node.lock_count} locks"
+    assert node.num_own_locks >= 0, f"{name}: unlocked too often"
+    is_top = parent.parent is None
+    assert is_top or parent.last_access_ns >= node.last_access_ns, f"{name}: used later than its parent"
+
+
+def _check_partial(partial: PartialBlock, roots: Mapping[Namespace, PrefixNode], block_bytes: int) -> None:
+    name = f"partial block {partial.block_id}"
+    assert 0 < len(partial.tokens) < block_bytes, f"{name}: {len(partial.tokens)} bytes of tokens"
+    assert partial in partial.node.partials, f"{name}: unknown to its node"
+    root = partial.node
+    while root.parent is not None:
+        root = root.parent
+    assert roots.get(root.namespace) is root, f"{name}: its node has left the tree"

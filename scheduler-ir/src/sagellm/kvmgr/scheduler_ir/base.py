@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sagellm.core.checks import require_object
 from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.scheduler_ir import (
-    Probe,
     ScheduleIR,
     SchedulePlan,
-    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerMetrics,
     SchedulerPassProtocol,
 )
+from sagellm.core.protocols.scheduler_rows import (
+    Probe,
+    RequestRows,
+    ScheduleRequest,
+)
+from sagellm.core.protocols.scheduler_rules import verify_rewrite
 from sagellm.core.runtime import Clock, SystemClock
-from sagellm.kvmgr.scheduler_ir.preemption import preemption_order
+from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.step import Step
-from sagellm.kvmgr.scheduler_ir.verify import verify_rewrite
 
 _logger = get_logger(__name__)
 
@@ -33,11 +37,12 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     a smaller budget they take turns. A request that lacks blocks takes them from the one of
     lowest priority and latest arrival, itself included. Admission reserves the blocks of all
     tokens that a request has, stops at the first request that does not fit and pauses in a step
-    that preempts.
+    that preempts for lack of blocks.
 
-    Passes run before this, on a ScheduleIR that is built only where there are passes. They decide
-    the order of admission and the order of preemption. O(running + admitted) a step without
-    passes, O(running + waiting) with them. Not thread-safe: one engine, one scheduler.
+    Passes run before this and decide on orders, caps, deferrals, preemptions and lower limits; `swap` is
+    planned as `recompute`. A step costs a few array operations on the columns of running requests and a
+    turn of Python for each admitted one, and for each running one where blocks are short. Rows of
+    requests that stay waiting are read by passes alone. Not thread-safe: one engine, one scheduler.
     """
 
     def __init__(
@@ -47,30 +52,32 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         block_size: int = 16,
         *,
         probe: Probe | None = None,
+        epoch: Callable[[], int] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._max_num_batched_tokens = _at_least_one("max_num_batched_tokens", max_num_batched_tokens)
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         self._block_size = _at_least_one("block_size", block_size)
-        self._probe = probe
+        self._hits = PrefixHits(probe, self._step_number if epoch is None else epoch, block_size)
         self._clock = SystemClock() if clock is None else clock
-        self._passes: list[SchedulerPassProtocol] = []
+        self._passes: list[tuple[SchedulerPassProtocol, Any]] = []  # each with its state
         self._metrics = SchedulerMetrics()
 
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
-        """Append a pass to the pipeline. Raises ConfigError for any other object."""
+        """Append a pass to the pipeline, with a new state. Raises ConfigError for any other object."""
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
-        self._passes.append(optimization_pass)
+        self._passes.append((optimization_pass, optimization_pass.start()))
         _logger.info("scheduler pass %d is %s", len(self._passes), optimization_pass.name)
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
-        """Run one pass and verify what it returns.
+        """Run one pass and verify what it decided, with a new state if `ir.state` is None.
 
-        Raises EngineError, naming the pass, if it fails, changes the set of pending or of running
-        requests, or raises a limit.
+        Raises EngineError, naming the pass and the rule that it broke, or its exception.
         """
         name = optimization_pass.name
         try:
+            if ir.state is None:
+                ir = replace(ir, state=optimization_pass.start())
             rewritten = optimization_pass.run(ir)
         except KeyboardInterrupt:
             raise
@@ -92,22 +99,21 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         started_ns = self._clock.now_ns()
         if available_memory < 0:
             raise InvalidInputError(f"available_memory is {available_memory} blocks; it must not be negative")
-        budget, max_num_seqs = self._max_num_batched_tokens, self._max_num_seqs
-        order: Sequence[ScheduleRequest] | None = None
-        if self._passes:
-            ir = self._rewrite(pending_requests, running_requests, available_memory)
-            pending_requests, order = ir.pending, ir.running
-            available_memory = ir.available_memory
-            budget, max_num_seqs = ir.max_num_batched_tokens, ir.max_num_seqs
-        step = Step(
-            number=self._metrics.num_steps,
+        ir = ScheduleIR(
+            pending=RequestRows.of(pending_requests),
+            running=RequestRows.of(running_requests),
+            available_memory=available_memory,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            max_num_seqs=self._max_num_seqs,
             block_size=self._block_size,
-            budget=budget,
-            available=available_memory,
+            step=self._metrics.num_steps,
+            now=started_ns / 1e9,
+            probe=self._hits,
         )
-        step.serve(running_requests, order)
-        plan = step.finish(pending_requests, max_num_seqs - len(running_requests), self._probe)
-        self._count(plan, budget - step.budget)
+        for optimization_pass, state in self._passes:
+            ir = self.apply_pass(optimization_pass, replace(ir, state=state))
+        plan = Step(ir, self._hits).plan()
+        self._count(plan)
         self._metrics.last_schedule_ns = self._clock.now_ns() - started_ns
         return plan
 
@@ -115,31 +121,19 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         """Return a copy of the counts so far."""
         return replace(self._metrics)
 
-    def _rewrite(
-        self, pending: Sequence[ScheduleRequest], running: Sequence[ScheduleRequest], available_memory: int
-    ) -> ScheduleIR:
-        ir = ScheduleIR(
-            pending=tuple(pending),
-            running=tuple(preemption_order(running)),
-            available_memory=available_memory,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            max_num_seqs=self._max_num_seqs,
-            block_size=self._block_size,
-        )
-        for optimization_pass in self._passes:
-            ir = self.apply_pass(optimization_pass, ir)
-        return ir
+    def _step_number(self) -> int:
+        return self._metrics.num_steps
 
-    def _count(self, plan: SchedulePlan, num_tokens: int) -> None:
+    def _count(self, plan: SchedulePlan) -> None:
         metrics = self._metrics
+        num_tokens = plan.num_scheduled_tokens
         metrics.num_steps += 1
         metrics.num_scheduled_tokens += num_tokens
         metrics.num_admitted += plan.num_admitted
-        metrics.num_preempted += len(plan.preempted_requests)
-        metrics.num_idle_steps += not plan.scheduled_requests
-        if plan.preempted_requests:
-            num_preempted = len(plan.preempted_requests)
-            _logger.debug("step %d preempts %d requests for blocks", metrics.num_steps, num_preempted)
+        metrics.num_preempted += len(plan.preempted)
+        metrics.num_idle_steps += not num_tokens
+        if plan.preempted:
+            _logger.debug("step %d preempts %d requests", metrics.num_steps, len(plan.preempted))
 
 
 def _at_least_one(key: str, value: int) -> int:

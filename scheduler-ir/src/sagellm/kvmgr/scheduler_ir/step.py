@@ -1,128 +1,198 @@
-"""The plan of one step, while it grows."""
+"""The plan of one step, from rows and decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core.protocols.scheduler_ir import Probe, ScheduledRequest, SchedulePlan, ScheduleRequest
-from sagellm.kvmgr.scheduler_ir.preemption import Preemption, preemption_order
+import numpy as np
 
-_last_scheduled_step = attrgetter("last_scheduled_step")
+from sagellm.core.protocols.scheduler_ir import (
+    Admission,
+    DeferredReason,
+    ScheduleIR,
+    SchedulePlan,
+)
+from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int32]
+
+
+class _Turns(NamedTuple):
+    """The running requests in the order in which they are served, each (turns,)."""
+
+    rows: Ints
+    missing: Ints  # tokens to compute, within their caps
+    num_computed: Ints
+    num_blocks: Ints
+    is_rotated: bool  # fewer tokens than requests, so that some get none
 
 
 class Step:
     """Spends a token budget and the available blocks, on running requests and then on waiting ones."""
 
-    __slots__ = ("_available", "_block_size", "_budget", "_entries", "_number", "_preempted")
+    __slots__ = ("_available", "_budget", "_hits", "_ir", "_preempted")
 
-    def __init__(self, *, number: int, block_size: int, budget: int, available: int) -> None:
-        self._number = number
-        self._block_size = block_size
-        self._budget = budget  # tokens left
-        self._available = available  # blocks left
-        self._entries: list[ScheduledRequest] = []
-        self._preempted: list[ScheduleRequest] = []
+    def __init__(self, ir: ScheduleIR, hits: PrefixHits) -> None:
+        self._ir = ir
+        self._hits = hits
+        self._budget = ir.max_num_batched_tokens  # tokens left
+        self._available = ir.available_memory  # blocks left
+        self._preempted: list[int] = []  # for lack of blocks
 
-    def serve(
-        self, running: Sequence[ScheduleRequest], order: Sequence[ScheduleRequest] | None = None
-    ) -> None:
-        """Give running requests their tokens and the blocks that these need.
-
-        `order` says who is preempted first, the last one; None means `preemption_order(running)`.
-        Costs one pass over `running`, and a sort where tokens or blocks are short.
-        """
-        entries, number, block_size = self._entries, self._number, self._block_size
-        budget, available = self._budget, self._available
-        preemption: Preemption | None = None
-        # One token is kept for each request behind, so that no prefill holds up a decode. With
-        # fewer tokens than requests they take turns instead, the longest passed over first.
-        turns, reserved, share = running, len(running), 1
-        if reserved > budget:
-            turns = self._rotate(running)
-            reserved = share = 0
-        for request in turns:
-            reserved -= share
-            computed = request.num_computed_tokens
-            num_tokens = request.num_tokens - computed
-            if num_tokens > budget - reserved:
-                num_tokens = budget - reserved
-            if num_tokens < 1 or (preemption is not None and id(request) in preemption.gone):
-                continue
-            num_blocks = 0
-            uncovered = computed + num_tokens - request.num_blocks * block_size
-            if uncovered > 0:
-                num_blocks = -(-uncovered // block_size)
-                if num_blocks > available:
-                    if preemption is None:
-                        preemption = Preemption(preemption_order(running) if order is None else list(order))
-                        self._preempted = preemption.preempted
-                    freed = preemption.make_room(request, num_blocks - available, entries)
-                    available += freed.num_blocks
-                    budget += freed.num_tokens
-                    if id(request) in preemption.gone:
-                        continue
-                available -= num_blocks
-            budget -= num_tokens
-            request.last_scheduled_step = number
-            entries.append(ScheduledRequest(request, num_tokens, num_blocks))
-        self._budget, self._available = budget, available
-
-    def finish(self, pending: Sequence[ScheduleRequest], seats: int, probe: Probe | None) -> SchedulePlan:
-        """Admit waiting requests in their order, up to the first that does not fit.
-
-        None is admitted after a preemption: what was just taken would be given away. None
-        overtakes another, so none starves. Costs nothing for the requests that stay behind.
-        """
-        reason: str | None = None
-        num_running = len(self._entries)
-        if self._preempted:
-            reason = "preemption" if pending else None
+    def plan(self) -> SchedulePlan:
+        """Serve and admit, by a few array operations; request by request only where blocks are short."""
+        ir = self._ir
+        turns = self._take_turns()
+        num_tokens = _share(turns.missing, self._budget, is_rotated=turns.is_rotated)
+        num_new_blocks = _num_blocks_beyond(turns, num_tokens, ir.block_size)
+        num_blocks = int(num_new_blocks.sum())
+        if num_blocks > self._available:
+            rows, num_tokens, num_new_blocks = self._serve_short(turns)
         else:
-            for request in pending:
-                reason = self._admit(request, seats, probe)
-                if reason is not None:
-                    break
-                seats -= 1
-        num_admitted = len(self._entries) - num_running
+            rows = turns.rows
+            self._available -= num_blocks
+            self._budget -= int(num_tokens.sum())
+            if not num_tokens.all():
+                served = np.flatnonzero(num_tokens)
+                rows, num_tokens, num_new_blocks = rows[served], num_tokens[served], num_new_blocks[served]
+        admitted: list[Admission] = []
+        reason = self._admit(admitted)
         return SchedulePlan(
-            scheduled_requests=self._entries,
-            preempted_requests=self._preempted,
-            num_admitted=num_admitted,
-            num_deferred=len(pending) - num_admitted,
+            pending=ir.pending,
+            running=ir.running,
+            step=ir.step,
+            rows=rows,
+            num_tokens=num_tokens.astype(np.int32, copy=False),
+            num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
+            admitted=admitted,
+            preempted=[*ir.preempted, *self._preempted],
+            num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
+            decisions=ir.decisions,
         )
 
-    def _rotate(self, running: Sequence[ScheduleRequest]) -> list[ScheduleRequest]:
-        """Put the longest passed over first. Equals are rotated, or the first would win each tie."""
-        start = self._number * self._budget % len(running)
-        turns = [*running[start:], *running[:start]]
-        turns.sort(key=_last_scheduled_step)
-        return turns
+    def _take_turns(self) -> _Turns:
+        ir, running = self._ir, self._ir.running
+        rows = np.arange(len(running), dtype=np.int32)
+        num_computed, num_blocks = running.num_computed_tokens, running.num_blocks
+        missing: Ints = np.maximum(running.num_tokens - num_computed, 0)
+        if ir.decisions:
+            np.minimum(missing, ir.caps("running"), out=missing)
+        if ir.preempted:
+            gone = list(ir.preempted)
+            self._available += int(num_blocks[gone].sum())
+            rows = np.delete(rows, gone)
+        is_rotated = len(rows) > self._budget
+        if is_rotated:
+            # The longest passed over comes first. Equals are rotated, or the first would win each tie.
+            rows = np.roll(rows, -(ir.step * self._budget % len(rows)))
+            rows = rows[np.argsort(running.last_scheduled_step[rows], kind="stable")]
+        if is_rotated or ir.preempted:
+            missing, num_computed, num_blocks = missing[rows], num_computed[rows], num_blocks[rows]
+        return _Turns(rows, missing, num_computed, num_blocks, is_rotated)
 
-    def _admit(self, request: ScheduleRequest, seats: int, probe: Probe | None) -> str | None:
-        """Admit one request; return what is lacking where it does not fit."""
-        if seats < 1:
-            return "seats"
-        if self._budget < 1:
-            return "tokens"
-        if probe is not None:
-            probe(request)
-        num_blocks = request.kv_blocks_needed
-        if num_blocks is None:
-            whole_blocks = -(-request.num_tokens // self._block_size)
-            num_blocks = whole_blocks - request.prefix_cache_hit // self._block_size
-        if num_blocks > self._available:
-            return "blocks"
-        # A hit may cover everything: the last token is computed all the same, for its logits.
-        num_tokens = min(max(request.num_tokens - request.prefix_cache_hit, 1), self._budget)
-        self._budget -= num_tokens
-        self._available -= num_blocks
-        request.last_scheduled_step = self._number
-        self._entries.append(ScheduledRequest(request, num_tokens, num_blocks))
-        return None
+    def _serve_short(self, turns: _Turns) -> tuple[Ints, Ints, Ints]:
+        """Serve one request after the other; those that lack blocks take them from the end of the order.
 
-    @property
-    def budget(self) -> int:
-        """Tokens that are not spent yet."""
-        return self._budget
+        A request that needs room is in the order itself. So it takes blocks only from those behind
+        it, and when none of them is left it goes too: the first in the order always advances, which
+        is why every request ends.
+        """
+        order = [row for row in self._ir.preemption.tolist() if row not in self._ir.preempted]
+        served: dict[int, tuple[int, int]] = {}  # by row: tokens, new blocks
+        gone: set[int] = set()
+        reserved, share = (0, 0) if turns.is_rotated else (len(turns.rows), 1)
+        for row, missing, num_computed, num_blocks in zip(
+            *(each.tolist() for each in turns[:4]), strict=True
+        ):
+            reserved -= share
+            num_tokens = min(missing, self._budget - reserved)
+            if num_tokens < 1 or row in gone:
+                continue
+            uncovered = num_computed + num_tokens - num_blocks * self._ir.block_size
+            needed = max(-(-uncovered // self._ir.block_size), 0)
+            while needed > self._available and row not in gone:
+                victim = order.pop()
+                gone.add(victim)
+                self._take_back(victim, served)
+            if row not in gone:
+                self._available -= needed
+                self._budget -= num_tokens
+                served[row] = (num_tokens, needed)
+        rows = np.fromiter(served, np.int32, len(served))
+        shares = np.array(list(served.values()), np.int32).reshape(-1, 2)
+        return rows, shares[:, 0], shares[:, 1]
+
+    def _take_back(self, victim: int, served: dict[int, tuple[int, int]]) -> None:
+        num_tokens, num_new_blocks = served.pop(victim, (0, 0))
+        self._preempted.append(victim)
+        self._available += int(self._ir.running.num_blocks[victim]) + num_new_blocks
+        self._budget += num_tokens
+
+    def _admit(self, admitted: list[Admission]) -> DeferredReason | None:
+        """Admit waiting requests in their order, up to the first that does not fit; return what it lacks.
+
+        None is admitted after a preemption for lack of blocks: what was just taken would be given
+        away. None overtakes another that no pass defers, so none starves. Costs nothing for the
+        requests that stay behind.
+        """
+        ir, deferred = self._ir, self._ir.deferred
+        if self._preempted:
+            return "preemption" if len(ir.pending) else None
+        seats = ir.max_num_seqs - len(ir.running) + len(ir.preempted)
+        order: Iterable[int] = range(len(ir.pending))
+        caps = None
+        if ir.decisions:
+            order = [row for row in ir.admission.tolist() if row not in deferred]
+            caps = ir.caps("pending")
+        for row in order:
+            if seats < 1:
+                return "seats"
+            if self._budget < 1:
+                return "tokens"
+            request = ir.pending[row]
+            hit = self._hits(request)
+            if hit.num_blocks_needed > self._available:
+                return "blocks"
+            # A hit may cover everything: the last token is computed all the same, for its logits.
+            num_tokens = min(max(request.num_tokens - hit.num_tokens, 1), self._budget)
+            if caps is not None:
+                num_tokens = min(num_tokens, int(caps[row]))
+            seats -= 1
+            self._budget -= num_tokens
+            self._available -= hit.num_blocks_needed
+            self._hits.forget(request)
+            admitted.append(Admission(row, num_tokens, hit.num_blocks_needed, hit.num_tokens))
+        return "pass" if deferred else None
+
+
+def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
+    """Return the tokens of each request, in the order in which they are served.
+
+    One token is kept for each request behind, so that no prefill holds up a decode: with `slack`
+    tokens beyond those, a request gets up to slack + 1, and what it leaves of this goes on. That is a
+    sum which never falls below 0: the running sum, less its lowest value so far where that is negative.
+    """
+    if is_rotated:
+        before = np.cumsum(missing) - missing
+        left: Ints = np.clip(budget - before, 0, missing).astype(np.int32)
+        return left
+    if int(np.maximum(missing, 1).sum()) <= budget:
+        return missing
+    change = 1 - missing.astype(np.int64)
+    total = budget - len(missing) + np.cumsum(change)
+    slack = (total - np.minimum(np.minimum.accumulate(total), 0))[:-1]
+    slack = np.concatenate(([budget - len(missing)], slack))
+    return np.minimum(missing, slack + 1).astype(np.int32)
+
+
+def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> Ints:
+    """Return the blocks that each request needs beyond those that it holds; none for no tokens."""
+    free = turns.num_blocks * block_size - turns.num_computed - num_tokens
+    needed: Ints = np.maximum(-(free // block_size), 0)
+    needed[num_tokens == 0] = 0
+    return needed

@@ -17,6 +17,7 @@ from sagellm.engines.cli.doctor.hardware import (
     examine_products,
     examine_threads,
 )
+from sagellm.engines.cli.doctor.model import examine_model
 from sagellm.engines.cli.doctor.plugins import examine_plugins
 from sagellm.engines.cli.doctor.report import Examination, ExaminationContext, Section, as_text, examine
 from sagellm.engines.cli.doctor.software import examine_software
@@ -34,6 +35,7 @@ EXAMINATIONS: tuple[Examination, ...] = (
     examine_products,
     examine_memory,
     examine_plugins,
+    examine_model,
     examine_hub,
 )
 

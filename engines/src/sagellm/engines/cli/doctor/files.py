@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from sagellm.engines.cli.config import without_passwords
 from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 from sagellm.engines.config.sources import LoadedConfig, user_config_file
 
@@ -13,7 +14,7 @@ def describe_configuration(loaded: LoadedConfig) -> Section:
     """Say which files were read and which settings differ from their defaults."""
     section = Section("configuration", {"files read": [str(path) for path in loaded.files]})
     section.facts["user's file"] = str(user_config_file(os.environ))
-    values = loaded.config.values()
+    values = without_passwords(loaded.config).values()
     for key, origin in loaded.origins.items():
         if origin.kind != "default":
             section.facts[key] = f"{values[key]} ({origin})"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sagellm.core import PluginError, UnknownNameError
+from sagellm.core import ConfigError, PluginError, UnknownNameError
 from sagellm.engines.cli.doctor.report import ExaminationContext, Section
-from sagellm.engines.config.settings import named_providers
 
 
 def examine_plugins(context: ExaminationContext) -> Section:
@@ -23,9 +22,15 @@ def examine_plugins(context: ExaminationContext) -> Section:
                 f"repair it or remove it (pip uninstall {plugin.distribution}), or start with "
                 f"SAGELLM_PLUGINS_DENY={plugin.distribution}",
             )
-    for key, kind, name in named_providers(context.config.values()):
+    for key, kind, spec in context.config.providers():
         try:
-            registry.resolve(kind, name)
+            chosen = registry.choose(kind, spec)
+            chosen.check()
         except (UnknownNameError, PluginError) as error:
-            section.error(f"{key} is {name!r}: {error}", f"set {key} to an installed one, or install it")
+            section.error(f"{key} is {spec.name!r}: {error}", f"set {key} to an installed one, or install it")
+        except ConfigError as error:
+            section.error(f"{key}: {error}", f"see `sage llm plugins info {spec.name} --kind {kind}`")
+        else:
+            if options := chosen.described():
+                section.facts[f"{key} {spec.name}"] = options
     return section

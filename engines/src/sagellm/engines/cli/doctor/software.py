@@ -24,7 +24,7 @@ NEEDED = (
     "pluggy",
     "pydantic",
 )
-OPTIONAL = ("xgrammar", "triton", "torchao")
+OPTIONAL = ("fastapi", "uvicorn", "xgrammar", "triton", "torchao")
 OLDEST_PYTHON = (3, 11)
 
 

@@ -62,7 +62,7 @@ def start(
     `engine stop` ends it.
     """
     settings = with_keys(load_config(with_model(_in_our_words(options), model_argument), config_file=config))
-    PluginRegistry.load().find("engine", settings.engine.name)
+    PluginRegistry.load().find("engine", settings.engine.name.name)
     if foreground:
         run_service(settings, name=name, log_level=log_level, on_state=say_state)
         return

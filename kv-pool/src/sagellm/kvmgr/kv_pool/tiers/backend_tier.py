@@ -22,8 +22,7 @@ from sagellm.core.protocols.kv_tier import (
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.backends import TierBackend
-from sagellm.kvmgr.kv_pool.tiers.faults import is_logged
-from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate
+from sagellm.kvmgr.kv_pool.tiers.rates import TransferRate, is_logged
 from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, Checksums, RecordFormat, num_head_bytes
 
 _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 4e9, 0.5e9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from sagellm.core.errors import ConfigError
@@ -13,8 +12,6 @@ from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.background import BackgroundTier
-from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
-from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
 _MAX_START_S = 1.0
 """How long an engine's start waits for a server's blocks; the rest are found while it runs."""
@@ -102,20 +99,6 @@ def redis_tier(
     )
     background.wait_for_search(min(timeout_s, _MAX_START_S))
     return background
-
-
-def tiered(
-    max_bytes: int = 0,
-    *,
-    runtime: Runtime | None = None,
-    tiers: Mapping[str, KVTierProtocol] | None = None,
-    **thresholds: float,
-) -> KVTierProtocol:
-    """Join tiers, the fastest first; `thresholds` are the classifier's. Raises ConfigError for no tiers."""
-    del max_bytes  # each tier has its own
-    runtime = runtime or Runtime.system()
-    classifier = HotColdClassifier(**thresholds)  # type: ignore[arg-type]
-    return TieredKVStorage(tiers or {}, classifier=classifier, clock=runtime.clock)
 
 
 def default_folder() -> Path:

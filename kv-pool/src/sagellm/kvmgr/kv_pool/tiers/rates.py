@@ -29,3 +29,8 @@ class TransferRate:
     def cost_ns(self, num_bytes: int) -> int:
         """Estimate a transfer."""
         return round(num_bytes * self._ns_a_byte)
+
+
+def is_logged(count: int) -> bool:
+    """Say whether the count-th fault of a kind is: the first, second, fourth, eighth and so on."""
+    return count & (count - 1) == 0

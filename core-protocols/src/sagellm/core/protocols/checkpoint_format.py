@@ -1,0 +1,100 @@
+"""Which files hold a checkpoint, and how its tensors are read from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sagellm.core.errors import CheckpointError
+from sagellm.core.protocols.model_spec import HFConfig, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `size` equal parts, by `rank`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, length: int) -> slice:
+        """Return the part of this many rows or columns; lengths of parts differ by at most one."""
+        return slice(self.rank * length // self.size, (self.rank + 1) * length // self.size)
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor as its file has it; `dtype` by the name of safetensors, such as BF16 or F8_E4M3."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class WeightSource(ABC):
+    """Gives a checkpoint's tensors by name, in the format in which they are stored.
+
+    `tensors` says what there is. Calls of `get` may come from several threads.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+
+    @abstractmethod
+    def get(self, tensor: TensorSpec, shard: Shard = WHOLE) -> npt.NDArray[np.generic]:
+        """Return a read-only view of the file's bytes. No copy is made; dropping the view unmaps the file.
+
+        A format of numbers that numpy lacks comes as the unsigned integer of its width (BF16 as uint16). The
+        shard is taken on `tensor.shard_axis`; a tensor without one is given whole. Raises CheckpointError if
+        the file has changed.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model's files, which exist and agree with each other. No weight has been read yet."""
+
+    path: Path
+    config: HFConfig
+    generation_config: Mapping[str, Any]
+    weights: WeightSource
+
+
+class CheckpointFormatProtocol(ABC):
+    """Opens checkpoints of one format.
+
+    Providers are called as `factory()`. The loader asks every format in turn and takes the first that accepts
+    the directory; one that explains what is wrong with a directory that none accepts has `is_fallback` and is
+    asked last.
+    """
+
+    is_fallback: bool = False
+
+    @abstractmethod
+    def accepts(self, path: Path) -> bool:
+        """Say whether a directory has files of this format. Cheap: looks at names only."""
+
+    @abstractmethod
+    def open(self, path: Path) -> Checkpoint:
+        """Read config and headers. Raises CheckpointError that names what is missing or damaged."""
+
+
+class NullCheckpointFormat(CheckpointFormatProtocol):
+    """Accepts no checkpoint."""
+
+    def accepts(self, path: Path) -> bool:
+        """Never."""
+        return False
+
+    def open(self, path: Path) -> Checkpoint:
+        """Refuse."""
+        raise CheckpointError("the null format opens no checkpoint")

@@ -1,0 +1,64 @@
+"""Who computes steps: the thread that plans them, another one, or other processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Protocol
+
+from sagellm.core.errors import EngineError
+from sagellm.core.protocols.step import StepInput, StepOutput
+
+
+class StepWorker(Protocol):
+    """Computes steps. Workers that are given equal steps from the first on return equal outputs."""
+
+    def compute(self, step: StepInput) -> StepOutput:
+        """Compute one step.
+
+        What fails in the forward pass or in sampling is an error of all its rows; other failures are raised.
+        """
+        ...
+
+
+class ExecutorProtocol(ABC):
+    """Computes steps in the order in which they are submitted.
+
+    Providers are called as `factory(worker)`: `worker`, a StepWorker, computes a step in this
+    process, and is what an executor with other processes replicates in each. One thread makes all calls.
+    """
+
+    depth: int = 0
+    """Steps that may be in flight while the next one is planned: 0 where `submit` computes, else 1."""
+
+    @abstractmethod
+    def submit(self, step: StepInput) -> None:
+        """Begin a step. A failure in it is reported by `collect`."""
+
+    @abstractmethod
+    def collect(self) -> StepOutput:
+        """Return the output of the oldest step in flight, once it is there.
+
+        Raises what the step failed with if that belongs to no row, such as an error in `kv_ops`.
+        """
+
+    def close(self) -> None:  # noqa: B027  (the calling thread has nothing to end)
+        """End threads and processes; nothing is in flight, and no other call follows."""
+
+
+class NullExecutor(ExecutorProtocol):
+    """Computes nothing: every row of every step fails."""
+
+    def __init__(self, worker: object = None) -> None:
+        del worker
+        self._steps: deque[StepInput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        """Keep the step."""
+        self._steps.append(step)
+
+    def collect(self) -> StepOutput:
+        """Return an error for each row of the oldest step."""
+        step = self._steps.popleft()
+        error = EngineError("the null executor computes nothing; name another one in forward.executor")
+        return StepOutput.failed(step, error)

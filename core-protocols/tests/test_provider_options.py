@@ -1,0 +1,186 @@
+"""Options of providers: how they are written, checked against a factory's signature, and passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from sagellm.core import (
+    KINDS,
+    ChosenProvider,
+    ConfigError,
+    PluginError,
+    PluginRegistry,
+    ProviderSpec,
+    QuantizationGranularity,
+)
+
+if TYPE_CHECKING:
+    from nowhere import Unresolvable  # type: ignore[import-not-found]
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a scheduler pass is: a frozen dataclass whose fields are its options."""
+
+    by: str
+    ageing_s: float = 30.0
+
+
+class Policy:
+    def __init__(
+        self,
+        *,
+        share: float = 0.5,
+        num: int | None = None,
+        mode: Literal["a", "b"] = "a",
+        colour: Colour = Colour.RED,
+        folder: Path | None = None,
+        names: Sequence[str] = (),
+        pairs: Mapping[str, int] | None = None,
+        other: Unresolvable = None,
+        lifetime_predictor: object = None,
+        _private: int = 0,
+    ) -> None:
+        self.given = dict(locals())
+
+
+def chosen(factory: Any, kind: str = "eviction_policy", **options: Any) -> ChosenProvider:
+    return ChosenProvider(kind, ProviderSpec("mine", options), "mine of acme 1", factory)
+
+
+@pytest.mark.parametrize(
+    ("value", "spec"),
+    [
+        ("lru", ProviderSpec("lru")),
+        ({"name": "lru"}, ProviderSpec("lru")),
+        ({"name": "qos", "options": {"a": 1}}, ProviderSpec("qos", {"a": 1})),
+        ({"name": "qos", "options": None}, ProviderSpec("qos")),
+    ],
+)
+def test_a_setting_is_a_name_or_a_name_with_options(value, spec):
+    assert ProviderSpec.of(value) == spec
+    assert ProviderSpec.of(spec.plain()) == spec
+
+
+@pytest.mark.parametrize(
+    "value", [3, None, "", [], {}, {"options": {}}, {"name": 3}, {"name": "a", "option": {}}]
+)
+def test_what_is_neither_is_refused(value):
+    with pytest.raises(ConfigError, match="it must be"):
+        ProviderSpec.of(value)
+
+
+def test_a_message_about_a_wrong_form_shows_no_value_that_may_be_a_secret():
+    with pytest.raises(ConfigError) as caught:
+        ProviderSpec.of({"name": "redis", "url": "redis://:secret@host"})
+    assert "has name, url" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_options_reach_the_factory_beside_what_the_engine_passes():
+    made = chosen(Policy, share=1, num=None, folder="/x", colour="red").make(lifetime_predictor="new")
+    assert made.given["share"] == 1.0
+    assert isinstance(made.given["share"], float)
+    assert (made.given["folder"], made.given["colour"]) == (Path("/x"), Colour.RED)
+    assert made.given["lifetime_predictor"] == "new"
+    assert chosen(Order, "scheduler_pass", by="age", ageing_s=3).make() == Order("age", 3.0)
+
+
+def test_a_keyword_of_the_engine_that_a_factory_does_not_have_is_left_out():
+    assert chosen(Order, "scheduler_pass", by="age").make(clock=None) == Order("age")
+    assert chosen(lambda **rest: rest, clock=1).make(lifetime_predictor=2) == {
+        "clock": 1,
+        "lifetime_predictor": 2,
+    }
+    assert chosen(lambda: "nothing").make(lifetime_predictor=2) == "nothing"
+    assert chosen(dict).make(lifetime_predictor=2) == {"lifetime_predictor": 2}  # C, without a signature
+
+
+def test_an_unknown_option_is_told_with_all_there_are_and_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        chosen(Order, "scheduler_pass", by="age", ageing=3).check()
+    assert str(caught.value) == (
+        "scheduler_pass 'mine' has no option 'ageing'; it takes by (str, required), "
+        "ageing_s (float, default 30.0). Did you mean 'ageing_s'?"
+    )
+
+
+@pytest.mark.parametrize("name", ["lifetime_predictor", "_private"])
+def test_what_the_engine_passes_is_not_an_option(name):
+    assert name not in {each.name for each in chosen(Policy).options()}
+    with pytest.raises(ConfigError, match=f"has no option {name!r}"):
+        chosen(Policy, **{name: 1}).check()
+
+
+def test_a_missing_option_is_told():
+    with pytest.raises(ConfigError, match=r"'mine' needs the option by \(str, required\)"):
+        chosen(Order, "scheduler_pass").make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("share", "1"),
+        ("share", True),
+        ("num", 1.5),
+        ("num", True),
+        ("mode", "c"),
+        ("colour", "blue"),
+        ("folder", 3),
+        ("names", "ab"),
+        ("pairs", [1]),
+    ],
+)
+def test_a_value_of_another_type_is_told_with_the_type(name, value):
+    with pytest.raises(ConfigError, match=f"'mine': {name} is .*; it must be "):
+        chosen(Policy, **{name: value}).check()
+
+
+def test_a_type_that_cannot_be_resolved_is_not_checked():
+    assert chosen(Policy, other=object).make().given["other"] is object
+
+
+def test_a_value_of_a_kind_with_secrets_is_not_shown():
+    with pytest.raises(ConfigError, match="by is of type int; it must be str"):
+        chosen(Order, "kv_tier", by=4711).check()
+
+
+def test_fields_of_the_config_of_a_kind_are_options_of_all_its_providers():
+    registry = PluginRegistry.load()
+    spec = ProviderSpec("null", {"granularity": "per_group", "group_size": 64})
+    config = registry.make("quantizer", spec)._config
+    assert (config.granularity, config.group_size) == (QuantizationGranularity.PER_GROUP, 64)
+    with pytest.raises(ConfigError, match=r"has no option 'group'.*Did you mean 'group_size'"):
+        registry.make("quantizer", ProviderSpec("null", {"group": 64}))
+
+
+def test_options_are_described_with_what_holds():
+    told = chosen(Order, "scheduler_pass", by="age").described()
+    assert told == "ageing_s=30.0, by=age"
+    assert chosen(Order, "kv_tier", by="secret").described() == "ageing_s=30.0, by=…"
+
+
+def test_a_factory_that_fails_is_named():
+    def fail(**_: object) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(PluginError, match="mine of acme 1: its factory failed; RuntimeError: no"):
+        chosen(fail).make()
+
+
+def test_every_installed_provider_says_its_options():
+    registry = PluginRegistry.load()
+    for entry in registry.providers():
+        for option in registry.choose(entry.provider.kind, entry.qualified_name).options():
+            assert option.name not in KINDS[entry.provider.kind].keywords
+            assert "Unresolvable" not in option.type

@@ -1,0 +1,99 @@
+"""Settings that name providers: `lru`, `qos{within=reuse}`, or `{name: qos, options: {within: reuse}}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from sagellm.core import ConfigError, ProviderSpec
+from sagellm.engines.sizes import parse_bytes
+
+_SHORT = re.compile(r"([^{}\[\]]+)(\{.*\})", re.DOTALL)
+_KEY = re.compile(r""""[^"]*"|'[^']*'|([{,]\s*)([A-Za-z_]\w*)=""")
+_MARK = re.compile(r""""[^"]*"|'[^']*'|[{}\[\],]""")
+
+
+def parse_provider(value: object) -> ProviderSpec:
+    """Read one provider in any of its forms. Raises ConfigError, which says "it"."""
+    if not isinstance(value, str):
+        return ProviderSpec.of(value)
+    text = value.strip()
+    if text.startswith("{"):
+        return ProviderSpec.of(_parse_yaml(text))
+    if short := _SHORT.fullmatch(text):
+        options = _KEY.sub(lambda key: f"{key[1]}{key[2]}: " if key[2] else key[0], short[2])
+        return ProviderSpec.of({"name": short[1].strip(), "options": _parse_yaml(options)})
+    return ProviderSpec.of(text)
+
+
+def parse_providers(value: object) -> tuple[ProviderSpec, ...]:
+    """Read a list of providers; in a text they are separated by commas, or a list in YAML."""
+    if isinstance(value, str):
+        value = _parse_yaml(value) if value.lstrip().startswith("[") else split(value)
+    return tuple(map(parse_provider, value if isinstance(value, list | tuple) else [value]))
+
+
+def parse_tiers(value: object) -> tuple[ProviderSpec, ...]:
+    """Read the tiers of `kv.tiers`, which may also be a mapping of names to sizes or options.
+
+    Sizes become numbers of bytes. Raises ConfigError for a tier without a valid size, or named twice.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _parse_yaml(value)
+    if isinstance(value, Mapping) and "name" not in value:
+        value = [
+            {"name": name, "options": each if isinstance(each, Mapping) else {"max_bytes": each}}
+            for name, each in value.items()
+        ]
+    tiers = tuple(map(_sized, parse_providers(value)))
+    names = [each.name for each in tiers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"it names {twice[0]!r} twice; keep one")
+    return tiers
+
+
+def _sized(tier: ProviderSpec) -> ProviderSpec:
+    key = f"{tier.name}.max_bytes"
+    if "max_bytes" not in tier.options:
+        raise ConfigError(f"{key} is missing; give bytes, as in 4GiB")
+    max_bytes = parse_bytes(tier.options["max_bytes"], key)
+    return ProviderSpec(tier.name, {**tier.options, "max_bytes": max_bytes})
+
+
+def _parse_yaml(text: str) -> Any:
+    from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
+
+    try:
+        return parse_yaml(text)
+    except YAMLSyntaxError as error:
+        raise ConfigError(f"it is not YAML: {error}") from error
+
+
+def split(text: str) -> list[str]:
+    """Split at commas outside of brackets and quotes."""
+    depth, start, parts = 0, 0, []
+    for mark in _MARK.finditer(text):
+        depth += (mark[0] in "{[") - (mark[0] in "}]")
+        if mark[0] == "," and depth == 0:
+            parts.append(text[start : mark.start()])
+            start = mark.end()
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def provider(kind: str, default: str | None, description: str) -> Any:
+    """Declare a setting that names one provider of a kind."""
+    spec = None if default is None else ProviderSpec(default)
+    return Field(default=spec, description=description, json_schema_extra={"kind": kind})
+
+
+def providers(kind: str, description: str) -> Any:
+    """Declare a setting that names any number of providers of a kind, by default none."""
+    return Field(default=(), description=description, json_schema_extra={"kind": kind})
+
+
+OneProvider = Annotated[ProviderSpec, BeforeValidator(parse_provider)]
+Providers = Annotated[tuple[ProviderSpec, ...], BeforeValidator(parse_providers)]
+Tiers = Annotated[tuple[ProviderSpec, ...], BeforeValidator(parse_tiers)]

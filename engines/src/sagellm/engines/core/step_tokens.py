@@ -1,0 +1,54 @@
+"""What a step says of each sequence, kept as columns until somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import overload
+
+from sagellm.core import Runs, SequenceId, TokenOutput
+
+
+class StepTokens(Seq[TokenOutput]):
+    """Outputs of a step. Of a sequence that just goes on there are its id and its tokens alone."""
+
+    def __init__(self) -> None:
+        self._sequence_ids: list[SequenceId] = []
+        self._tokens: list[int] = []
+        self._ends: list[int] = []
+        self._outputs: dict[int, TokenOutput] = {}  # of those with more to say
+
+    def __len__(self) -> int:
+        return len(self._sequence_ids)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenOutput: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenOutput]: ...
+    def __getitem__(self, place: int | slice) -> TokenOutput | list[TokenOutput]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        if place < 0:
+            place += len(self)
+        if (output := self._outputs.get(place)) is not None:
+            return output
+        begin = self._ends[place - 1] if place else 0
+        return TokenOutput(self._sequence_ids[place], self._tokens[begin : self._ends[place]])
+
+    def add(self, output: TokenOutput) -> None:
+        """Append one output as it is."""
+        self._outputs[len(self)] = output
+        self._sequence_ids.append(output.sequence_id)
+        self._ends.append(len(self._tokens))
+
+    def extend(self, sequence_ids: list[SequenceId], runs: Runs) -> int:
+        """Append the runs that have tokens, of these sequences; return the place of the first one."""
+        first, begin = len(self), len(self._tokens)
+        self._sequence_ids += sequence_ids
+        self._tokens += runs.ids.tolist()
+        ends = runs.counts.cumsum()[runs.counts > 0] + begin
+        self._ends += ends.tolist()
+        return first
+
+    def replace(self, place: int, output: TokenOutput) -> None:
+        """Say more of a sequence."""
+        self._outputs[place] = output

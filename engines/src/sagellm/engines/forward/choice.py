@@ -1,0 +1,80 @@
+"""Which forward backend runs a model: the one that is named, or with `auto` the first that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sagellm.core import (
+    ForwardBackendProtocol,
+    ModelSpec,
+    PluginError,
+    PluginRegistry,
+    ProviderSpec,
+    UnsupportedModelError,
+    get_logger,
+)
+from sagellm.engines.config.schema import AUTO
+from sagellm.engines.modules import Modules
+
+logger = get_logger(__name__)
+
+_LAST = "sagellm-engines:torch"
+_NEVER = "sagellm-core-protocols:null"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenBackend:
+    """A backend, its name, and why others are not in its place, by name."""
+
+    backend: ForwardBackendProtocol
+    name: str
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+def candidates(registry: PluginRegistry) -> list[str]:
+    """Return the backends that `auto` tries: all that are installed, by name, `torch` last."""
+    names = {entry.qualified_name for entry in registry.providers("forward_backend")} - {_NEVER, _LAST}
+    return [*sorted(names), _LAST]
+
+
+def refusals(registry: PluginRegistry, spec: ModelSpec) -> Iterator[tuple[str, str | None]]:
+    """Yield each candidate with the reason why it cannot run a model; None: by its features it can."""
+    for name in candidates(registry):
+        try:
+            _check_features(registry.resolve("forward_backend", name), spec)
+            yield name, None
+        except (UnsupportedModelError, PluginError) as error:
+            yield name, str(error)
+
+
+def make_backend(modules: Modules, spec: ModelSpec, *args: Any, **given: Any) -> ChosenBackend:
+    """Make the configuration's forward backend; other arguments are as its protocol says.
+
+    Raises UnsupportedModelError, which names what the model needs, if the backend cannot run it.
+    """
+    named = modules.config.forward.backend
+    wanted = named.name
+    refused: dict[str, str] = {}
+    chosen = map(ProviderSpec, candidates(modules.registry)) if wanted == AUTO else [named]
+    for each in chosen:
+        name = each.name
+        try:
+            _check_features(modules.registry.choose("forward_backend", each).factory, spec)
+            backend = modules.make("forward_backend", each, spec, *args, **given)
+        except (UnsupportedModelError, PluginError) as error:
+            if wanted != AUTO and isinstance(error, PluginError):
+                raise
+            refused[name] = str(error)
+            logger.warning("the forward backend %s is not used: %s", name, error)
+            continue
+        return ChosenBackend(backend=backend, name=name.removeprefix("sagellm-engines:"), refusals=refused)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise UnsupportedModelError(f"forward.backend is {wanted!r}, which cannot run the model ({reasons})")
+
+
+def _check_features(factory: object, spec: ModelSpec) -> None:
+    features = getattr(factory, "features", None)
+    if features is not None:
+        spec.require(features)

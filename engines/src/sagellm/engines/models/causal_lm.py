@@ -1,0 +1,49 @@
+"""What the torch backend runs: a decoder over paged KV, and what one is built from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from sagellm.core import AttentionBackendProtocol, InputBatch, ModelMetrics, QuantizerProtocol
+from sagellm.engines.loading.weights import WeightReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    """Where weights come from and in what form they are kept; each is read once.
+
+    Linear weights, the projections of the layers and an untied head, go through `quantizer` if there is one.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    weights: WeightReader
+    quantizer: QuantizerProtocol | None = None
+
+
+class CausalLM(ABC):
+    """A decoder that runs over paged KV. `forward` is apart from `compute_logits`."""
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: InputBatch,
+        kv: torch.Tensor,
+        attention: AttentionBackendProtocol,
+        plan: object,
+    ) -> torch.Tensor:
+        """Return the last hidden states (tokens, hidden), normalised.
+
+        `kv` is (blocks, layers, 2, kv_heads, block_size, dim).
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits (rows, vocab) for hidden states (rows, hidden)."""
+
+    @abstractmethod
+    def metrics(self) -> ModelMetrics:
+        """Return what the model weighs."""

@@ -1,0 +1,97 @@
+"""Drives requests over one engine client: prompts in, sequences to the engine, its tokens back as outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sagellm.core import (
+    DuplicateRequestError,
+    RequestId,
+    RequestLimits,
+    Runtime,
+    TokenOutput,
+    UnknownRequestError,
+)
+from sagellm.engines.client import EngineClient
+from sagellm.engines.input_processor import InputProcessor, Prompt
+from sagellm.engines.output_processor import OutputProcessor
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RequestDriver:
+    """Every live request of one engine, from its prompt to its last output.
+
+    `LLMEngine`, `AsyncLLMEngine` and the server's `Front` are shells over it: they choose the thread that
+    calls it and wait for the engine's tokens. `begin` comes first, and again when the engine was restarted.
+    One thread calls all of it; `input` may be used on another.
+    """
+
+    def __init__(
+        self, client: EngineClient, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime
+    ) -> None:
+        self._client, self._tokenizer, self._runtime = client, tokenizer, runtime
+        self._input: InputProcessor | None = None
+        self._output = OutputProcessor(tokenizer, runtime)
+
+    def begin(self, limits: RequestLimits, default_params: SamplingParams) -> None:
+        """Take requests within an engine's limits; those without parameters get `default_params`."""
+        self._input = InputProcessor(self._tokenizer, limits, self._runtime, default_params)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._output
+
+    def __len__(self) -> int:
+        return len(self._output)
+
+    @property
+    def input(self) -> InputProcessor:
+        """What checks and tokenizes."""
+        assert self._input is not None, "begin is called first"
+        return self._input
+
+    def add(self, request: QueuedRequest, prompt: Prompt) -> None:
+        """Queue a processed request. If the engine refuses it, its error is raised and nothing is left.
+
+        Raises DuplicateRequestError.
+        """
+        request_id = request.request_id
+        if request_id in self._output:
+            raise DuplicateRequestError(f"request id {request_id!r} is in use; give another one or none")
+        self._output.add(request, prompt if isinstance(prompt, str) else None)
+        try:
+            self._client.add(request)
+        except BaseException:
+            self._output.abort(request_id)
+            self._client.abort(request.sequence_ids)
+            raise
+
+    def take(self, token_outputs: Sequence[TokenOutput]) -> list[RequestOutput]:
+        """Take in what a step did; return the requests that got tokens or ended, whole so far.
+
+        The same objects grow from step to step.
+        """
+        processed = self._output.process(token_outputs)
+        if processed.stopped:
+            self._client.abort(processed.stopped, finish_reason="stop")
+        if processed.failed:
+            self._client.abort(processed.failed, finish_reason="error")
+        return processed.changed
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request and return what it had by then. Raises UnknownRequestError if it is not live."""
+        live_id = RequestId(request_id)
+        if live_id not in self._output:
+            raise UnknownRequestError(f"no live request has the id {request_id!r}")
+        self._client.abort(self._output.sequence_ids(live_id))
+        return self._output.abort(live_id)
+
+    def forget_all(self) -> None:
+        """End every request, of an engine that is gone."""
+        for request_id in self._output.request_ids:
+            self._output.abort(request_id)

@@ -1,0 +1,59 @@
+"""What a worker knows of the sequences in its seats."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core import BlockUpdates, SeatArrival, StepInput
+from sagellm.engines.sampling.rows import LogitsStates
+
+Ints = npt.NDArray[np.int32]
+
+
+class SeatState:
+    """Tokens, block table and sampling parameters by seat.
+
+    Tables are as large as the longest sequences in all seats need, but memory that no sequence has
+    reached is never touched. What a seat's last occupant left is overwritten as the next one grows, and
+    read by nobody before.
+    """
+
+    def __init__(self, num_seats: int, *, max_tokens: int, block_size: int) -> None:
+        self.tokens = np.zeros((num_seats, max_tokens), np.int32)
+        self.tables = np.zeros((num_seats, -(-max_tokens // block_size)), np.int32)
+        self.logits_states: list[LogitsStates | None] = [None] * num_seats  # None until first sampled
+        self._arrivals: list[SeatArrival | None] = [None] * num_seats
+
+    def __getitem__(self, seat: int) -> SeatArrival:
+        arrival = self._arrivals[seat]
+        assert arrival is not None, f"seat {seat} is taken"
+        return arrival
+
+    def update(self, step: StepInput) -> None:
+        """Take in who left, who arrived, with which drafts, and which blocks sequences were given."""
+        for seat in step.departures:
+            self._arrivals[seat] = self.logits_states[seat] = None
+        for arrival in step.arrivals:
+            self._take_in(arrival)
+        if step.new_blocks is not None:
+            self._set_blocks(step.new_blocks)
+        if step.drafts is not None:
+            ends = (step.starts + step.num_new).tolist()
+            for seat, end, draft in zip(step.seats.tolist(), ends, step.drafts.lists(), strict=True):
+                self.tokens[seat, end - len(draft) : end] = draft
+
+    def output_before(self, seat: int, position: int) -> Sequence[int]:
+        """Return a copy of the output tokens of a sequence that stand before a position."""
+        return array("i", self.tokens[seat, self[seat].num_prompt : position].tobytes())
+
+    def _take_in(self, arrival: SeatArrival) -> None:
+        seat = arrival.seat
+        self._arrivals[seat], self.logits_states[seat] = arrival, None
+        self.tokens[seat, : len(arrival.token_ids)] = np.frombuffer(arrival.token_ids.data, np.int32)
+
+    def _set_blocks(self, updates: BlockUpdates) -> None:
+        self.tables[updates.seats, updates.indices] = updates.block_ids

@@ -1,0 +1,192 @@
+"""Computes one step: forward pass, sampling, verification of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sagellm.core import (
+    EMPTY,
+    CopyBlocks,
+    KVOp,
+    LogitsRequest,
+    NullTrace,
+    ReadBlocks,
+    Runs,
+    SampledToken,
+    SeatArrival,
+    StepInput,
+    StepOutput,
+    TraceWriter,
+)
+from sagellm.engines.sampling.rows import SamplingRow
+from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker.model_runner import ModelRunner
+from sagellm.engines.worker.seat_state import SeatState
+
+Ints = npt.NDArray[np.int32]
+
+
+class _Draw(NamedTuple):
+    """A sampled row of a step, and its rows of the logits: one more than it has drafts."""
+
+    row: int
+    seat: int
+    first_position: int  # of the token that the first of its logits draws
+    drafts: list[int]
+
+
+class Worker:
+    """Runs the model and the sampler over its seats, inside the context that `around` returns.
+
+    A failure in the forward pass or in sampling is an error of every row of the step; the core submits
+    the rows again by halves until the failing sequence is alone. A failure before it, such as one of
+    `kv_ops`, is raised.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        state: SeatState,
+        *,
+        trace: TraceWriter | None = None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.runner, self.sampler, self._state = runner, sampler, state
+        self._trace = trace or NullTrace()
+        self._around = around
+
+    def compute(self, step: StepInput) -> StepOutput:
+        """Compute a step. Raises KeyboardInterrupt, and what the forward backend raises for `kv_ops`."""
+        self._state.update(step)
+        for operation in step.kv_ops:
+            self._carry_out(operation)
+        if not len(step.seats):
+            return StepOutput(step=step.step, tokens=Runs(step.seats, step.seats), num_accepted=step.seats)
+        try:
+            with self._around():
+                return self._forward_and_sample(step)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return StepOutput.failed(step, error)
+
+    def _carry_out(self, operation: KVOp) -> None:
+        backend = self.runner.backend
+        if isinstance(operation, CopyBlocks):
+            backend.copy_blocks(operation.pairs)
+        elif isinstance(operation, ReadBlocks):
+            backend.read_blocks(operation.block_ids, operation.into)
+        else:
+            backend.write_blocks(operation.block_ids, operation.data)
+
+    def _forward_and_sample(self, step: StepInput) -> StepOutput:
+        draws = self._draws(step)
+        with self._trace.span("prepare"):
+            batch = self.runner.prepare_inputs(step, self._state, [len(draw.drafts) for draw in draws])
+        with self._trace.span("forward"):
+            logits = self.runner.execute_model(batch)
+        with self._trace.span("sample"):
+            num_drawn = sum(len(draw.drafts) + 1 for draw in draws)
+            output = self._sample(step, draws, logits[:num_drawn])
+            return StepOutput(
+                step=step.step,
+                tokens=output.tokens,
+                num_accepted=output.num_accepted,
+                logprobs=output.logprobs,
+                scores=self._score(step, logits[num_drawn:]),
+            )
+
+    def _draws(self, step: StepInput) -> list[_Draw]:
+        rows = np.flatnonzero(step.is_sampled)
+        seats, ends = step.seats[rows].tolist(), (step.starts + step.num_new)[rows].tolist()
+        drafts: Sequence[list[int]] = [[]] * len(rows)
+        if step.drafts is not None:
+            runs = step.drafts.lists()
+            drafts = [runs[row] for row in rows]
+        return [
+            _Draw(row, seat, end - len(ids), ids)
+            for row, seat, end, ids in zip(rows.tolist(), seats, ends, drafts, strict=True)
+        ]
+
+    def _sample(self, step: StepInput, draws: Sequence[_Draw], logits: torch.Tensor) -> StepOutput:
+        """Draw a token at each of the logits and keep, of each row, those up to the first refused draft.
+
+        A draft is accepted if it is the token that is drawn in its place, so the output is the same as
+        without drafts.
+        """
+        drawn = self.sampler.sample(logits, [each for draw in draws for each in self._rows(draw)])
+        counts = np.zeros(len(step.seats), np.int32)
+        kept: list[SampledToken] = []
+        logprobs: dict[int, list[SampledToken]] = {}
+        begin = 0
+        for row, seat, position, drafts in draws:
+            tokens = drawn[begin : begin + len(drafts) + 1]
+            begin += len(tokens)
+            num_accepted = 0
+            while num_accepted < len(drafts) and tokens[num_accepted].token_id == drafts[num_accepted]:
+                num_accepted += 1
+            tokens = tokens[: num_accepted + 1]
+            self._state.tokens[seat, position : position + len(tokens)] = [each.token_id for each in tokens]
+            kept += tokens
+            counts[row] = len(tokens)
+            if self._state[seat].params.logprobs is not None:
+                logprobs[row] = tokens
+        ids = np.fromiter((each.token_id for each in kept), np.int32, len(kept))
+        return StepOutput(
+            step=step.step,
+            tokens=Runs(ids, counts),
+            num_accepted=np.maximum(counts - 1, 0),
+            logprobs=logprobs,
+        )
+
+    def _rows(self, draw: _Draw) -> list[SamplingRow]:
+        seat, arrival = draw.seat, self._state[draw.seat]
+        states = self._state.logits_states[seat]
+        if states is None:
+            states = self._state.logits_states[seat] = self.sampler.start(_logits_request(arrival))
+        first = draw.first_position
+        rows = []
+        for position in range(first, first + len(draw.drafts) + 1):
+            row = SamplingRow(
+                params=arrival.params,
+                seed=arrival.seed,
+                position=position - arrival.num_prompt,
+                prompt_token_ids=EMPTY,
+                output_token_ids=(),
+                states=states,
+            )
+            if row.is_changed:
+                row.prompt_token_ids = arrival.token_ids[: arrival.num_prompt]
+                row.output_token_ids = self._state.output_before(seat, position)
+            rows.append(row)
+        return rows
+
+    def _score(self, step: StepInput, logits: torch.Tensor) -> dict[int, list[SampledToken]]:
+        scores: dict[int, list[SampledToken]] = {}
+        begin = 0
+        for row, start, stop, num_top in ((e.row, e.start, e.stop, e.num_top) for e in step.scored):
+            end = begin + stop - start
+            token_ids = self._state.tokens[step.seats[row], start + 1 : stop + 1].tolist()
+            scores[row] = self.sampler.score(logits[begin:end], token_ids, num_top)
+            begin = end
+        return scores
+
+
+def _logits_request(arrival: SeatArrival) -> LogitsRequest:
+    params = arrival.params
+    return LogitsRequest(
+        prompt_token_ids=arrival.token_ids[: arrival.num_prompt],
+        logit_bias=params.logit_bias or {},
+        min_tokens=params.min_tokens,
+        stop_token_ids=arrival.stop_token_ids,
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        bad_words_token_ids=tuple(tuple(word) for word in params.bad_words_token_ids),
+        extra_args=params.extra_args or {},
+    )

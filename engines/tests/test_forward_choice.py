@@ -1,0 +1,141 @@
+"""Which forward backend runs a model, and why another does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sagellm.core import (
+    WHOLE,
+    NullForwardBackend,
+    PluginRegistry,
+    Provider,
+    Shard,
+    UnsupportedModelError,
+    hookimpl,
+)
+from sagellm.engines import EngineConfig
+from sagellm.engines.cli.doctor.model import examine_model
+from sagellm.engines.cli.doctor.report import ExaminationContext
+from sagellm.engines.forward.choice import make_backend
+from sagellm.engines.loading import open_checkpoint
+from sagellm.engines.models import Qwen3Family
+from sagellm.engines.modules import Modules
+
+CPU = torch.device("cpu")
+
+
+class PlainOnly(NullForwardBackend):
+    features = frozenset({"qk_norm"})
+
+
+def float16_only(spec, weights, *, dtype, **_):
+    if dtype != torch.float16:
+        raise UnsupportedModelError(f"it computes in float16, not {dtype}")
+    return PlainOnly(spec, weights)
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError("no luck")
+
+
+class Acme:
+    """Provides backends of this module by name."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    @hookimpl
+    def sagellm_providers(self) -> list[Provider]:
+        return [Provider("forward_backend", name, f"{__name__}:{name}", "") for name in self.names]
+
+
+@pytest.fixture
+def opened(checkpoint):
+    return open_checkpoint(checkpoint, [Qwen3Family()])
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Resolves what `Acme` names here, as this module cannot be imported by its name."""
+    found = PluginRegistry.load()
+    resolve = found.resolve
+
+    def resolved(kind, name):
+        own = name.removeprefix("acme:")
+        return globals()[own] if own in ("PlainOnly", "float16_only", "broken") else resolve(kind, name)
+
+    monkeypatch.setattr(found, "resolve", resolved)
+    return found
+
+
+def choose(registry, opened, backend, **changes):
+    modules = Modules(registry, EngineConfig.from_flat(forward_backend=backend))
+    given = {"device": CPU, "dtype": opened.dtype, "attention": None, "quantizer": None, "shard": WHOLE}
+    return make_backend(modules, opened.spec, opened.weights, **(given | changes))
+
+
+def windowed(opened):
+    attention = tuple(replace(each, sliding_window=4) for each in opened.spec.attention)
+    return replace(opened, spec=replace(opened.spec, attention=attention))
+
+
+def test_auto_takes_the_first_that_can(registry, opened):
+    registry.register(Acme("PlainOnly", "broken", "float16_only"), distribution="acme")
+    chosen = choose(registry, opened, "auto")
+    assert (type(chosen.backend), chosen.name, chosen.refusals) == (PlainOnly, "acme:PlainOnly", {})
+
+
+def test_auto_takes_torch_where_no_other_can_and_keeps_every_reason(registry, opened, caplog):
+    registry.register(Acme("PlainOnly", "broken", "float16_only"), distribution="acme")
+    chosen = choose(registry, windowed(opened), "auto")
+    assert chosen.name == "torch"
+    assert chosen.refusals.pop("acme:broken").startswith("forward_backend 'broken' of acme")
+    assert chosen.refusals == {
+        "acme:PlainOnly": "it lacks sliding_window, which Qwen3ForCausalLM needs",
+        "acme:float16_only": "it computes in float16, not torch.float32",
+    }
+    assert "the forward backend acme:PlainOnly is not used: it lacks sliding_window" in caplog.text
+
+
+def test_a_backend_that_is_named_is_not_replaced(registry, opened):
+    registry.register(Acme("PlainOnly"), distribution="acme")
+    with pytest.raises(
+        UnsupportedModelError, match=r"forward\.backend is 'PlainOnly', which .*it lacks sliding_window"
+    ):
+        choose(registry, windowed(opened), "PlainOnly")
+
+
+def test_torch_refuses_what_it_lacks_before_it_reads_a_weight(registry, opened):
+    attention = tuple(replace(each, soft_cap=30.0) for each in opened.spec.attention)
+    capped = replace(opened, spec=replace(opened.spec, attention=attention), weights=None)
+    for backend in ("torch", "auto"):
+        with pytest.raises(UnsupportedModelError, match="torch: it lacks soft_cap"):
+            choose(registry, capped, backend)
+
+
+def test_torch_has_no_parts_of_a_model(registry, opened):
+    with pytest.raises(UnsupportedModelError, match="no parts of a model"):
+        choose(registry, replace(opened, weights=None), "torch", shard=Shard(0, 2))
+
+
+def test_the_doctor_says_which_backends_run_the_configured_model(registry, checkpoint, monkeypatch):
+    registry.register(Acme("PlainOnly", "float16_only"), distribution="acme")
+    config = EngineConfig.from_flat(model=str(checkpoint))
+    context = ExaminationContext(registry=registry, config=config, topology=None)
+    facts = examine_model(context).facts
+    assert facts["architecture"] == "Qwen3ForCausalLM"
+    assert facts["forward backend acme:PlainOnly"] == "runs it"
+    assert facts["forward backend sagellm-engines:torch"] == "runs it"
+    monkeypatch.setattr(PlainOnly, "features", frozenset())
+    facts = examine_model(context).facts
+    reason = "not usable: it lacks qk_norm, which Qwen3ForCausalLM needs"
+    assert facts["forward backend acme:PlainOnly"] == reason
+
+
+def test_the_doctor_goes_on_without_the_model(registry, tmp_path):
+    config = EngineConfig.from_flat(model=str(tmp_path))
+    section = examine_model(ExaminationContext(registry=registry, config=config, topology=None))
+    assert [problem.severity for problem in section.problems] == ["warning"]
