@@ -187,7 +187,7 @@ def test_a_checkpoint_that_asks_for_senseless_sampling_is_named(make_engine, che
 @pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, True, 1.5, "high"])
 def test_a_priority_that_is_no_32_bit_integer_is_refused(make_engine, priority):
     engine = make_engine()
-    with pytest.raises(InvalidRequestError, match="priority is .* from -2147483648 to 2147483647"):
+    with pytest.raises(InvalidRequestError, match=r"priority is .* from -2147483648 to 2147483647"):
         engine.add_request([5, 6], SamplingParams(max_tokens=2), priority=priority)
     assert not engine.has_unfinished_requests()
     for largest in ((1 << 31) - 1, -(1 << 31)):

@@ -22,11 +22,11 @@ from sagellm.core import (
 
 _HAS_PACKED_KERNEL = hasattr(torch.ops.aten, "_weight_int8pack_mm")
 _PACKED_MAX_TOKENS = 6  # above that, expanding the weights once costs less than the slower product
-_PACKED_MULTIPLE = 16  # the kernel reads 16 columns at a time, also past the end of a row
+_PACKED_MULTIPLE = 16  # the kernel reads 16 columns at a time, even past the end of a row
 
 
 def scale_rows(scales: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the scales of some rows; a single one serves all."""
+    """Return the scales of some rows; a single scale applies to all."""
     return scales if scales.shape[0] == 1 else scales[start:stop]
 
 
@@ -71,7 +71,7 @@ def sliced_product(x: torch.Tensor, output: QuantizationOutput) -> torch.Tensor:
     product = x.new_empty(num_tokens, num_rows)
     if widening_for(x.dtype, x.device).takes(num_tokens):
         x = x.float()
-    # A row's scale can wait until after the product, except in float16, where unscaled sums overflow.
+    # A row's scale can be applied after the product, except in float16, where unscaled sums overflow.
     is_late = output.scales.shape[1] == 1 and x.dtype is not torch.float16
     # int8 → x's dtype, or by way of float32; and the slice's product before it is stored
     bytes_per_row = num_columns * (x.itemsize if is_late else 4 + x.itemsize)
@@ -96,10 +96,10 @@ class Int8Quantizer(QuantizerProtocol):
     """Rounds weights to 255 levels: value = round(w ÷ scale), scale = clip_ratio · max|w| ÷ 127.
 
     A scale is kept in float32 and rounded up to 8 significant bits. The product of value and
-    scale is then exact in float32, and the scale loses nothing where a kernel wants it in bfloat16.
-    Rows of zeros get the smallest scale there is and come back as zeros. `quantize` and `linear`
-    take at most 32 MiB of temporary memory besides their result (or one row, where that is
-    larger). Calls may come from many threads.
+    scale is then exact in float32, and the scale loses nothing if a kernel needs it in bfloat16.
+    Rows of zeros get the smallest possible scale and come back as zeros. `quantize` and `linear`
+    use at most 32 MiB of temporary memory besides their result (or one row, if that is
+    larger). Thread-safe.
     """
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
@@ -129,7 +129,7 @@ class Int8Quantizer(QuantizerProtocol):
     def dequantize(self, output: QuantizationOutput, dtype: torch.dtype) -> torch.Tensor:
         """Return value · scale as (out, in).
 
-        Raises InvalidInputError for an output that is not of this quantizer's making: values
+        Raises InvalidInputError for an output not made by this quantizer: values
         that are not int8, or scales that are not two-dimensional, do not fit, or are not positive.
         """
         _check_output(output)
@@ -144,8 +144,8 @@ class Int8Quantizer(QuantizerProtocol):
     ) -> torch.Tensor:
         """Return `x @ weight.T + bias` in x's dtype; x is (tokens, in).
 
-        A few rows of bfloat16 on a CPU go through torch's int8 kernel, which reads one byte a
-        weight. All else expands the weights a slice at a time and multiplies by the slice.
+        A few rows of bfloat16 on a CPU go through torch's int8 kernel, which reads one byte per
+        weight. Otherwise the weights are expanded a slice at a time, and multiplied slice by slice.
         """
         if x.dim() != 2 or x.shape[1] != output.values.shape[1]:
             raise InvalidInputError(
@@ -191,7 +191,7 @@ class Int8Quantizer(QuantizerProtocol):
 
 
 def _largest(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Return max|w| by row and group in float32; NaN where one is among them."""
+    """Return max|w| by row and group in float32; NaN if there is one among them."""
     grouped = rows.to(torch.float32).reshape(rows.shape[0], num_groups, -1)
     low, high = torch.aminmax(grouped, dim=-1)
     return torch.maximum(-low, high)

@@ -12,7 +12,7 @@ from sagellm.core import InvalidInputError
 def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> float:
     """Return the mean of KL(P ‖ Q) = Σ p · (ln p − ln q) over positions, in nats.
 
-    P is the softmax of `reference_logits`, Q that of `logits`, both (…, vocab) and of one shape;
+    P is the softmax of `reference_logits`, Q that of `logits`, both (…, vocab) and of equal shape;
     computed in float64, a slice of positions at a time. Tokens that P excludes (logit −inf) add
     nothing; tokens that only Q excludes make the result infinite. Raises InvalidInputError for
     shapes that differ or are empty, and for logits that are NaN or exclude every token.

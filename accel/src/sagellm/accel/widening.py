@@ -1,7 +1,7 @@
 """Products of 16-bit weights in float32, for CPUs whose 16-bit arithmetic is slow.
 
 Without AVX-512, torch multiplies bfloat16 and float16 several times slower than float32. There, above
-some number of rows, it costs less to widen the weights as they are used, a panel at a time.
+a certain number of rows, it is cheaper to widen the weights as they are used, a panel at a time.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from sagellm.accel.row_padding import pad_rows
 from sagellm.accel.slices import row_slices
 
 _ROWS = (64, 32)
-"""Numbers of rows that are tried. Below 32 the two ways come closer, and short pieces of a prompt, as chunks
-and partly cached prompts leave them, would be rounded in another way than the prompt in one piece."""
+"""Numbers of rows to try. Below 32 the two ways differ less, and short pieces of a prompt, as left by
+chunks and partly cached prompts, would be rounded differently from the prompt in one piece."""
 _OUT, _IN = 256, 1024
 _REPEATS = 5
-_WORTH = 0.9  # of the direct time; noise must not decide where both are equally fast
+_WORTH = 0.9  # of the direct time; so that noise does not decide if both are equally fast
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widening:
-    """The least number of rows to multiply 16-bit weights by in float32, and the rates measured."""
+    """From how many rows on to multiply 16-bit weights in float32, and the rates measured."""
 
     min_rows: int | None  # None: never, or no 16-bit weights on a CPU
     direct_gflops: float = 0.0  # at 64 rows, on one core
     widened_gflops: float = 0.0
 
     def takes(self, num_rows: int) -> bool:
-        """Say whether a product with this many rows is to be widened."""
+        """Say whether to widen a product with this many rows."""
         return self.min_rows is not None and num_rows >= self.min_rows
 
 
@@ -75,8 +75,8 @@ def packed_linear(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor 
 def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias in x's dtype, summed in float32 and rounded once.
 
-    x is (tokens, in), weight (out, in). With oneDNN, a row's product has the same bits beside any number
-    of other rows (of two rows or more). Needs up to 4 MiB for the widened panel, and x and a panel's part
+    x is (tokens, in), weight (out, in). With oneDNN, a row's product has the same bits whatever the
+    number of other rows (from two rows on). Needs up to 4 MiB for the widened panel, and x and a panel's part
     of the product in float32.
     """
     num_columns = weight.shape[1]
@@ -85,7 +85,7 @@ def widened_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     product = x.new_empty(len(x), len(weight))
     panel: torch.Tensor | None = None
     for start, stop in row_slices(len(weight), num_columns * wide.itemsize, weight.device):
-        if panel is None:  # the first one is the largest
+        if panel is None:  # the first panel is the largest
             panel = wide.new_empty(stop - start, num_columns)
         part = multiply(wide, panel[: stop - start].copy_(weight[start:stop]))
         part = part[: len(x)]
@@ -107,9 +107,9 @@ def _float32_product() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 @cache
 def _measured(dtype: torch.dtype) -> Widening:
-    """Multiply some weights both ways, by fewer and fewer rows while widening wins.
+    """Multiply some weights both ways, with fewer and fewer rows while widening wins.
 
-    On one thread: several would wait for each other where another process occupies a core.
+    Uses one thread: several would wait for each other if another process occupied a core.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -135,7 +135,7 @@ def _measure(weight: torch.Tensor) -> Widening:
 
 
 def _best_s(x: torch.Tensor, weight: torch.Tensor) -> tuple[float, float]:
-    """Return the least time of the direct product and of the widened one, taken in turns."""
+    """Return the minimum times of the direct and the widened product, measured alternately."""
     packed = packed_linear(weight) if can_pack(weight.dtype) else None
     ways: tuple[Callable[[], torch.Tensor], ...] = (
         lambda: functional.linear(x, weight) if packed is None else packed(x, None),
@@ -146,6 +146,6 @@ def _best_s(x: torch.Tensor, weight: torch.Tensor) -> tuple[float, float]:
         for index, multiply in enumerate(ways):
             started_ns = time.perf_counter_ns()
             multiply()
-            if repeat:  # the first prepares kernels and memory
+            if repeat:  # the first run prepares kernels and memory
                 best_ns[index] = min(best_ns[index], time.perf_counter_ns() - started_ns)
     return max(best_ns[0], 1) / 1e9, max(best_ns[1], 1) / 1e9

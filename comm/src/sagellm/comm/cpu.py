@@ -1,4 +1,4 @@
-"""Processors: sockets, cores, threads, caches and what they can do."""
+"""Processors: sockets, cores, threads, caches and features."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _count_groups(tree: Tree, online: tuple[int, ...], names: tuple[str, str], w
 
 
 def _caches(tree: Tree, online: tuple[int, ...]) -> tuple[Cache, ...]:
-    instances: dict[tuple[int, str, int], set[str]] = {}  # (level, kind, size) → who shares each one
+    instances: dict[tuple[int, str, int], set[str]] = {}  # (level, kind, size) → the CPU lists that share one
     for cpu_id in online:
         folder = f"{_CPU}/cpu{cpu_id}/cache"
         for index in tree.numbered(folder, "index"):

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs and the links between them, by NVML, where a driver is there."""
+"""NVIDIA GPUs and the links between them, by NVML, if a driver is installed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ACROSS_SOCKETS = 50  # NVML_TOPOLOGY_SYSTEM: the path crosses from one NUMA nod
 
 
 def read_gpus(tree: Tree, nvml: Any = None) -> tuple[tuple[GPU, ...], tuple[Link, ...]]:
-    """Read the GPUs and the link of every pair. None of either where there is no driver.
+    """Read the GPUs and the link of every pair; none without a driver.
 
-    `nvml` is a module like `pynvml`; None imports that one, on the running machine alone.
+    `nvml` is a module like `pynvml`; None imports `pynvml`, but only for the running machine.
     """
     if nvml is None:
         if not tree.is_this_machine:
@@ -40,7 +40,7 @@ def read_gpus(tree: Tree, nvml: Any = None) -> tuple[tuple[GPU, ...], tuple[Link
 
 
 def _text(value: str | bytes) -> str:
-    """Older versions of the binding return bytes."""
+    """Return text; older versions of the binding return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -95,7 +95,7 @@ def _nvlink_peers(nvml: Any, handle: Any) -> set[str]:
 
 
 def _ask(nvml: Any, question: str, *args: Any) -> Any:
-    """Return NVML's answer, or None where a GPU or driver does not know the question."""
+    """Return NVML's answer, or None if a GPU or driver does not support the query."""
     try:
         return getattr(nvml, question)(*args)
     except nvml.NVMLError:

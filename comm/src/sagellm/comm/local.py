@@ -36,9 +36,9 @@ _NO_GPUS: tuple[tuple[GPU, ...], tuple[Link, ...]] = ((), ())
 class LocalTopology(TopologyProtocol):
     """Reads /proc and /sys below `root`, network interfaces by psutil and GPUs by NVML.
 
-    Another root than `/` is a saved copy of some machine's files: network and GPUs, which are no
-    files, are left out then, unless `nvml` (a module like `pynvml`) is given. One reading takes
-    tens of milliseconds, most of it for NVML where there is a driver.
+    A root other than `/` is a saved copy of some machine's files: network and GPUs, which are not
+    files, are then left out, unless `nvml` (a module like `pynvml`) is given. A reading takes
+    tens of milliseconds, most of it for NVML if there is a driver.
     """
 
     def __init__(self, root: Path = Path("/"), *, nvml: Any = None) -> None:
@@ -47,7 +47,7 @@ class LocalTopology(TopologyProtocol):
         self._metrics = TopologyMetrics(read_ns=0, warnings=())
 
     def read(self) -> Topology:
-        """Read the machine afresh."""
+        """Read the machine's current state."""
         start_ns = perf_counter_ns()
         tree = Tree(self._root)
         cpu = _attempt(tree, "CPUs", lambda: read_cpu(tree), NullTopology().read().cpu)
@@ -79,7 +79,7 @@ class LocalTopology(TopologyProtocol):
 
 
 def _attempt(tree: Tree, what: str, read: Callable[[], _Part], otherwise: _Part) -> _Part:
-    """Read one part. Whatever goes wrong becomes a warning: no machine is too odd to start on."""
+    """Read one part. Any error becomes a warning: no machine is too odd to start on."""
     try:
         return read()
     except Exception as error:
@@ -97,7 +97,7 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 def read_network(tree: Tree) -> tuple[NetworkInterface, ...]:
-    """Read the interfaces of the running machine; a foreign root has none to ask."""
+    """Read the interfaces of the running machine; none for a foreign root."""
     if not tree.is_this_machine:
         tree.warn("network interfaces are read of the running machine alone: left out below another root")
         return ()
@@ -106,7 +106,7 @@ def read_network(tree: Tree) -> tuple[NetworkInterface, ...]:
     for name, stats in sorted(psutil.net_if_stats().items()):
         if not stats.isup:
             continue
-        flags = getattr(stats, "flags", "").split(",")  # psutil before 5.9.3 has none
+        flags = getattr(stats, "flags", "").split(",")  # psutil before 5.9.3 lacks flags
         entries = [entry for entry in addresses.get(name, []) if entry.family in _INTERNET]
         interfaces.append(
             NetworkInterface(
@@ -124,7 +124,7 @@ _LOCAL_DISTANCE = 10  # the kernel's unit: a node to itself
 
 
 def read_numa_nodes(tree: Tree, online: tuple[int, ...], memory_bytes: int) -> tuple[NumaNode, ...]:
-    """Read the online nodes; one node of everything where the kernel has none.
+    """Read the online nodes; a single node with everything if the kernel reports none.
 
     A node may lack CPUs (memory of a GPU or an expander) or memory.
     """

@@ -1,4 +1,4 @@
-"""Memory: what the machine has, and what the control groups of this process leave of it."""
+"""Memory: what the machine has, and what this process's control groups leave of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagellm.comm.tree import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the machine, bytes that this process may use at most, and bytes that are left of those."""
+    """Bytes of the machine, bytes that this process may use at most, and how many of those are left."""
 
     total_bytes: int
     limit_bytes: int
@@ -20,7 +20,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    """Names of the files of one version of control groups."""
+    """File names of one version of control groups."""
 
     limit: str
     usage: str
@@ -42,7 +42,7 @@ _VERSION_2 = _Version(
 def read_memory(tree: Tree | None = None) -> Memory:
     """Read this machine's memory and the tightest limit among this process's control groups.
 
-    All zeros where nothing tells. A `tree` gathers warnings, and may be another machine's files.
+    All zeros if nothing can be read. A `tree` collects warnings, and may hold another machine's files.
     """
     tree = Tree(Path("/")) if tree is None else tree
     meminfo = _meminfo(tree)
@@ -97,7 +97,7 @@ def read_cpu_limit(tree: Tree | None = None) -> float | None:
         else:
             fields = (tree.text(f"{folder}/cpu.max") or "").split()
             quota, period = (int(field) if field.isdecimal() else None for field in (*fields, "", "")[:2])
-        if quota is not None and period and quota > 0:  # -1 and "max" are no limit
+        if quota is not None and period and quota > 0:  # -1 and "max" mean unlimited
             limits.append(quota / period)
     return min(limits, default=None)
 
@@ -127,7 +127,7 @@ def group_folders(tree: Tree, controller: str) -> Iterator[tuple[str, int]]:
 
 
 def _find_mount(tree: Tree, controller: str, version: int) -> tuple[str, str] | None:
-    """Return the group that is mounted and where, from /proc/self/mountinfo."""
+    """Return the mounted group and its mount point, from /proc/self/mountinfo."""
     filesystem = "cgroup" if version == 1 else "cgroup2"
     for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
         head, _, tail = line.partition(" - ")
@@ -142,8 +142,8 @@ def _find_mount(tree: Tree, controller: str, version: int) -> tuple[str, str] | 
 def _ancestry(path: str, mounted_group: str, mount_point: str) -> Iterator[str]:
     """Yield the folders of a group and its ancestors up to the mount point.
 
-    Where the group lies outside what is mounted (a container that sees the host's path, or `/..`
-    in a namespace), the mount point is all that can be read, and in a container it is the
+    If the group lies outside what is mounted (a container that sees the host's path, or `/..`
+    in a namespace), only the mount point can be read, and in a container it is the
     container's own group.
     """
     group, top = PurePosixPath(path), PurePosixPath(mounted_group)

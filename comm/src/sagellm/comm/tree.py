@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
-    """Read the kernel's list of numbers, `0-3,8`, in increasing order; ValueError if it is none."""
+    """Read the kernel's list of numbers, `0-3,8`, in increasing order; ValueError if it is not one."""
     ids: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -16,7 +16,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 class Tree:
-    """The files below one root, and what was missed among them."""
+    """The files below one root, and what could not be read from them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -24,23 +24,23 @@ class Tree:
         self.warnings: list[str] = []
 
     def warn(self, message: str) -> None:
-        """Remember, once, what the system did not tell."""
+        """Record, once, something that the system did not report."""
         if message not in self.warnings:
             self.warnings.append(message)
 
     def path(self, path: str) -> Path:
-        """Return where an absolute path of the machine lies below the root."""
+        """Return an absolute path of the machine as a path below the root."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """Return a file's content without surrounding space, or None if it cannot be read."""
+        """Return a file's content without surrounding whitespace, or None if it cannot be read."""
         try:
             return self.path(path).read_text(errors="replace").strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """Return a file's content as an integer, or None if it is missing or is none."""
+        """Return a file's content as an integer, or None if it is missing or not an integer."""
         text = self.text(path)
         try:
             return None if text is None else int(text)
@@ -48,7 +48,7 @@ class Tree:
             return None
 
     def ids(self, path: str) -> tuple[int, ...] | None:
-        """Return a file's list of numbers, or None if it is missing or is none."""
+        """Return a file's list of numbers, or None if it is missing or invalid."""
         text = self.text(path)
         try:
             return None if text is None else parse_ids(text)

@@ -1,4 +1,4 @@
-"""Protocols, types and the plugin manager that every sageLLM package stands on."""
+"""Protocols, types and the plugin manager that every sageLLM package builds on."""
 
 from typing import TYPE_CHECKING
 

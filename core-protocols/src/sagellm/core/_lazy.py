@@ -8,7 +8,7 @@ from importlib import import_module
 
 
 def lazy(package: str, table: Mapping[str, str]) -> Callable[[str], object]:
-    """Make a module `__getattr__` that imports a name's module at its first use.
+    """Make a module `__getattr__` that imports a name's module on first use.
 
     `table` maps each public name to the module that defines it, relative to `package`
     (`{"LRUEvictionPolicy": ".lru"}`). The value is kept on the package, so the second

@@ -81,7 +81,7 @@ class OutOfBlocksError(OutOfMemoryError):
 
 
 class UnknownNameError(SageLLMError, LookupError):
-    """A name that nothing installed bears."""
+    """A name that belongs to nothing installed."""
 
 
 class UnknownRequestError(UnknownNameError):
@@ -125,7 +125,7 @@ class EngineError(SageLLMError, RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The process of the engine is gone, and what it ran with it. The same request may be sent again."""
+    """The process of the engine is gone, along with its requests. The same request may be sent again."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

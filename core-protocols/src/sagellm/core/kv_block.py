@@ -1,4 +1,4 @@
-"""What identifies a KV block outside the tree that made it: one header for memory, disk and wire."""
+"""The identity of a KV block outside the tree that made it: one header for memory, disk and wire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BlockKey(NamedTuple):
 
 
 class KVIdentity(NamedTuple):
-    """What else must be equal for KV of equal tokens to be interchangeable."""
+    """What must also be equal for KV of equal tokens to be interchangeable."""
 
     model_fingerprint: str = ""
     layout: str = ""  # KVLayout.signature
@@ -36,7 +36,7 @@ class KVIdentity(NamedTuple):
 
 
 UNNAMED = KVIdentity()
-"""The identity of KV that nobody keeps outside its cache."""
+"""The identity of KV that is never kept outside its cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class BlockHeader:
 def headers_of(
     token_ids: TokenIds, block_size: int, namespace: Namespace, identity: KVIdentity
 ) -> list[BlockHeader]:
-    """Return the headers of the full blocks of a prompt. About 6 µs a block."""
+    """Return the headers of the full blocks of a prompt. About 6 µs per block."""
     headers: list[BlockHeader] = []
     parent_hash = ROOT_HASH
     for end in range(block_size, len(token_ids) + 1, block_size):

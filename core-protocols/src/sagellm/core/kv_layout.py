@@ -43,7 +43,7 @@ class KVGroup:
 class KVLayout:
     """Block-major KV: (block, layer, 2, kv_head, token, dim), then the scales, 64-byte aligned.
 
-    All layers of a block are one contiguous run, so that a block moves between tiers and
+    All layers of a block are one contiguous run, so a block moves between tiers and
     machines as one piece. Strides count elements of the group's dtype; offsets are in bytes
     and need 64 bits.
     """
@@ -99,7 +99,7 @@ class KVLayout:
 
     @property
     def signature(self) -> str:
-        """A text that is equal for two layouts exactly when their blocks are interchangeable."""
+        """A text that is equal for two layouts if and only if their blocks are interchangeable."""
         group = self.group
         layers = ",".join(map(str, group.layer_ids))
         return (

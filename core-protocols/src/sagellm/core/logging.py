@@ -23,7 +23,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class JSONFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the exception where there is one."""
+    """One JSON object per line: time, level, logger, message, and the exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""

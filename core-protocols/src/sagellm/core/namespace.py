@@ -1,11 +1,11 @@
-"""Whose KV it is: part of the key in every cache and every tier."""
+"""Who owns KV: part of the key in every cache and every tier."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 PUBLIC = ""
-"""The tenant of public namespaces. No principal is called so."""
+"""The tenant of public namespaces. No principal has this name."""
 
 
 class Namespace(NamedTuple):
@@ -36,4 +36,4 @@ class Namespace(NamedTuple):
 
 
 DEFAULT = Namespace()
-"""The namespace of calls that name none; private to its tenant like any other."""
+"""The namespace of calls without one; private to its tenant like any other."""

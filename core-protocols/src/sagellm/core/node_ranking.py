@@ -1,4 +1,4 @@
-"""Nodes of a prefix cache in the order of a key, with removal from anywhere."""
+"""Nodes of a prefix cache ordered by a key, with removal from anywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
 
 RankingKey: TypeAlias = float | tuple[float, ...]
-"""What nodes are ranked by; all keys of one ranking are of one form."""
+"""What nodes are ranked by; all keys of one ranking have the same form."""
 
 _Entry: TypeAlias = tuple[RankingKey, NodeId, CachedNode]
 
@@ -20,19 +20,19 @@ _MAX_QUEUES = 4
 
 
 class NodeRanking:
-    """Nodes by key, of equal keys the older node first. The key is read when a node is added.
+    """Nodes by key, the older node first among equals. The key is read when a node is added.
 
-    A node waits at the end of the first of a few queues whose last one goes before it, O(1), or if there
-    is none in a heap. Keys that mostly rise, each in its class, so never meet a heap, which with many
-    nodes costs a cache miss a comparison. Removal takes a node out of its queue; in the heap it leaves a
-    stale entry, which is dropped when it comes to the front, or with all others when there are many:
-    O(log n) a call, amortised over those in the heap.
+    A node is appended, in O(1), to the first of a few queues whose last node goes before it; if there
+    is none, it goes to a heap. So keys that mostly rise, each in its class, avoid the heap, where many
+    nodes cost a cache miss per comparison. Removal takes a node out of its queue; in the heap it leaves a
+    stale entry, dropped when it reaches the front, or with all others when there are many:
+    O(log n) per call, amortised over the nodes in the heap.
     """
 
     def __init__(self, key: Callable[[CachedNode], RankingKey]) -> None:
         self._key = key
         self._queues: list[OrderedDict[NodeId, _Entry]] = []  # each strictly ascending
-        self._lasts: list[_Entry] = []  # by queue, what came last, whether or not it is still there
+        self._lasts: list[_Entry] = []  # by queue, the last node added, whether or not it is still there
         self._heap: list[_Entry] = []
         self._heaped: dict[NodeId, _Entry] = {}  # any other entry of the heap is stale
         self.num_taken = 0  # by `take`
@@ -44,7 +44,7 @@ class NodeRanking:
         return self._find(node.node_id) is not None
 
     def add(self, node: CachedNode) -> None:
-        """Put a node in its place; one that is there already moves if its key has changed."""
+        """Add a node at its place; a node already there moves if its key has changed."""
         node_id = node.node_id
         entry = (self._key(node), node_id, node)
         before = self._find(node_id)
@@ -67,7 +67,7 @@ class NodeRanking:
             heapify(self._heap)
 
     def discard(self, node: CachedNode) -> None:
-        """Take a node out, if it is in."""
+        """Remove a node, if present."""
         node_id = node.node_id
         for queue in self._queues:
             if queue.pop(node_id, None) is not None:
@@ -90,9 +90,9 @@ class NodeRanking:
         return None if best is None else best[2]
 
     def take(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield nodes in order, which are taken out, while whole ones fit into so many blocks together.
+        """Remove and yield nodes in order, as long as whole ones fit into this many blocks together.
 
-        Others may be added between two.
+        Nodes may be added between two steps.
         """
         if len(self._queues) > 1:
             self._drop_empty()

@@ -1,4 +1,4 @@
-"""Files that are read and written in place, handed in like every other source of surprise."""
+"""Files read and written in place, injected like every other source of nondeterminism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from sagellm.core.chaos import flaky_vector
 
 _NOWAIT = getattr(os, "RWF_NOWAIT", None)
-_system_preadv: Any = getattr(os, "preadv", None)  # Windows has none
+_system_preadv: Any = getattr(os, "preadv", None)  # not on Windows
 _system_pwritev: Any = getattr(os, "pwritev", None)
 _preadv = flaky_vector("file.read", errno.EIO)(_system_preadv)
 _pwritev = flaky_vector("file.write", errno.EIO, errno.ENOSPC)(_system_pwritev)
@@ -28,7 +28,7 @@ class RandomAccessFile(ABC):
 
     @abstractmethod
     def write(self, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
-        """Write all of the buffers one after the other from `offset`."""
+        """Write all buffers one after the other from `offset`."""
 
     @abstractmethod
     def size(self) -> int:
@@ -36,7 +36,7 @@ class RandomAccessFile(ABC):
 
     @abstractmethod
     def truncate(self, size: int) -> None:
-        """Let go of what lies behind so many bytes; a file that is shorter stays as it is."""
+        """Cut the file after this many bytes; a shorter file is unchanged."""
 
     @abstractmethod
     def is_resident(self, offset: int, size: int) -> bool:
@@ -44,24 +44,24 @@ class RandomAccessFile(ABC):
 
     @abstractmethod
     def drop_cache(self) -> None:
-        """Have the system forget what it keeps of the file in memory."""
+        """Make the system drop its cached pages of the file."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close it; a second time does nothing."""
+        """Close it. Idempotent."""
 
 
 class SystemRandomAccessFile(RandomAccessFile):
-    """A file of the machine, mode 0600, for this user alone.
+    """A file on this machine, mode 0600, for this user only.
 
-    Raises PermissionError for one that exists and is not the user's own regular file under this one name.
+    Raises PermissionError if it exists and is not the user's own regular file with only this name.
     """
 
     _descriptor = -1
 
     def __init__(self, path: str, *, is_new: bool) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
-        # without O_NONBLOCK, opening what is not a file may wait for ever
+        # without O_NONBLOCK, opening what is not a regular file may block forever
         careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         self._descriptor = os.open(path, flags | careful, 0o600)
         try:
@@ -93,12 +93,12 @@ class SystemRandomAccessFile(RandomAccessFile):
         return os.fstat(self._descriptor).st_size
 
     def truncate(self, size: int) -> None:
-        """Cut it."""
+        """Truncate it."""
         if self.size() > size:
             os.ftruncate(self._descriptor, size)
 
     def is_resident(self, offset: int, size: int) -> bool:
-        """Try to read the first and the last byte without waiting; False where the system cannot say."""
+        """Try to read the first and the last byte without waiting; False if the system cannot say."""
         if _NOWAIT is None or size < 1:
             return False
         byte = bytearray(1)
@@ -107,7 +107,7 @@ class SystemRandomAccessFile(RandomAccessFile):
                 os.preadv(self._descriptor, [byte], position, _NOWAIT) == 1
                 for position in (offset, offset + size // 2, offset + size - 1)
             )
-        except OSError:  # it would wait, or the file system has no such flag
+        except OSError:  # it would block, or the file system does not support the flag
             return False
 
     def drop_cache(self) -> None:
@@ -143,7 +143,7 @@ class MemoryRandomAccessFile(RandomAccessFile):
         return num_read
 
     def write(self, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
-        """Copy; a hole is zeros."""
+        """Copy; holes read as zeros."""
         data = b"".join(buffers)
         if len(self._data) < offset:
             self._data.extend(bytes(offset - len(self._data)))
@@ -154,7 +154,7 @@ class MemoryRandomAccessFile(RandomAccessFile):
         return len(self._data)
 
     def truncate(self, size: int) -> None:
-        """Cut it."""
+        """Truncate it."""
         del self._data[size:]
 
     def is_resident(self, offset: int, size: int) -> bool:
@@ -162,14 +162,14 @@ class MemoryRandomAccessFile(RandomAccessFile):
         return True
 
     def drop_cache(self) -> None:
-        """There is nothing behind it."""
+        """Do nothing: there is no cache."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def _make_private(descriptor: int) -> None:
-    """Take a file that others may read away from them. Raises PermissionError if it is not one's own."""
+    """Make a file private, in case others may read it. Raises PermissionError if it is not the user's own."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise PermissionError(errno.EPERM, "it is not a regular file")
@@ -182,7 +182,7 @@ def _make_private(descriptor: int) -> None:
 
 
 def _rest(buffers: Sequence[memoryview], num_done: int) -> list[memoryview]:
-    """Return what is left of buffers after so many bytes."""
+    """Return what is left of buffers after this many bytes."""
     rest = []
     for buffer in buffers:
         if num_done >= len(buffer):

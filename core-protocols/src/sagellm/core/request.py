@@ -11,7 +11,7 @@ from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.tokens import TokenIds
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a request ended, in the OpenAI API's words where it has one."""
+"""Why a request ended, in the OpenAI API's terms where it has one."""
 
 
 class RequestStatus(Enum):
@@ -37,7 +37,7 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to continue. Its tokens live once, packed, from admission to the end."""
+    """One prompt to continue. Its tokens exist once, packed, from admission to the end."""
 
     request_id: RequestId
     token_ids: TokenIds
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What observers are told about a finished request. It holds no text and no token ids."""
+    """What observers receive about a finished request. It holds no text and no token ids."""
 
     request_id: RequestId
     namespace: Namespace
@@ -65,7 +65,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What observers are told about one engine step."""
+    """What observers receive about one engine step."""
 
     step: int
     started_ns: int

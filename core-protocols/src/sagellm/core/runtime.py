@@ -1,6 +1,6 @@
-"""Clock, randomness and files, handed in so that everything can run on virtual time and replay.
+"""Clock, randomness and files, injected so that everything can run on virtual time and be replayed.
 
-Scheduler, KV management, tiers and transfer take a Runtime and use nothing else of the kind.
+Scheduler, KV management, tiers and transfer use only their Runtime for these.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Clock(ABC):
 
     @abstractmethod
     def wall_s(self) -> float:
-        """Return seconds since 1970, for labels alone."""
+        """Return seconds since 1970, only for labels."""
 
     @abstractmethod
     def sleep_ns(self, duration_ns: int) -> None:
-        """Let this thread wait. Raises InvalidInputError for a negative duration."""
+        """Make this thread wait. Raises InvalidInputError for a negative duration."""
 
 
 class SystemClock(Clock):
@@ -48,14 +48,14 @@ class SystemClock(Clock):
         return time.time()
 
     def sleep_ns(self, duration_ns: int) -> None:
-        """Let others run meanwhile."""
+        """Sleep, letting other threads run."""
         if duration_ns < 0:
             raise InvalidInputError(f"nobody can sleep for {duration_ns} ns")
         time.sleep(duration_ns / 1e9)
 
 
 class VirtualClock(Clock):
-    """A clock that moves only when it is told to."""
+    """A clock that moves only when advanced."""
 
     def __init__(self, start_ns: int = 0, wall_start_s: float = 0.0) -> None:
         self._now_ns = start_ns
@@ -70,18 +70,18 @@ class VirtualClock(Clock):
         return self._wall_start_s + self._now_ns / 1e9
 
     def sleep_ns(self, duration_ns: int) -> None:
-        """Move time on."""
+        """Advance the time."""
         self.advance_ns(duration_ns)
 
     def advance_ns(self, duration_ns: int) -> None:
-        """Move time on. Raises InvalidInputError for a negative duration."""
+        """Advance the time. Raises InvalidInputError for a negative duration."""
         if duration_ns < 0:
             raise InvalidInputError(f"time cannot go back by {-duration_ns} ns")
         self._now_ns += duration_ns
 
 
 class Randomness:
-    """Independent streams of random numbers, all from one seed and each by its name."""
+    """Independent streams of random numbers, all from one seed, each by name."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
@@ -101,7 +101,7 @@ class Files(ABC):
 
     @abstractmethod
     def write(self, path: str, data: bytes) -> None:
-        """Replace a file whole: after a crash it has the old bytes or the new ones. Mode 0600."""
+        """Replace a file atomically: after a crash it has the old bytes or the new ones. Mode 0600."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
@@ -109,7 +109,7 @@ class Files(ABC):
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in place of what had it; after a crash the new name has all of one."""
+        """Rename a file, replacing any other; after a crash the new name has all of one of them."""
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -117,7 +117,7 @@ class Files(ABC):
 
     @abstractmethod
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
-        """Open a file in place; a new one must not exist yet. Mode 0600."""
+        """Open a file for access in place; a new one must not exist yet. Mode 0600."""
 
     @abstractmethod
     def list(self, folder: str) -> list[str]:
@@ -165,7 +165,7 @@ class SystemFiles(Files):
         os.replace(old, new)
 
     def size(self, path: str) -> int:
-        """Ask the system; anything but a regular file counts as missing."""
+        """Ask the system; anything other than a regular file counts as missing."""
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
@@ -173,7 +173,7 @@ class SystemFiles(Files):
 
     @flaky("files.open", errno.EMFILE, errno.EIO, rate=10, num_spared=1)
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
-        """Open a file of the machine; never follows a link."""
+        """Open a file on this machine; never follows a link."""
         return SystemRandomAccessFile(path, is_new=is_new)
 
     @flaky("files.list", errno.EIO, errno.EMFILE, rate=10)
@@ -220,7 +220,7 @@ class MemoryFiles(Files):
             raise FileNotFoundError(path) from None
 
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
-        """Open what stays here when it is closed."""
+        """Open a file that stays here when closed."""
         if is_new and path in self._data:
             raise FileExistsError(path)
         if not is_new and path not in self._data:

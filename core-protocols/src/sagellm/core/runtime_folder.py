@@ -25,9 +25,9 @@ def runtime_folder() -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    """Return a folder, made if it is not there; only its owner can look into it.
+    """Return a folder that only its owner can read, creating it if necessary.
 
-    Raises ConfigError if it cannot be made, or if somebody else owns it or may write to it.
+    Raises ConfigError if it cannot be created, or if somebody else owns it or may write to it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ class StoreKey:
             return cls._parsed(text, f"the environment variable {name}")
         try:
             return cls._read(Path(source).expanduser(), is_named=True)
-        except ConfigError as error:  # which says how a key is made
+        except ConfigError as error:  # which says how to make a key
             raise ConfigError(f"kv.store_key is {source!r}: {error}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error

@@ -14,7 +14,7 @@ class TokenIds(Sequence[int]):
     """An immutable sequence of token ids in native int32 bytes.
 
     `data` is what hot paths compare: `tokens.data.startswith(edge, 4 * position)` is one memcmp.
-    Slices are TokenIds too. Packing a list costs about 8 ns a token, once a request.
+    Slices are TokenIds too. Packing a list costs about 8 ns per token, once per request.
     """
 
     __slots__ = ("_ints", "data")
@@ -76,7 +76,7 @@ EMPTY = TokenIds(b"")
 def pack(ids: TokenIdsLike) -> TokenIds:
     """Pack token ids; TokenIds pass through untouched.
 
-    Raises InvalidInputError for bytes, text and mappings, for what is not an int, and for ids
+    Raises InvalidInputError for bytes, text and mappings, for a non-int, and for ids
     outside 0 … 2³¹ - 1.
     """
     if isinstance(ids, TokenIds):
@@ -91,7 +91,7 @@ def pack(ids: TokenIdsLike) -> TokenIds:
         if isinstance(error, OverflowError) and -(2**31) <= (smallest := min(ids)) < 0:
             raise InvalidInputError(f"token ids must not be negative; the smallest is {smallest}") from None
         raise InvalidInputError(f"token ids must be ints in 0 … 2147483647: {error}") from error
-    # The top byte of each id has what would be its sign bit: all of them ASCII means that it is in none.
+    # If the top bytes of all ids are ASCII, no id has its sign bit set.
     if not data[_TOP_BYTE::4].isascii():
         raise InvalidInputError(f"token ids must be ints in 0 … 2147483647; the largest is {max(ids)}")
     return TokenIds(data)

@@ -15,21 +15,21 @@ from sagellm.core.logging import get_logger
 from sagellm.core.runtime import Clock
 
 TraceValue = str | int | float | bool | None
-"""What an event may carry. Whatever else is given is written as its text."""
+"""Values that an event may carry. Anything else is written as its text."""
 
 _logger = get_logger(__name__)
 
 
 class TraceWriter(ABC):
-    """Receives what happened when. Calls may come from many threads; none of them raises or blocks long.
+    """Receives timed events. Calls may come from many threads; none of them raises or blocks for long.
 
     Spans of one thread nest: do not hold one over an `await`, where other work of the thread
-    would fall into it.
+    would end up inside it.
     """
 
     @abstractmethod
     def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
-        """Return a context whose beginning and end are two events of the thread that enters it."""
+        """Return a context manager whose start and end are two events of the thread that enters it."""
 
     @abstractmethod
     def instant(self, name: str, /, **args: TraceValue) -> None:
@@ -53,7 +53,7 @@ class TraceWriter(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Hand what is buffered to the operating system."""
+        """Pass what is buffered to the operating system."""
 
     @abstractmethod
     def close(self) -> None:
@@ -64,7 +64,7 @@ class NullTrace(TraceWriter):
     """Records nothing, so that callers need no `if`."""
 
     def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def instant(self, name: str, /, **args: TraceValue) -> None:
@@ -83,20 +83,20 @@ class NullTrace(TraceWriter):
         """Record nothing."""
 
     def flush(self) -> None:
-        """Have nothing to write."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Have nothing to complete."""
+        """Do nothing."""
 
 
 class ChromeTraceWriter(TraceWriter):
-    """Streams events to a file (mode 0600) as a JSON array, one event a line.
+    """Streams events to a file (mode 0600) as a JSON array, one event per line.
 
     The timestamp is taken under the lock that orders the lines, so that the file is in order of
     time. Timestamps are microseconds since the writer was made, with three decimals computed
     from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
     and the names of open spans are held in memory. `close` completes the array; a file that was
-    cut off before lacks only its last bracket, which the viewers do not need. If the disk fails,
+    truncated before lacks only its last bracket, which the viewers do not need. If the disk fails,
     a warning is logged and the trace ends.
     """
 
@@ -104,7 +104,7 @@ class ChromeTraceWriter(TraceWriter):
         self._clock = clock
         self._buffer_bytes = buffer_bytes
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.fchmod(self._descriptor, 0o600)  # also where the file was there before
+        os.fchmod(self._descriptor, 0o600)  # even if the file already existed
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._num_buffered = 0
@@ -118,7 +118,7 @@ class ChromeTraceWriter(TraceWriter):
         self.instant("trace started", wall_s=clock.wall_s())
 
     def __enter__(self) -> ChromeTraceWriter:
-        """Return the writer itself, which the end of the block closes."""
+        """Return the writer itself, which is closed at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +126,7 @@ class ChromeTraceWriter(TraceWriter):
         self.close()
 
     def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
-        """Return a context that writes a "B" event when entered and an "E" event when left."""
+        """Return a context manager that writes a "B" event when entered and an "E" event when left."""
         return _Span(self, name, args)
 
     def instant(self, name: str, /, **args: TraceValue) -> None:
@@ -190,7 +190,7 @@ class ChromeTraceWriter(TraceWriter):
             return thread_id
 
     def _forget(self, thread_id: int, name: str) -> bool:
-        """Take a span off its thread's open ones; False if it is none of them."""
+        """Remove a span from its thread's open ones; False if it is not among them."""
         names = self._open_spans.get(thread_id, [])
         if name not in names:
             return False
@@ -200,10 +200,10 @@ class ChromeTraceWriter(TraceWriter):
         return True
 
     def _identify(self) -> int:
-        """Return a small number for the calling thread, and write its name when that is new."""
+        """Return a small number for the calling thread; write the thread's name if it is new."""
         thread = self._thread
         if not thread.number:
-            # the system uses its thread ids again, which would mix two threads of a long run
+            # the system reuses thread ids, which would mix two threads of a long run
             self._num_threads += 1
             thread.number = self._num_threads
         name = threading.current_thread().name
@@ -240,14 +240,14 @@ class ChromeTraceWriter(TraceWriter):
 
 
 class _Thread(threading.local):
-    """What a writer knows of one thread; it goes when the thread ends."""
+    """A writer's state for one thread; dropped when the thread ends."""
 
     number = 0
     name = ""
 
 
 class _Span:
-    """One use of a span; its end belongs to the thread of its beginning."""
+    """One use of a span; its end belongs to the thread of its start."""
 
     __slots__ = ("_args", "_name", "_thread_id", "_writer")
 
@@ -272,7 +272,7 @@ class _Span:
 
 
 def _dump(args: Mapping[str, TraceValue]) -> str:
-    """Render arguments as JSON, which knows no infinity and no NaN."""
+    """Render arguments as JSON, which has no infinity or NaN."""
     return json.dumps({key: _plain(value) for key, value in args.items()})
 
 

@@ -1,4 +1,4 @@
-"""Puts an engine together: finds every module by the name in its configuration and wires them up."""
+"""Assembles an engine: finds every module by its name in the configuration and wires them together."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ def build_core(  # noqa: PLR0913
     max_model_len: int | None = None,
     propose: DraftProposer | None = None,
 ) -> EngineCore:
-    """Build a core around a forward backend; `backend` needs no KV yet. The core closes `trace`.
+    """Build a core around a forward backend that has no KV yet. The core closes `trace`.
 
-    `fingerprint` returns what is equal for models whose KV is interchangeable; it is called when a tier or
-    a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
-    `progress` is the hook that the backend calls. Sequences of more than `max_model_len` tokens do not come.
-    `propose` guesses tokens that a step then verifies.
+    `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
+    or a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
+    `progress` is the hook that the backend calls. The caller adds no sequences of more than `max_model_len`
+    tokens. `propose` guesses tokens that a step then verifies.
     """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
-    runner.initialize_kv_caches(num_blocks)  # first: it knows when these are more than memory can hold
+    runner.initialize_kv_caches(num_blocks)  # first: it raises if they exceed memory
     identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
     processors = logits_processors(modules, vocab_size)
     sampler = Sampler(
@@ -171,7 +171,7 @@ def build_core(  # noqa: PLR0913
 def assemble(
     config: EngineConfig, *, registry: PluginRegistry | None = None, runtime: Runtime | None = None
 ) -> AssembledEngine:
-    """Make the engine that a configuration names, and its front."""
+    """Build the engine that a configuration names, and its front."""
     runtime = runtime or Runtime.system(seed=config.model.seed)
     core = engine(Modules(registry or PluginRegistry.load(), config), runtime)
     info = core.info
@@ -189,10 +189,10 @@ def assemble(
 def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtime) -> EngineCore:
     """Load the model that a configuration names and build a core around it: the engine `llm`."""
     device = resolve_device(config.model.device)
-    cores = FreeCores() if device.type == "cpu" else None  # first: loading is what it measures by
+    cores = FreeCores() if device.type == "cpu" else None  # first: it measures during loading
     config = config.with_values({"model.device": str(device)})
     modules = Modules(registry, config)
-    read_tiers(modules)  # its mistakes cost no loading
+    read_tiers(modules)  # so that errors are found before loading
     trace = open_trace(config.trace.file, runtime.clock)
     quantizer = None
     if config.model.quantization is not None:
@@ -237,7 +237,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         progress=progress,
         max_model_len=max_model_len,
     )
-    finalize(core, trace.close)  # at the latest when the process ends: the file lacks its end until then
+    finalize(core, trace.close)  # at the latest when the process ends: until then the file is incomplete
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
@@ -271,7 +271,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
 
 
 def open_trace(path: str | None, clock: Clock) -> TraceWriter:
-    """Return a tracer that writes to this file, or to nowhere. Raises ConfigError if it cannot be written."""
+    """Return a tracer that writes to this file, or nowhere. Raises ConfigError if it cannot be written."""
     if path is None:
         return NullTrace()
     try:
@@ -304,7 +304,7 @@ def _fitting_blocks(
 
 
 def _default_params(generation: GenerationDefaults) -> dict[str, Any]:
-    """Return what a request without parameters gets: the checkpoint's settings, ours where it has none."""
+    """Return the default request parameters: the checkpoint's settings, ours where it has none."""
     names = [name for name, each in PARAMETERS.items() if each.is_of_checkpoint]
     given = {name: value for name in names if (value := getattr(generation, name)) is not None}
     if generation.max_new_tokens is not None:

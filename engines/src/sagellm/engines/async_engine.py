@@ -1,4 +1,4 @@
-"""The engine for asyncio: many consumers, one thread that steps."""
+"""The engine for asyncio: many consumers, one stepping thread."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ logger = get_logger(__name__)
 
 
 class AsyncLLMEngine:
-    """Runs an LLMEngine on a thread of its own; every call to it goes through that thread in order.
+    """Runs an LLMEngine on its own thread; every call to it goes through that thread in order.
 
     `async with AsyncLLMEngine("path/or/hub-id") as engine: async for output in engine.generate(prompt): …`
-    It takes what LLMEngine takes, or an existing LLMEngine, which is not closed with this one.
+    It takes the same arguments as LLMEngine, or an existing LLMEngine, which it does not close.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AsyncLLMEngine:
         self._streams = OutputStreams()
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
-        self._is_working = False  # this and the next are set only by the thread
+        self._is_working = False  # this and the next are set only by the engine's thread
         self._beat_s = 0.0
         self.engine.report_progress(self._beat)
 
@@ -96,17 +96,17 @@ class AsyncLLMEngine:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request without parameters gets."""
+        """The parameters of a request that gives none."""
         return self.engine.default_params
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration, with what was chosen for "auto"."""
+        """The configuration, with the values chosen for "auto"."""
         return self.engine.config
 
     @property
     def model_name(self) -> str:
-        """The model as it was named."""
+        """The name under which the model was given."""
         return self.engine.config.model.name
 
     @property
@@ -127,7 +127,7 @@ class AsyncLLMEngine:
 
     @property
     def num_restarts(self) -> int:
-        """0: it lives in this process, and is not started again."""
+        """0: it lives in this process, and is never restarted."""
         return 0
 
     async def metrics(self) -> EngineMetrics:
@@ -154,7 +154,7 @@ class AsyncLLMEngine:
         try:
             made_id = await asyncio.wrap_future(adding)
             self._require_open()
-        except (asyncio.CancelledError, EngineError):  # nobody will know of it
+        except (asyncio.CancelledError, EngineError):  # no caller will receive it
             adding.add_done_callback(self._forsake)
             raise
         stream = self._streams[made_id] = OutputStream(made_id, self._abort_soon)
@@ -172,7 +172,7 @@ class AsyncLLMEngine:
         namespace: Namespace = DEFAULT,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request and yield its outputs as they come. Leaving the loop aborts it."""
+        """Run one request and yield its outputs as they arrive. Leaving the loop aborts it."""
         stream = await self.add_request(
             prompt,
             one_of(params, sampling_params),
@@ -189,14 +189,14 @@ class AsyncLLMEngine:
     async def abort_request(self, request_id: str) -> None:
         """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
         self._require_open()
-        # A caller that is cancelled has to leave the stream with its end all the same.
+        # Even if the caller is cancelled, the stream must end.
         await asyncio.shield(self._abort(RequestId(request_id)))
 
     async def close(self) -> None:
         """Abort everything, end the thread, and close the engine unless it was given."""
         self._closed = True
         for request_id in list(self._streams):
-            with suppress(UnknownRequestError):  # it has just ended; its last output is on its way
+            with suppress(UnknownRequestError):  # it has just ended; its last output is being delivered
                 await self._abort(request_id)
         if self._stepping is not None:
             await self._stepping

@@ -10,7 +10,7 @@ from sagellm.engines.queued_request import QueuedRequest
 
 
 class EngineClient(ABC):
-    """Sends requests to one engine; what its steps do comes back in a way of the subclass."""
+    """Sends requests to one engine; subclasses define how the results of its steps come back."""
 
     @abstractmethod
     def add(self, request: QueuedRequest) -> None:
@@ -18,7 +18,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
-        """End sequences before their time. Unknown ids are passed over."""
+        """End sequences early. Unknown ids are skipped."""
 
 
 class BlockingClient(EngineClient):
@@ -26,7 +26,7 @@ class BlockingClient(EngineClient):
 
     @abstractmethod
     def step(self) -> Sequence[TokenOutput]:
-        """Return what the next step did, having waited for it."""
+        """Wait for the next step and return its outputs."""
 
     @abstractmethod
     def has_unfinished(self) -> bool:
@@ -38,7 +38,7 @@ class BlockingClient(EngineClient):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the core; nothing is asked of it any more."""
+        """Release the core, which must not be used afterwards."""
 
 
 class InProcessClient(BlockingClient):
@@ -48,7 +48,7 @@ class InProcessClient(BlockingClient):
         self.core = core
 
     def add(self, request: QueuedRequest) -> None:
-        """Hand the sequences over."""
+        """Add the sequences to the engine."""
         for sequence in request.sequences:
             self.core.add(sequence)
 

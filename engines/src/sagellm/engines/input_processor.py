@@ -1,4 +1,4 @@
-"""Validates and tokenizes: what a caller hands in becomes a queued request, or an error and nothing else."""
+"""Validates and tokenizes: a caller's input becomes a queued request, or an error without side effects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Prompt = str | Seq[int]
 
 
 class InputProcessor:
-    """Makes requests of prompts. Request ids are given or made; the caller looks after duplicates."""
+    """Makes requests from prompts. Request ids are given or generated; the caller checks for duplicates."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class InputProcessor:
     def process_requests(
         self, prompts: Seq[Prompt], params: Seq[SamplingParams], *, namespace: Namespace = DEFAULT
     ) -> list[QueuedRequest]:
-        """Check requests, each with its parameters. Raises InvalidRequestError for the first wrong one."""
+        """Check requests, each with its parameters. Raises InvalidRequestError for the first invalid one."""
         return [
             self.process_request(prompt, one, namespace=namespace)
             for prompt, one in zip(prompts, params, strict=True)
@@ -156,7 +156,7 @@ def _check_types(params: object, request_id: object, namespace: object, priority
         raise InvalidRequestError(f"params is {params!r}; it must be SamplingParams")
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
-    # A key of caches: an unhashable one would fail in the middle of a step.
+    # A cache key: an unhashable one would fail in the middle of a step.
     if not isinstance(namespace, Namespace) or not all(isinstance(part, str) for part in namespace):
         raise InvalidRequestError(
             f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…) of texts"

@@ -45,7 +45,7 @@ class LLMEngine:
     `LLMEngine("path/or/hub-id", dtype="float32", block_size=16, …)` takes the flat names of
     `EngineSettings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
-    As a context manager it closes itself, and with it files and connections of KV tiers.
+    As a context manager it closes itself, including files and connections of KV tiers.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LLMEngine:
         self.driver = RequestDriver(self.client, assembled.tokenizer, assembled.runtime)
         self.driver.begin(assembled.core.info.limits, assembled.default_params)
         self._is_closed = False
-        self._turn = threading.RLock()  # of the call of `generate` that runs
+        self._turn = threading.RLock()  # held by the running call of `generate`
 
     def __repr__(self) -> str:
         model, kv = self.config.model, self.config.kv
@@ -82,14 +82,14 @@ class LLMEngine:
         self.close()
 
     def close(self) -> None:
-        """End all requests, and let go of files and connections; a second time does nothing."""
+        """End all requests, and release files and connections. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.client.close()
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request without parameters gets: the checkpoint's own settings."""
+        """The parameters of a request that gives none: the checkpoint's own settings."""
         return self.driver.input.default_params
 
     def report_progress(self, beat: Callable[[], None]) -> None:
@@ -106,12 +106,12 @@ class LLMEngine:
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Run prompts to their end and return their outputs in the same order.
+        """Run prompts to completion and return their outputs in the same order.
 
-        A prompt is a text or a list of token ids; `params` is one for all or one for each; None means the
-        checkpoint's own settings. Raises InvalidRequestError, and runs nothing, if any of them is wrong.
+        A prompt is a text or a list of token ids; `params` is one for all or one per prompt; None means the
+        checkpoint's own settings. Raises InvalidRequestError, and runs nothing, if any of them is invalid.
         Requests that were added before run too, and no later step returns their outputs. `sampling_params`
-        and `use_tqdm` are vLLM's names of `params` and `progress`. Calls from several threads run one after
+        and `use_tqdm` are vLLM's names for `params` and `progress`. Calls from several threads run one after
         another; `AsyncLLMEngine` batches them.
         """
         is_shown = _is_shown(progress, use_tqdm)
@@ -135,11 +135,11 @@ class LLMEngine:
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, by the model's chat template.
+        """Answer a conversation, or each of a list of them, using the model's chat template.
 
         A message is `{"role": "user", "content": "Hello"}`; `chat_template_kwargs` are variables of the
-        template. All else is as in `generate`; outputs have the prompt's token ids and no text of it.
-        Raises InvalidRequestError, also where the model has no chat template.
+        template. All else is as in `generate`; outputs have the prompt's token ids but not its text. Raises
+        InvalidRequestError, also if the model has no chat template.
         """
         is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
@@ -153,7 +153,7 @@ class LLMEngine:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """What turns messages into token ids."""
+        """The template that turns messages into token ids."""
         return ChatTemplate(self.tokenizer)
 
     def add_request(
@@ -177,11 +177,11 @@ class LLMEngine:
         self.abort_with_output(request_id)
 
     def abort_with_output(self, request_id: str) -> RequestOutput:
-        """End a request as `abort_request` does and return what it had by then."""
+        """End a request as `abort_request` does and return its output so far."""
         return self.driver.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests that got tokens or ended, whole so far.
+        """Run one step and return the cumulative outputs of requests that got tokens or ended.
 
         The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
         """
@@ -239,7 +239,7 @@ class LLMEngine:
 
 
 def _num_expected_tokens(queued: QueuedRequest) -> int:
-    """Return the number of a prompt's tokens and of all that may be generated for it."""
+    """Return the number of a prompt's tokens plus all that may be generated for it."""
     request = queued.request
     return len(request.token_ids) + queued.params.n * request.max_tokens
 

@@ -1,4 +1,4 @@
-"""What a measured figure stands on: the machine, and the versions of what ran."""
+"""The context of a measurement: the machine, and the versions of the software."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_topology(
 def describe_machine() -> dict[str, Any]:
     """Name the CPU with the flags that choose kernels, memory, GPUs, threads and versions.
 
-    Loads no torch; `torch_threads` is there when something else has loaded it.
+    Loads no torch; `torch_threads` is included if torch is already loaded.
     """
     found, _ = read_topology(PluginRegistry.load())
     torch = sys.modules.get("torch")

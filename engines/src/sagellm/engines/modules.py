@@ -1,4 +1,4 @@
-"""Makes the modules that a configuration names."""
+"""Builds the modules that a configuration names."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = get_logger(__name__)
 BUILT_IN_PROCESSORS = tuple(
     f"sagellm-engines:{name}" for name in ("logit_bias", "min_tokens", "allowed_token_ids", "bad_words")
 )
-"""They make good what SamplingParams promises, so they are always there."""
+"""They implement what SamplingParams promises, so they are always present."""
 
 LIFETIME_PREDICTOR = "lifetime_predictor"
 """A kind of module, and the keyword of a policy that wants one."""
 
 
 class Modules:
-    """Makes a configuration's modules by kind and name; each is resolved once, here.
+    """Builds a configuration's modules by kind and name; each is resolved once, here.
 
     An unknown name or option is an error at once, before a model is loaded. A plugin with an error matters
     only if the configuration names it.
@@ -48,15 +48,15 @@ class Modules:
                 self._keyed(kind, self.registry.choose(kind, spec).check)
 
     def make(self, kind: str, spec: ProviderSpec | str, *args: Any, **keywords: Any) -> Any:
-        """Make a provider as its protocol says, with its options.
+        """Build a provider according to its protocol, with its options.
 
-        Raises ConfigError for options that it does not take, which names the setting, and PluginError, which
+        Raises ConfigError, which names the setting, for options that it does not take, and PluginError, which
         names the distribution, if its factory fails.
         """
         return self._keyed(kind, self.registry.make, kind, spec, *args, **keywords)
 
     def eviction_policy(self, spec: ProviderSpec) -> Any:
-        """Make an eviction policy. One that takes a `lifetime_predictor` gets a new one, its own to teach."""
+        """Build an eviction policy. If it takes a `lifetime_predictor`, it gets its own new one to train."""
         given = {}
         if self.registry.choose("eviction_policy", spec).takes(LIFETIME_PREDICTOR):
             given[LIFETIME_PREDICTOR] = self.make(LIFETIME_PREDICTOR, self.config.predictor.name)
@@ -90,7 +90,7 @@ def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:
 
 
 def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProcessorProtocol[Any]]:
-    """Make the logits processors, the built-in ones first; one that is named twice is made once.
+    """Build the logits processors, the built-in ones first; one named twice is built once.
 
     Raises PluginError, which names the processor and its distribution, if one cannot be made.
     """
@@ -107,7 +107,7 @@ def logits_processors(modules: Modules, vocab_size: int) -> dict[str, LogitsProc
 def extra_args(
     modules: Modules, processors: Mapping[str, LogitsProcessorProtocol[Any]]
 ) -> tuple[ExtraArg, ...]:
-    """Return the entries of a request's `extra_args` that processors read, each asked once.
+    """Return the entries of a request's `extra_args` that processors read, asking each processor once.
 
     Raises PluginError, which names the processor and its distribution, if one fails there.
     """

@@ -1,4 +1,4 @@
-"""Turns sampled tokens into text, watches for stop strings, and keeps each request's account."""
+"""Turns sampled tokens into text, watches for stop strings, and tracks each request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Continuation:
-    """One sequence on its way to text."""
+    """One sequence being turned into text."""
 
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
@@ -32,7 +32,7 @@ class _Continuation:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request of which at least one sequence goes on."""
+    """A request with at least one unfinished sequence."""
 
     processed: QueuedRequest
     output: RequestOutput
@@ -41,7 +41,7 @@ class _Live:
 
 
 class Processed(NamedTuple):
-    """What a step changed, and what the core has to drop: ended by a stop string, or failed here."""
+    """The outputs that a step changed, and the sequences to drop: ended by a stop string, or failed here."""
 
     changed: list[RequestOutput]
     stopped: list[SequenceId]
@@ -49,11 +49,11 @@ class Processed(NamedTuple):
 
 
 class OutputProcessor:
-    """Knows every live request and its sequences, and nothing of how they are computed."""
+    """Knows every live request and its sequences, but nothing about how they are computed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}  # of tokens that log-probabilities were reported of
+        self._texts: dict[int, str] = {}  # of tokens with reported log-probabilities
         self._clock = runtime.clock
         self._live: dict[RequestId, _Live] = {}
         self._owner: dict[SequenceId, RequestId] = {}
@@ -70,7 +70,7 @@ class OutputProcessor:
         return list(self._live)
 
     def add(self, processed: QueuedRequest, prompt: str | None = None) -> None:
-        """Begin to keep account of a request, whose prompt was this text."""
+        """Start tracking a request whose prompt was this text."""
         request = processed.request
         continuations = {
             sequence_id: self._continuation(processed, index)
@@ -91,7 +91,7 @@ class OutputProcessor:
         return list(self._live[request_id].continuations)
 
     def process(self, token_outputs: Iterable[TokenOutput]) -> Processed:
-        """Take in what a step did. Where a token cannot become text, its sequence alone ends."""
+        """Process a step's outputs. If a token cannot become text, only its sequence ends."""
         now_ns = self._clock.now_ns()
         changed: dict[RequestId, RequestOutput] = {}
         stopped: list[SequenceId] = []
@@ -106,7 +106,7 @@ class OutputProcessor:
                     stopped.append(token_output.sequence_id)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # of the tokenizer, whose panics are not Exceptions
+            except BaseException as error:  # from the tokenizer, whose panics are not Exceptions
                 logger.error("request %s ends with an error", request_id, exc_info=error)
                 self._fail(live, token_output.sequence_id, error)
                 failed.append(token_output.sequence_id)
@@ -114,7 +114,7 @@ class OutputProcessor:
         return Processed(list(changed.values()), stopped, failed)
 
     def abort(self, request_id: RequestId) -> RequestOutput:
-        """End a request as it is and return its last state, without the end of its text if decoding fails."""
+        """End a request and return its last state, without the end of its text if decoding fails."""
         live = self._live[request_id]
         for sequence_id, continuation in live.continuations.items():
             if continuation.output.finish_reason is not None:

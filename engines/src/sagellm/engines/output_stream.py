@@ -1,4 +1,4 @@
-"""What a consumer in asyncio holds: the outputs of its request as they come."""
+"""The asyncio consumer's view of its request: a stream of outputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sagellm.engines.outputs import RequestOutput
 
 
 class OutputStream:
-    """Yields a request's output each time it has grown, whole so far; ends after the last.
+    """Yields a request's cumulative output each time it has grown; ends after the last.
 
-    A consumer that is slow misses no token: it finds all that came in the meantime. One that goes
-    away (break, cancellation, garbage collection) aborts the request.
+    A slow consumer misses no tokens: the next output contains all that arrived in the meantime. A consumer
+    that goes away (break, cancellation, garbage collection) aborts the request.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class OutputStream:
         self.close()
 
     def close(self) -> None:
-        """Abort the request unless it has ended. Whoever still waits for an output gets no more."""
+        """Abort the request unless it has ended. Consumers still waiting get no further output."""
         if not self._is_done:
             self._is_done = True
             self._wake()
@@ -74,7 +74,7 @@ class OutputStream:
                 self._drop(self.request_id)
 
     def put(self, output: RequestOutput) -> None:
-        """Say that the output has grown."""
+        """Record that the output has grown."""
         self._output = output
         self._is_changed = True
         self._wake()
@@ -93,7 +93,7 @@ class OutputStreams(WeakValueDictionary[RequestId, OutputStream]):
     """The streams that consumers of one engine hold, by request; used on their event loop only."""
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give each output to its stream, if somebody holds it."""
+        """Give each output to its stream, if a consumer still holds it."""
         for output in outputs:
             if (stream := self.get(output.request_id)) is not None:
                 if output.finished:

@@ -1,4 +1,4 @@
-"""What callers get: the text, tokens and measurements of a request, whole so far."""
+"""What callers get: the cumulative text, tokens and measurements of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagellm.core import FinishReason, RequestId, tpot_s, ttft_s
 class Logprob:
     """Log-probability of one token, natural logarithm, and the token's text.
 
-    `rank` is 1 for the most likely token; equally likely ones that are listed come by their ids.
+    `rank` is 1 for the most likely token; listed tokens of equal probability are ordered by id.
     """
 
     logprob: float
@@ -24,8 +24,8 @@ class Logprob:
 class CompletionOutput:
     """One continuation of the prompt. `text` and `token_ids` hold everything so far.
 
-    `logprobs` has a mapping for each token: the sampled one and the most likely ones, where the
-    request asked for them. `stop_reason` is the stop token id or stop string that ended it.
+    `logprobs` has a mapping per token, with the sampled one and the most likely ones, if the request asked
+    for them. `stop_reason` is the stop token id or stop string that ended it.
     """
 
     index: int
@@ -42,11 +42,11 @@ class CompletionOutput:
 class RequestMetrics:
     """When things happened to a request, in nanoseconds of the engine's clock.
 
-    The figures are None until what they measure has happened.
+    Figures are None until the events they measure have happened.
     """
 
     arrival_ns: int
-    scheduled_ns: int | None = None  # start of the first step that computed some of the prompt
+    scheduled_ns: int | None = None  # start of the first step that computed any of the prompt
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     finished_ns: int | None = None
@@ -82,7 +82,7 @@ class RequestMetrics:
     def tpot(self) -> float | None:
         """Time per output token: (last - first token) ÷ (output tokens - 1), in seconds.
 
-        Continuations grow side by side, so the tokens are those of the longest.
+        Continuations grow in parallel, so the tokens are those of the longest.
         """
         if self.first_token_ns is None or self.last_token_ns is None:
             return None
@@ -107,8 +107,8 @@ def _seconds(start_ns: int | None, end_ns: int | None) -> float | None:
 class RequestOutput:
     """The state of a request after a step, or at its end.
 
-    `prompt_logprobs`, where they were asked for, are there from the first output token on: an entry for
-    each prompt token, None for the first, which follows nothing, else the token and the most likely ones.
+    `prompt_logprobs`, if requested, are present from the first output token on, with an entry per prompt
+    token: None for the first, which follows nothing, else the token and the most likely ones.
     """
 
     request_id: RequestId
@@ -117,11 +117,11 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     finished: bool = False
-    num_cached_tokens: int = 0  # prompt tokens whose KV was reused, by the continuation that reused most
+    num_cached_tokens: int = 0  # prompt tokens whose KV was reused, the maximum over continuations
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def snapshot(self) -> RequestOutput:
-        """Return a copy that later steps leave alone."""
+        """Return a copy that later steps do not change."""
         outputs = [
             replace(output, token_ids=output.token_ids.copy(), logprobs=copy(output.logprobs))
             for output in self.outputs

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: a bar, or, where nobody watches, a line now and then."""
+"""Progress of long work, on standard error: a bar, or a line now and then if not on a terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _shows_bars() -> bool:
 
 
 class _PlainLines:
-    """A thread that writes how far the work is, even while one piece of it takes long."""
+    """A thread that reports how far the work is, even while one piece of it takes long."""
 
     def __init__(self, label: str, total: int, unit: str, stream: TextIO) -> None:
         self._label, self._total, self._unit, self._stream = label, total, unit, stream
@@ -97,15 +97,15 @@ class _PlainLines:
     def _write(self, line: str) -> None:
         try:
             print(line, file=self._stream, flush=True)
-        except (OSError, ValueError):  # the stream is closed: nobody reads on
+        except (OSError, ValueError):  # the stream is closed
             self._ended.set()
 
 
 class RequestShares:
-    """Adds up the progress of requests; one that ends early has done all of its share.
+    """Adds up the progress of requests; one that ends early counts as its full share.
 
-    `shares` are tokens by request. A call of `take` costs a few dictionary lookups, one of `show` as much as
-    `advance`: call it once per step.
+    `shares` are tokens by request. `take` costs a few dictionary lookups, `show` as much as `advance`: call
+    it once per step.
     """
 
     def __init__(self, shares: Mapping[RequestId, int], advance: Advance) -> None:
@@ -123,7 +123,7 @@ class RequestShares:
         self._done[request] = done
 
     def show(self) -> None:
-        """Advance the progress by what was taken since the last call."""
+        """Advance the progress by the amount taken since the last call."""
         if self._num_new:
             self._advance(self._num_new)
             self._num_new = 0

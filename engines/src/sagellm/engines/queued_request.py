@@ -16,7 +16,7 @@ MAX_SEED = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class QueuedSequence:
-    """One continuation of a queued request: the EngineSequence that engines are handed."""
+    """One continuation of a queued request: the EngineSequence that engines receive."""
 
     sequence_id: SequenceId
     request: Request
@@ -33,22 +33,22 @@ class QueuedRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
 
     request: Request
     params: SamplingParams
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]  # of the first sequence; each further one has the next
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]  # of the first sequence; each further one adds 1
     stop_token_ids: frozenset[int]  # the end of sequence included, unless the request ignores it
 
     @property
     def request_id(self) -> RequestId:
-        """The id, given or made."""
+        """The id, given or generated."""
         return self.request.request_id
 
     @property
     def sequence_ids(self) -> list[SequenceId]:
-        """The ids of its sequences; none is equal to a request id's, as "a#0" may be a request too."""
+        """The ids of its sequences, unique even though "a#0" may be a request id too."""
         return [SequenceId(f"{self.request_id}#{index}") for index in range(self.params.n)]
 
     @property
     def sequences(self) -> list[QueuedSequence]:
-        """One sequence for each continuation; the first one alone scores the prompt, for all."""
+        """One sequence per continuation; only the first scores the prompt, for all of them."""
         params = others = self.params
         if params.prompt_logprobs is not None and params.n > 1:
             others = replace(params, prompt_logprobs=None)

@@ -30,7 +30,7 @@ def check_names(request_id: str, namespace: Namespace) -> None:
 
 
 def check_priority(priority: object) -> None:
-    """Raise InvalidRequestError for what is not a 32-bit integer: priorities are sorted as columns."""
+    """Raise InvalidRequestError unless it is a 32-bit integer: priorities are sorted as columns."""
     is_integer = isinstance(priority, int) and not isinstance(priority, bool)
     if not is_integer or not -(1 << 31) <= priority < 1 << 31:  # type: ignore[operator]
         raise InvalidRequestError(
@@ -73,9 +73,9 @@ def check_room(num_prompt: int, max_tokens: int, limits: RequestLimits) -> None:
 
 
 def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
-    """Raise InvalidRequestError for a request that `InputProcessor` would not have made.
+    """Raise InvalidRequestError for a request that `InputProcessor` would not have produced.
 
-    So no queued sequence fails in the middle of a step because of what another process sent.
+    So no queued sequence fails in the middle of a step because of another process's input.
     """
     asked = request.request
     num_prompt = len(asked.token_ids)

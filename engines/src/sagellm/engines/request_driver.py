@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class RequestDriver:
     """Every live request of one engine, from its prompt to its last output.
 
-    `LLMEngine`, `AsyncLLMEngine` and the server's `Front` are shells over it: they choose the thread that
-    calls it and wait for the engine's tokens. `begin` comes first, and again when the engine was restarted.
-    One thread calls all of it; `input` may be used on another.
+    `LLMEngine`, `AsyncLLMEngine` and the server's `Front` are shells around it: they choose the thread that
+    calls it and wait for the engine's tokens. Call `begin` first, and again after the engine was restarted.
+    All calls come from one thread; only `input` may be used on another.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RequestDriver:
         self._output = OutputProcessor(tokenizer, runtime)
 
     def begin(self, limits: RequestLimits, default_params: SamplingParams) -> None:
-        """Take requests within an engine's limits; those without parameters get `default_params`."""
+        """Accept requests within an engine's limits; those without parameters get `default_params`."""
         self._input = InputProcessor(self._tokenizer, limits, self._runtime, default_params)
 
     def __contains__(self, request_id: object) -> bool:
@@ -51,12 +51,12 @@ class RequestDriver:
 
     @property
     def input(self) -> InputProcessor:
-        """What checks and tokenizes."""
+        """The processor that checks and tokenizes."""
         assert self._input is not None, "begin is called first"
         return self._input
 
     def add(self, request: QueuedRequest, prompt: Prompt) -> None:
-        """Queue a processed request. If the engine refuses it, its error is raised and nothing is left.
+        """Queue a processed request. If the engine refuses it, its error is raised and nothing is kept.
 
         Raises DuplicateRequestError.
         """
@@ -72,7 +72,7 @@ class RequestDriver:
             raise
 
     def take(self, token_outputs: Sequence[TokenOutput]) -> list[RequestOutput]:
-        """Take in what a step did; return the requests that got tokens or ended, whole so far.
+        """Process a step's outputs; return the cumulative outputs of requests that got tokens or ended.
 
         The same objects grow from step to step.
         """
@@ -84,7 +84,7 @@ class RequestDriver:
         return processed.changed
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request and return what it had by then. Raises UnknownRequestError if it is not live."""
+        """End a request and return its output so far. Raises UnknownRequestError if it is not live."""
         live_id = RequestId(request_id)
         if live_id not in self._output:
             raise UnknownRequestError(f"no live request has the id {request_id!r}")
@@ -92,6 +92,6 @@ class RequestDriver:
         return self._output.abort(live_id)
 
     def forget_all(self) -> None:
-        """End every request, of an engine that is gone."""
+        """End every request, because the engine is gone."""
         for request_id in self._output.request_ids:
             self._output.abort(request_id)

@@ -1,4 +1,4 @@
-"""Files that have their name only once they are complete."""
+"""Files that get their name only once complete."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write to; after an error, nothing is left of it and an older file is unchanged.
+    """Yield the path to write to; after an error, it is removed and an older file is unchanged.
 
     The path is a temporary one in the same folder, with the same suffix, that is renamed at the end. A pipe,
     a device, and a file in a folder where none can be created are written in place.
     """
-    target = path.resolve()  # a link goes on pointing to its file
+    target = path.resolve()  # a link keeps pointing to its file
     if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
         yield path
         return

@@ -1,4 +1,4 @@
-"""Runs the conformance kit on an installed plugin, away from the process that asks.
+"""Runs the conformance kit on an installed plugin in a separate process.
 
     from sagellm.core.conformance import Conformance
 

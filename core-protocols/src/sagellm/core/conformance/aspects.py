@@ -1,4 +1,4 @@
-"""Which part of a contract a test of the kit belongs to: its name says so."""
+"""The part of a contract that a test of the kit covers, as its name says."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PATTERNS = {
 }
 
 ASPECTS = ("isolation", CONTRACT, "integrity", "random operations", "threads", "cost")
-"""All parts, in the order in which they are tested: where instances share state, that shows at once."""
+"""All parts, in test order: if instances share state, that shows first."""
 
 
 def aspect_of(test_name: str) -> str:
-    """Return the part that a test belongs to, `contract` where its name has no other."""
+    """Return the part that a test covers, `contract` if its name has no other."""
     return next((aspect for aspect, pattern in _PATTERNS.items() if re.search(pattern, test_name)), CONTRACT)
 
 

@@ -14,9 +14,9 @@ _NULLS = "sagellm.core.protocols"
 class Exercised:
     """Counts calls of a protocol's methods on the objects that a provider makes.
 
-    `watch` wraps the methods where the provider's class defines them, until `stop` puts the originals
-    back. Inherited defaults of the protocol are not the provider's, and methods of extension types cannot
-    be wrapped; neither is counted. `on_call` is told the name of each method before it runs.
+    `watch` wraps the methods where the provider's class defines them, until `stop` restores the originals.
+    Inherited defaults of the protocol are not the provider's, and methods of extension types cannot
+    be wrapped; neither is counted. `on_call` receives the name of each method before it runs.
     """
 
     def __init__(self, protocol: type, on_call: Callable[[str], None] = lambda _: None) -> None:

@@ -1,4 +1,4 @@
-"""Says in words what a failed test of the kit had expected and what came."""
+"""Describes in words what a failed test of the kit expected and what it found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_CHARS = 300
 
 
 def explain(error: BaseException, traceback: TracebackType | None) -> tuple[str, str]:
-    """Return what was expected, empty where the rule itself says it, and what was found."""
+    """Return what was expected, empty if the rule itself says it, and what was found."""
     frames = extract_tb(traceback)
     kit = next((frame for frame in reversed(frames) if _is_test(frame)), None)
     lines = str(error).splitlines() or [""]
@@ -52,7 +52,7 @@ def _where(frames: list[FrameSummary]) -> str:
 
 
 def _wanted(frame: FrameSummary | None) -> str:
-    """Return the error that the kit was waiting for, or that it was waiting for none."""
+    """Return the error that the kit expected, or that it expected none."""
     for node in _around(frame):
         for item in node.items if isinstance(node, ast.With) else ():
             call = item.context_expr

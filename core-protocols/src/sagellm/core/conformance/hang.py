@@ -15,7 +15,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 class Hang(NamedTuple):
-    """Where a process hangs: the method that the kit called, if it called one, and the line reached."""
+    """Where a process hangs: the method that the kit called, if any, and the line reached."""
 
     method: str | None
     place: str  # policies.py, line 12, in victim

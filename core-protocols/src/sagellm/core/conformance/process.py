@@ -28,16 +28,16 @@ _WORKER = "sagellm.core.conformance.worker"
 
 @dataclass(frozen=True)
 class Ended:
-    """The process is gone, or was ended because it hung; `hung` is the method that did not return."""
+    """The process has ended, or was killed because it hung; `hung` is the method that did not return."""
 
     sentence: str
     hung: str | None = None
 
 
 class WorkerProcess:
-    """A worker in an empty folder of its own, which loads one distribution's plugins and no other.
+    """A worker in an empty folder of its own, which loads only one distribution's plugins.
 
-    A context manager; at its end the process and whatever it has started are gone.
+    A context manager; at its end the process and everything it has started are gone.
     """
 
     def __init__(self, task: Mapping[str, Any], distribution: str) -> None:
@@ -65,11 +65,11 @@ class WorkerProcess:
 
     def __exit__(self, *_: object) -> None:
         self._end()
-        self._reader.join(timeout=1)  # unless the plugin gave its output to a process that went away
+        self._reader.join(timeout=1)  # unless the plugin passed its output to a detached process
         self._folder.cleanup()
 
     def next_event(self, timeout_s: float) -> dict[str, Any] | Ended:
-        """Wait for what the worker says next; end it if it says nothing for so long."""
+        """Wait for the worker's next event; end the worker if none comes in time."""
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -117,7 +117,7 @@ class WorkerProcess:
 
 
 def _environment(distribution: str) -> dict[str, str]:
-    """Let the worker see the packages that this process sees, and of plugins only those in question."""
+    """Give the worker this process's packages, but only the plugins of the distribution under test."""
     left_out = ("SAGELLM_PLUGINS_", "PYTEST_", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return kept | {

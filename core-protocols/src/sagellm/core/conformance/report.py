@@ -11,19 +11,19 @@ Outcome = Literal["passed", "failed", "skipped", "not run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rule of a contract that a provider breaks: what was done, what was expected, what came."""
+    """One rule of a contract that a provider breaks: what was done, expected and found."""
 
     rule: str  # no block is freed twice
-    meaning: str  # what the contract adds to that
+    meaning: str  # what the contract says about it
     found: str
-    expected: str = ""  # empty where the rule says it
-    cases: tuple[str, ...] = ()  # the arguments with which it failed, where there are several
-    calls: tuple[str, ...] = ()  # the last ones; of random operations the fewest that show the fault
+    expected: str = ""  # empty if the rule says it
+    cases: tuple[str, ...] = ()  # the arguments with which it failed, if there are several
+    calls: tuple[str, ...] = ()  # the last ones; for random operations, the fewest that show the fault
     num_calls: int = 0
 
     @property
     def sentence(self) -> str:
-        """The rule, what was expected and what came."""
+        """The rule, what was expected and what was found."""
         expected = f"expected {self.expected}, found {self.found}" if self.expected else self.found
         return f"{self.rule}: {expected}"
 
@@ -66,7 +66,7 @@ class ProviderReport:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether a rule is broken, or could not be tested for what others did."""
+        """Whether a rule is broken, or could not be tested because of other failures."""
         return any(result.outcome in ("failed", "not run") for result in self.results)
 
     @property

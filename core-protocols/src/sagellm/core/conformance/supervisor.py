@@ -1,4 +1,4 @@
-"""Has the kit run in another process, and outlives a plugin that hangs or takes its process down."""
+"""Runs the kit in another process, and survives a plugin that hangs or crashes its process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sagellm.core.errors import ConfigError, PluginError, UnknownProviderError, 
 from sagellm.core.plugins.registry import GROUP
 
 Progress = Callable[[str], None]
-"""Told what is being tested."""
+"""Receives what is being tested."""
 
 _MAX_LOST_PROCESSES = 3
 _LOADING = "the plugin can be loaded"
@@ -26,7 +26,7 @@ _LOADING = "the plugin can be loaded"
 class Conformance:
     """The conformance kit on the providers of one installed distribution.
 
-    `timeout_s` is what one test may take, or the loading of the plugin. Nothing of the plugin is
+    `timeout_s` limits each test, and the loading of the plugin. Nothing of the plugin is
     imported into this process.
     """
 
@@ -60,7 +60,7 @@ class Conformance:
         `options`, JSON-serializable, go to the factory of the chosen provider. `sample` is input that it
         needs to act on: for a trace reader the path of a file, for a logits processor the fields of a
         LogitsRequest as JSON. Raises PluginError if the distribution cannot be loaded,
-        UnknownProviderError if it has no such provider, ConfigError for options or a sample where there are
+        UnknownProviderError if it has no such provider, ConfigError for options or a sample if there are
         several.
         """
         progress(f"loading {self._distribution}")
@@ -101,7 +101,7 @@ def installed_distributions() -> list[str]:
 
 
 class _ProviderRun:
-    """Runs the tests of one provider, in another process again when one is lost."""
+    """Runs the tests of one provider, in a new process each time one is lost."""
 
     def __init__(
         self, distribution: str, task: Mapping[str, Any], timeout_s: float, progress: Progress
@@ -113,10 +113,10 @@ class _ProviderRun:
         self._planned: dict[str, tuple[str, str]] = {}  # rule and aspect by test
         self._finished: list[str] = []
         self._current: str | None = None
-        self._called: str | None = None  # the last method that was called before any test
+        self._called: str | None = None  # the last method called before any test
         self._num_calls: Counter[str] = Counter()
         self._methods: list[str] = []
-        self._error: tuple[str, str] | None = None  # what kept the provider from being made
+        self._error: tuple[str, str] | None = None  # why the provider could not be made
 
     def report(self) -> ProviderReport:
         """Run all tests."""
@@ -153,7 +153,7 @@ class _ProviderRun:
                 yield f"{name}{why}"
 
     def _run_process(self) -> Ended | None:
-        """Run what is left; return how the process ended unless it came to the end of its tests."""
+        """Run the remaining tests; return how the process ended unless it finished them."""
         self._current = self._called = None
         with WorkerProcess(self._task | {"finished": self._finished}, self._task["distribution"]) as worker:
             while True:
@@ -202,7 +202,7 @@ class _ProviderRun:
         self._add(self._current, CheckResult(aspect=aspect, rule=rule, outcome="failed", fault=fault))
 
     def _add(self, test: str | None, result: CheckResult) -> None:
-        """Keep one result a rule: the first fault, with all cases in which it shows."""
+        """Keep one result per rule: the first fault, with all cases that show it."""
         if test is not None:
             self._finished.append(test)
         known = self._results.get(result.rule)

@@ -1,7 +1,7 @@
-"""What runs in a process of its own: a plugin's code, which may hang or crash, under the kit.
+"""Runs a plugin's code, which may hang or crash, under the kit, in a process of its own.
 
 `python -m sagellm.core.conformance.worker`, with a task as JSON on standard input. Each line of standard
-output is an event; what the plugin prints goes nowhere.
+output is an event; the plugin's own output is discarded.
 """
 
 from __future__ import annotations
@@ -82,24 +82,24 @@ def _run_tests(task: Mapping[str, Any], events: int, emit: Emit) -> None:
 
 
 class CallsBefore:
-    """Emits each call of a method before the first test, as the module of the tests has no other way to."""
+    """Emits each call of a method before the first test, which the module of the tests cannot do itself."""
 
     def __init__(self, events: int) -> None:
         self._events = events  # a file descriptor
 
     def __call__(self, method: str) -> None:
-        """Tell which method is about to run."""
+        """Emit which method is about to run."""
         os.write(self._events, f"{json.dumps({'event': 'call', 'method': method})}\n".encode())
 
 
 class _Reporter:
-    """A plugin of pytest that emits what happens."""
+    """A pytest plugin that emits events."""
 
     def __init__(self, finished: list[str], emit: Emit) -> None:
         self._finished, self._emit = finished, emit
 
     def pytest_exception_interact(self, call: Any, report: Any) -> None:
-        """Tell what kept the provider from being made."""
+        """Emit why the provider could not be made."""
         import pytest
 
         if getattr(report, "when", "") == "collect":
@@ -109,22 +109,22 @@ class _Reporter:
             self._emit({"event": "error", "type": type(error).__name__, "text": str(error)})
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leave out what an earlier process has finished; ask first what others could disturb."""
+        """Leave out what an earlier process finished; put tests first that others could disturb."""
         items[:] = [item for item in items if item.nodeid not in self._finished]
         items.sort(key=lambda item: _turn(_name(item)))
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """Tell what will be tested."""
+        """Emit which tests will run."""
         tests = [[item.nodeid, rule_of(_name(item)), aspect_of(_name(item))] for item in session.items]
         methods = next((list(item.cls.methods) for item in session.items), [])
         self._emit({"event": "plan", "tests": tests, "methods": methods})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Tell which test begins."""
+        """Emit which test begins."""
         self._emit({"event": "start", "test": nodeid})
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
-        """Tell how it ended. Returns nothing, so pytest makes its own report as well."""
+        """Emit how it ended. Returns nothing, so pytest makes its own report as well."""
         import pytest
 
         if call.when != "call" and call.excinfo is None:

@@ -1,7 +1,7 @@
 """How well KV blocks are reused and packed.
 
 A block holds `block_size` tokens of KV for all layers of one model. Every ratio is 0 … 1 and is 0
-where its denominator is 0, unless said otherwise.
+where its denominator is 0, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _ratio(part: float, whole: float, what: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBlocks:
-    """What one request's prompt took: full blocks that were really reused, and blocks newly allocated."""
+    """What one request's prompt used: full blocks actually reused, and blocks newly allocated."""
 
     num_reused: int
     num_new: int
@@ -98,7 +98,7 @@ def gap_closed(policy_saving: float, lru_saving: float, belady_saving: float) ->
     """Gap closed = (policy − LRU) ÷ (Belady − LRU) in token saving, same trace and capacity.
 
     1 is the optimum, 0 is LRU, less is worse than LRU. Raises InvalidInputError where Belady
-    saves no more than LRU: there is no gap to close then.
+    saves no more than LRU: there is then no gap to close.
     """
     if not belady_saving > lru_saving:
         raise InvalidInputError(
@@ -119,7 +119,7 @@ def re_prefill_rate(num_recomputed_tokens: int, num_computed_tokens: int) -> flo
 def memory_use_gain(num_paged_sequences: int, num_reserved_sequences: int) -> float:
     """Memory use gain = most sequences at once, paged ÷ reserved for the maximum length.
 
-    Both in the same KV memory. Raises InvalidInputError when not one could be reserved.
+    Both in the same KV memory. Raises InvalidInputError if not even one could be reserved.
     """
     if num_reserved_sequences < 1:
         raise InvalidInputError(

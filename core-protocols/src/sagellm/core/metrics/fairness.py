@@ -12,7 +12,7 @@ def jains_index(shares: Iterable[float]) -> float:
     """Jain's index = (Σx)² ÷ (n · Σx²), from 1 ÷ n (one has all) to 1 (all have the same).
 
     x = service received ÷ service entitled (weighted tokens) of each tenant with a backlog in a
-    window; state which service and window. All zero, or no tenant: nobody is ahead, 1. Raises
+    window; state which service and window. 1 if all are zero or there is no tenant: none is ahead. Raises
     InvalidInputError for a negative share. After Jain, Chiu and Hawe (1984).
     """
     values = list(shares)

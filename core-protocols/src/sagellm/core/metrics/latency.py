@@ -57,7 +57,7 @@ def ttft_s(arrival_ns: int, first_token_ns: int) -> float:
 def tpot_s(first_token_ns: int, last_token_ns: int, num_output_tokens: int) -> float | None:
     """TPOT = (last token time − first token time) ÷ (output tokens − 1), in seconds.
 
-    None for fewer than two tokens, between which there is no time.
+    None for fewer than two tokens.
     """
     duration_s = _seconds(first_token_ns, last_token_ns, "TPOT")
     return duration_s / (num_output_tokens - 1) if num_output_tokens > 1 else None
@@ -69,12 +69,12 @@ def itl_s(token_times_ns: Sequence[int]) -> list[float]:
 
 
 def throughput(num_output_tokens: int, start_ns: int, end_ns: int) -> float:
-    """Throughput = output tokens ÷ wall time of the whole run, in tokens a second."""
+    """Throughput = output tokens ÷ wall time of the whole run, in tokens per second."""
     return _rate(num_output_tokens, start_ns, end_ns, "throughput")
 
 
 def total_throughput(num_prompt_tokens: int, num_output_tokens: int, start_ns: int, end_ns: int) -> float:
-    """Total throughput = (prompt + output tokens) ÷ wall time of the whole run, in tokens a second."""
+    """Total throughput = (prompt + output tokens) ÷ wall time of the whole run, in tokens per second."""
     return _rate(num_prompt_tokens + num_output_tokens, start_ns, end_ns, "total throughput")
 
 
@@ -97,7 +97,7 @@ class RequestTimes:
 def goodput(
     requests: Iterable[RequestTimes], *, max_ttft_s: float, max_tpot_s: float, start_ns: int, end_ns: int
 ) -> float:
-    """Goodput = requests that met the stated TTFT and TPOT limits ÷ wall time, in requests a second.
+    """Goodput = requests that met the stated TTFT and TPOT limits ÷ wall time, in requests per second.
 
     A request of one token has no TPOT and meets that limit.
     """

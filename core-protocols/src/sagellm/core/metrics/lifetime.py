@@ -1,4 +1,4 @@
-"""How right predictions of remaining output tokens are, on requests that the predictor never trained on."""
+"""How accurate predictions of remaining output tokens are, on requests the predictor never trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How near a run came to what the hardware can do. Times are seconds, rates are per second."""
+"""How close a run came to the hardware's limits. Times are seconds, rates are per second."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MFUResult:
 
     @property
     def flops_per_s(self) -> float:
-        """What was reached."""
+        """The rate reached."""
         return self.flops / self.time_s
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Says which plugin failed, in which call, and where."""
+"""Reports which plugin failed, in which call, and where."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The hooks of sageLLM: one that offers implementations, three that observe.
 
-Observer hooks run at most once a step or once a request, never per token or per block.
+Observer hooks run at most once per step or once per request, never per token or per block.
 """
 
 from __future__ import annotations

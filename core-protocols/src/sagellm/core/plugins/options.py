@@ -1,4 +1,4 @@
-"""Options of providers: how a setting gives them, and how they are checked against a factory's signature."""
+"""Options of providers: how settings specify them, and how they are checked against a factory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProviderSpec:
 
     @classmethod
     def of(cls, value: object) -> ProviderSpec:
-        """Read `name`, or a mapping `{name: …, options: {…}}`. Raises ConfigError, which says "it"."""
+        """Read `name`, or a mapping `{name: …, options: {…}}`. Raises ConfigError, whose subject is "it"."""
         if isinstance(value, ProviderSpec):
             return value
         given: Any = {"name": value} if isinstance(value, str) else value
@@ -65,7 +65,7 @@ class ProviderOption:
 
 
 class ChosenProvider:
-    """A provider that a setting names, imported, with options that are checked before it is made."""
+    """The provider that a setting names, imported, with options that are checked before it is made."""
 
     def __init__(self, kind: str, spec: ProviderSpec, label: str, factory: Callable[..., Any]) -> None:
         self.label = label
@@ -97,7 +97,7 @@ class ChosenProvider:
         return tuple(known + [_option(each, self.factory) for each in rest if each.name[0] != "_"])
 
     def described(self) -> str:
-        """Return all options with their values, those that hold by default included, without secrets."""
+        """Return all options with their values, defaults included, without secrets."""
         given = self._spec.options
         if self._kind.may_hold_secrets:
             given = dict.fromkeys(given, "…")
@@ -106,7 +106,7 @@ class ChosenProvider:
         return ", ".join(f"{name}={value}" for name, value in {**defaults, **given}.items())
 
     def check(self) -> None:
-        """Raise ConfigError for options that the factory does not take, lacks, or wants of another type."""
+        """Raise ConfigError for options that are unknown to the factory, missing, or of the wrong type."""
         options = self.options()
         takes_any = any(each.name.startswith("**") for each in options)
         names = [each.name for each in options if not each.name.startswith("**")]
@@ -139,7 +139,7 @@ class ChosenProvider:
         return name in self._passed or name.startswith("_")
 
     def _values(self) -> dict[str, Any]:
-        """Return the options as the signature's types want them."""
+        """Return the options converted to the signature's types."""
         config = {} if self._config is None else _hints(self._config)
         hints = _hints(self.factory) | config
         values = {}
@@ -154,7 +154,7 @@ class ChosenProvider:
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, Parameter] | None:
-    """Return the parameters of a factory, or None if it has no signature, as code in C may."""
+    """Return the parameters of a factory, or None if it has no signature, as C code may."""
     try:
         return dict(signature(factory).parameters)
     except (TypeError, ValueError):
@@ -179,7 +179,7 @@ def _option(parameter: Parameter, factory: Callable[..., Any]) -> ProviderOption
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a factory's parameters; those that only type checkers can resolve stay text."""
+    """Return the types of a factory's parameters; types that only type checkers can resolve stay text."""
     function = unwrap(factory.__init__ if isclass(factory) else factory)
     names = getattr(function, "__globals__", {})
     return {name: _resolved(each.annotation, names) for name, each in (_parameters(factory) or {}).items()}
@@ -207,7 +207,7 @@ def _type_name(hint: Any) -> str:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Return a value as a type wants it, unchecked for other types. Raises TypeError or ValueError."""
+    """Return a value converted to a type, unchecked for other types. Raises TypeError or ValueError."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _first_converted(value, arguments)

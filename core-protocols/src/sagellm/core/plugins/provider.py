@@ -1,4 +1,4 @@
-"""What a plugin offers: an implementation that can be imported, not yet imported; and the kinds."""
+"""What a plugin offers: an implementation that can be imported but is not yet; and the kinds."""
 
 from __future__ import annotations
 

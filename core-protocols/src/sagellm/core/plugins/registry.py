@@ -42,7 +42,7 @@ _BUILT_IN = frozenset(
         *("lifetime-predictor", "accel", "comm", "engines"),
     )
 )
-"""sageLLM's own distributions; they keep a plain name that another distribution provides too."""
+"""sageLLM's own distributions; they keep a plain name even if another distribution provides it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PluginRegistry:
             self._manager.enable_tracing()
         self.plugins: list[InstalledPlugin] = []
         self._providers: list[InstalledProvider] = []
-        self._owners: dict[str, str] = {}  # of modules that others brought
+        self._owners: dict[str, str] = {}  # by module: the third-party distribution it belongs to
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> PluginRegistry:
@@ -116,7 +116,7 @@ class PluginRegistry:
         return self._manager.hook
 
     def callers(self, name: str) -> list[pluggy.HookCaller]:
-        """Return one caller for each plugin that implements a hook now, in the order of a call of all."""
+        """Return one caller per plugin that implements a hook now, in the order in which all are called."""
         plugins = [each.plugin for each in reversed(getattr(self.hook, name).get_hookimpls())]
         return [
             self._manager.subset_hook_caller(name, [other for other in plugins if other is not plugin])
@@ -124,7 +124,7 @@ class PluginRegistry:
         ]
 
     def register(self, plugin: object, *, distribution: str, version: str = "0") -> None:
-        """Add a plugin object that no entry point names. Raises what keeps it from use."""
+        """Add a plugin object that no entry point names. Raises the error that makes it unusable."""
         api = getattr(plugin, "SAGELLM_API", 0)
         if not is_compatible(api):
             raise PluginVersionError(
@@ -159,7 +159,7 @@ class PluginRegistry:
         return sorted(found, key=lambda entry: (entry.provider.kind, entry.provider.name, entry.distribution))
 
     def describe(self, error: BaseException) -> str:
-        """Return the type and text of an error, behind the plugin and line where it arose, if it was in one.
+        """Return the type and text of an error, preceded by the plugin and line where it arose, if any.
 
         The plugin is the innermost in the traceback, known by the modules of its entry point and providers.
         """
@@ -178,7 +178,7 @@ class PluginRegistry:
                 raise plugin.error
 
     def find(self, kind: str, name: str) -> InstalledProvider:
-        """Return the provider of a kind that bears a name, or `distribution:name`.
+        """Return the provider of a kind with this name, or with `distribution:name`.
 
         A plain name that sageLLM provides itself means that provider. Raises UnknownKindError,
         UnknownProviderError or DuplicateProviderError.
@@ -232,7 +232,7 @@ class PluginRegistry:
     def make(self, kind: str, spec: ProviderSpec | str, /, *arguments: Any, **keywords: Any) -> Any:
         """Make the provider that a setting names, with the engine's arguments (`KINDS`) and its options.
 
-        Raises what `choose` raises, ConfigError for options that it does not take, PluginError if it fails.
+        Raises what `choose` raises, ConfigError for invalid options, PluginError if it fails.
         """
         return self.choose(kind, spec).make(*arguments, **keywords)
 
@@ -356,7 +356,7 @@ def _entry_points() -> Iterable[tuple[str, str, EntryPoint]]:
         for entry_point in distribution.entry_points:
             if entry_point.group == GROUP:
                 metadata = distribution.metadata
-                name = _normalise(metadata["Name"] or "unnamed")  # both may be missing where it is damaged
+                name = _normalise(metadata["Name"] or "unnamed")  # both may be missing if it is damaged
                 version = metadata["Version"] or "unknown"
                 found.setdefault((name, entry_point.value), (name, version, entry_point))
     return [found[key] for key in sorted(found)]

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class InputBatch:
     """The tokens of one step, all sequences one after another.
 
-    Sequence `i` computes `query_lens[i]` tokens, the last ones of its first `seq_lens[i]`; the KV
-    of those before is in its blocks already. Lists live on the host so that planning never waits
+    Sequence `i` computes `query_lens[i]` tokens, the last of its first `seq_lens[i]`; the KV
+    of the earlier ones is already in its blocks. Lists live on the host so that planning never waits
     for a device.
     """
 
@@ -25,7 +25,7 @@ class InputBatch:
     block_tables: torch.Tensor  # (sequences, blocks of the longest) int64, padded with 0
     query_lens: list[int]
     seq_lens: list[int]
-    logits_indices: torch.Tensor  # (rows,) int64: tokens whose logits are wanted
+    logits_indices: torch.Tensor  # (rows,) int64: tokens whose logits are required
 
     @property
     def num_seqs(self) -> int:
@@ -58,7 +58,7 @@ class AttentionBackendProtocol(ABC):
     """Stores new KV in its blocks and attends over all of a sequence's KV.
 
     Providers are called as `factory(num_heads=..., num_kv_heads=..., head_dim=..., block_size=...)`.
-    The model runner calls `plan` once a step and hands the result to `forward` for each layer.
+    The model runner calls `plan` once per step and hands the result to `forward` for each layer.
     Attention is causal; with a sliding window a query sees itself and the `window - 1` tokens
     before it. A backend that cannot serve a geometry raises UnsupportedModelError when it is made.
     """

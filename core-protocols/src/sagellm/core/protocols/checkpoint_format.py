@@ -33,7 +33,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor as its file has it; `dtype` by the name of safetensors, such as BF16 or F8_E4M3."""
+    """A tensor as stored in its file; `dtype` by its safetensors name, such as BF16 or F8_E4M3."""
 
     path: Path
     dtype: str
@@ -42,9 +42,9 @@ class StoredTensor:
 
 
 class WeightSource(ABC):
-    """Gives a checkpoint's tensors by name, in the format in which they are stored.
+    """Returns a checkpoint's tensors by name, in the format in which they are stored.
 
-    `tensors` says what there is. Calls of `get` may come from several threads.
+    `tensors` lists them. `get` may be called from several threads.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -53,9 +53,9 @@ class WeightSource(ABC):
     def get(self, tensor: TensorSpec, shard: Shard = WHOLE) -> npt.NDArray[np.generic]:
         """Return a read-only view of the file's bytes. No copy is made; dropping the view unmaps the file.
 
-        A format of numbers that numpy lacks comes as the unsigned integer of its width (BF16 as uint16). The
-        shard is taken on `tensor.shard_axis`; a tensor without one is given whole. Raises CheckpointError if
-        the file has changed.
+        A number format that numpy lacks is returned as the unsigned integer of its width (BF16 as uint16).
+        The shard is taken on `tensor.shard_axis`; a tensor without one is returned whole. Raises
+        CheckpointError if the file has changed.
         """
 
 
@@ -73,15 +73,15 @@ class CheckpointFormatProtocol(ABC):
     """Opens checkpoints of one format.
 
     Providers are called as `factory()`. The loader asks every format in turn and takes the first that accepts
-    the directory; one that explains what is wrong with a directory that none accepts has `is_fallback` and is
-    asked last.
+    the directory; a fallback (`is_fallback`), asked last, explains what is wrong with a directory that no
+    other format accepts.
     """
 
     is_fallback: bool = False
 
     @abstractmethod
     def accepts(self, path: Path) -> bool:
-        """Say whether a directory has files of this format. Cheap: looks at names only."""
+        """Say whether a directory has files of this format. Cheap: reads only names."""
 
     @abstractmethod
     def open(self, path: Path) -> Checkpoint:

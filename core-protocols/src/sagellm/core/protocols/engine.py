@@ -1,4 +1,4 @@
-"""The engine: it generates tokens for the front, which tokenizes prompts and makes text of the output."""
+"""The engine: generates tokens for the front, which tokenizes prompts and turns output into text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineMetrics:
 
     @property
     def num_held_blocks(self) -> int:
-        """KV blocks that requests hold: those in use, without what is cached and locked by nobody."""
+        """KV blocks held by requests: blocks in use, less those that are cached and not locked."""
         pool, cache = self.modules.get("kv_pool"), self.modules.get("prefix_cache")
         reclaimable = getattr(cache, "num_blocks", 0) - getattr(cache, "num_locked_blocks", 0)
         return max(0, getattr(pool, "num_used_blocks", 0) - reclaimable)
@@ -56,11 +56,11 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step did to one sequence: a run of new tokens, its end, or both.
+    """One step's effect on one sequence: a run of new tokens, its end, or both.
 
     `logprobs` has an entry for each token, if the request asked for them. The first tokens come with the
     time at which the sequence was first scheduled, and with the prompt's log-probabilities, if requested:
-    one entry for each token but the first, which follows nothing.
+    one entry for each token but the first, which follows no other.
     """
 
     sequence_id: SequenceId
@@ -75,7 +75,7 @@ class TokenOutput:
 
 
 class EngineSequence(Protocol):
-    """One checked continuation to generate: what an engine may read of it."""
+    """One validated continuation to generate: what an engine may read of it."""
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -99,13 +99,13 @@ class EngineSequence(Protocol):
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end it once there are `min_tokens`, including the model's end of sequence."""
+        """The tokens that end it after `min_tokens`, including the model's end of sequence."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask for. Its prompt and output must also fit into all KV blocks together."""
+    """What one request may ask for. Its prompt and output must also fit into the total KV blocks."""
 
     vocab_size: int
     max_model_len: int
@@ -113,22 +113,22 @@ class RequestLimits:
     num_blocks: int = 1 << 31
     block_size: int = 16
     eos_token_ids: frozenset[int] = frozenset()
-    extra_args: tuple[ExtraArg, ...] = ()  # entries of a request's `extra_args` that something here reads
+    extra_args: tuple[ExtraArg, ...] = ()  # entries of a request's `extra_args` that the engine reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine reports about itself once it is made.
+    """What an engine reports about itself when it is made.
 
     `settings` are those that it chose itself, by dotted key (`{"model.dtype": "float32"}`).
-    `default_params` is what a request without parameters gets, by the names of `SamplingParams`. `refusals`
-    says why forward backends that `auto` tried before the one in use are not used, by name.
+    `default_params` are those of a request without parameters, by the names of `SamplingParams`. `refusals`
+    says, by name, why forward backends that `auto` tried before the one in use are not used.
     """
 
     limits: RequestLimits
     settings: Mapping[str, Any] = field(default_factory=dict)
     default_params: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Any = None  # transformers', where the engine has it; None: the front loads `model.tokenizer`
+    tokenizer: Any = None  # transformers', if the engine has it; None: the front loads `model.tokenizer`
     geometry: ModelGeometry | None = None
     layout: KVLayout | None = None
     refusals: Mapping[str, str] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class EngineProtocol(ABC):
 
     `add` only queues. `step` does not raise if one sequence fails or has parameters that the engine does
     not support: that sequence ends with the reason "error" and a message, and the others go on.
-    Every sequence that was added ends in a step's outputs, or in `abort`. One thread makes all calls.
+    Every sequence added ends in a step's outputs or by `abort`. One thread makes all calls.
     """
 
     info: EngineInfo
@@ -155,13 +155,13 @@ class EngineProtocol(ABC):
 
     @abstractmethod
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
-        """End sequences early; no later step returns outputs for them. Unknown ids are ignored."""
+        """End sequences early; later steps return no outputs for them. Unknown ids are ignored."""
 
     @abstractmethod
     def step(self) -> Sequence[TokenOutput]:
-        """Run one step and return what became known: of each sequence that got tokens or ended.
+        """Run one step and return an output for each sequence known to have got tokens or ended.
 
-        An engine may have steps in flight, and return here what an earlier one did.
+        An engine may have steps in flight, and then returns the results of an earlier one.
         """
 
     @abstractmethod
@@ -180,7 +180,7 @@ class EngineProtocol(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
-        """End all sequences and release files and connections; no other call follows."""
+        """End all sequences and release files and connections; this is the last call."""
 
 
 class NullEngine(EngineProtocol):

@@ -15,8 +15,8 @@ class CachedNode:
     """What a policy may know of a node. The cache keeps it up to date; a policy only reads it.
 
     Times are nanoseconds on the cache's clock. `former_id` is the node that last held the beginning
-    of these tokens, if it was evicted and the cache remembers it: what came back after its eviction
-    is told by this, and the counts go on from those of the former node.
+    of these tokens, if it was evicted and the cache remembers it: it marks a node that came back after its
+    eviction, and the counts continue from those of the former node.
     """
 
     node_id: NodeId
@@ -29,17 +29,17 @@ class CachedNode:
     namespace: Namespace = DEFAULT
     former_id: NodeId | None = None
     former_access_ns: int = 0  # last use of the former node
-    former_depth: int = 0  # tokens from the root to the end of what was known before
+    former_depth: int = 0  # tokens from the root to the end of the part known before
 
     @property
     def parent_id(self) -> NodeId | None:
-        """The node that this one continues; None at the top, or if the cache does not tell."""
+        """The node that this one continues; None at the top, or if the cache does not say."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionCandidate:
-    """A sequence whose blocks could be taken: the stateless view of the same question."""
+    """A sequence whose blocks could be evicted: the stateless form of the same question."""
 
     sequence_id: str
     block_ids: Sequence[int]
@@ -47,7 +47,7 @@ class EvictionCandidate:
     access_count: int = 0
     priority: int = 0
     is_pinned: bool = False
-    estimated_lifetime: float | None = None  # tokens still to come, where a predictor says so
+    estimated_lifetime: float | None = None  # tokens still to come, if predicted
     tenant: str = DEFAULT.tenant
 
 
@@ -80,7 +80,7 @@ class EvictionPolicyProtocol(ABC):
 
     `num_blocks` and `depth` of a node change when it is split, and otherwise with `on_resize`: it grew at
     its end, or a victim gave up only its end and remains a candidate. When `last_access_ns` of
-    a candidate changes without a hit (its prefix was inserted again), the cache takes it out and
+    a candidate changes without a hit (its prefix was inserted again), the cache removes it and
     adds it again.
     """
 
@@ -99,14 +99,14 @@ class EvictionPolicyProtocol(ABC):
 
     @abstractmethod
     def on_hit(self, node: CachedNode) -> None:
-        """Blocks of the node are being reused; its counts are updated already.
+        """Blocks of the node are being reused; its counts are already updated.
 
         A path is hit as a whole, its deepest node first.
         """
 
     @abstractmethod
     def on_remove(self, node: CachedNode) -> None:
-        """The node left the tree. Its id will not come again."""
+        """The node left the tree. Its id is never reused."""
 
     @abstractmethod
     def add_candidate(self, node: CachedNode) -> None:
@@ -114,19 +114,19 @@ class EvictionPolicyProtocol(ABC):
 
     @abstractmethod
     def remove_candidate(self, node: CachedNode) -> None:
-        """The node may not be chosen until it is added again."""
+        """The node must not be chosen until it is added again."""
 
     @abstractmethod
     def victim(self) -> CachedNode | None:
-        """Return the candidate to evict first, or None when there is none. Changes no order."""
+        """Return the candidate to evict first, or None if there is none. Changes no order."""
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
         """Yield candidates to evict whole, in eviction order, of at most `num_blocks` blocks together.
 
         The fast way to evict many: the policy forgets what it yields, without calls of `remove_candidate` and
-        `on_remove`. The cache removes each one before it asks for the next, and may call `add_candidate` for
-        its parent, which may come next. For the blocks still needed when this ends, the cache calls `victim`:
-        a policy ends it when a victim should give up only its end, or, as the default does, at once.
+        `on_remove`. The cache removes each node before it asks for the next, and may call `add_candidate` for
+        its parent, which may come next. For any blocks still needed at the end, the cache calls `victim`: a
+        policy stops when a victim should give up only its end; the default stops at once.
         """
         del num_blocks
         return iter(())
@@ -134,15 +134,15 @@ class EvictionPolicyProtocol(ABC):
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Return how many of the wanted blocks the victim gives up from its end, at least one.
 
-        Asked before a victim that `victim` named is taken from; by default all that are wanted. One
-        that gave up only some stays the candidate that it was, and `victim` is asked again.
+        Called before blocks are taken from a victim that `victim` named; by default all that are wanted. A
+        node that gave up only some of its blocks remains a candidate, and `victim` is called again.
         """
         del node
         return num_wanted
 
     @abstractmethod
     def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> Sequence[str]:
-        """Choose sequences whose blocks together cover `required_blocks`, the first to go first.
+        """Choose sequences whose blocks together cover `required_blocks`, in eviction order.
 
         Stateless: depends on the arguments alone. Never chooses a pinned candidate; returns all
         unpinned ones when even they do not suffice, and nothing when `required_blocks` < 1.

@@ -1,4 +1,4 @@
-"""Who computes steps: the thread that plans them, another one, or other processes."""
+"""Where steps are computed: in the thread that plans them, in another, or in other processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sagellm.core.protocols.step import StepInput, StepOutput
 
 
 class StepWorker(Protocol):
-    """Computes steps. Workers that are given equal steps from the first on return equal outputs."""
+    """Computes steps. Workers that receive equal steps from the start return equal outputs."""
 
     def compute(self, step: StepInput) -> StepOutput:
         """Compute one step.
 
-        What fails in the forward pass or in sampling is an error of all its rows; other failures are raised.
+        A failure in the forward pass or in sampling is an error of all its rows; other failures are raised.
         """
         ...
 
@@ -29,7 +29,7 @@ class ExecutorProtocol(ABC):
     """
 
     depth: int = 0
-    """Steps that may be in flight while the next one is planned: 0 where `submit` computes, else 1."""
+    """Steps that may be in flight while the next one is planned: 0 if `submit` computes, else 1."""
 
     @abstractmethod
     def submit(self, step: StepInput) -> None:
@@ -37,13 +37,13 @@ class ExecutorProtocol(ABC):
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Return the output of the oldest step in flight, once it is there.
+        """Return the output of the oldest step in flight, waiting for it if necessary.
 
-        Raises what the step failed with if that belongs to no row, such as an error in `kv_ops`.
+        Raises the step's error if it belongs to no row, such as an error in `kv_ops`.
         """
 
     def close(self) -> None:  # noqa: B027  (the calling thread has nothing to end)
-        """End threads and processes; nothing is in flight, and no other call follows."""
+        """End threads and processes; nothing is in flight, and this is the last call."""
 
 
 class NullExecutor(ExecutorProtocol):

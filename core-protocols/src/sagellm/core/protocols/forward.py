@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ForwardMetrics:
-    """What a backend has computed so far."""
+    """Counts of what a backend has computed so far."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -30,7 +30,7 @@ class ForwardMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMetrics:
-    """What a model weighs in memory."""
+    """The memory that a model takes."""
 
     num_parameters: int
     weight_bytes: int
@@ -43,17 +43,17 @@ class ForwardBackendProtocol(ABC):
     `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)`: the
     model as a ModelSpec, a WeightSource, torch's device and dtype, an AttentionBackendProtocol (a backend may
     have its own attention instead), a QuantizerProtocol or None, and the Shard of the weights that this rank
-    has. If the spec needs a feature that is not in `features`, the factory is not called. For anything else
-    that it cannot do it raises UnsupportedModelError, before it reads a weight. It reads each tensor once and
-    keeps it once.
+    has. If the spec needs a feature that is not in `features`, the factory is not called. If it cannot
+    support anything else, it raises UnsupportedModelError before it reads a weight. It reads each tensor
+    once and keeps it once.
 
-    The model runner calls `initialize_kv_caches` once and then, once a step and from one thread,
-    `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: the same step may
+    The model runner calls `initialize_kv_caches` once and then, once per step and from one thread,
+    `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a step may
     be run again.
     """
 
     features: ClassVar[Collection[str] | None] = None
-    """Those of `ModelSpec.features` that it has; None: the factory itself refuses what it cannot do."""
+    """The supported subset of `ModelSpec.features`; None: the factory itself refuses what it cannot do."""
 
     @abstractmethod
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
@@ -64,14 +64,14 @@ class ForwardBackendProtocol(ABC):
 
     @abstractmethod
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Copy the KV of the first block of each pair to the second, one pair after the other."""
+        """Copy the KV of each pair's first block to its second, pair by pair in order."""
 
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
         """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default."""
         raise EngineError(f"{type(self).__name__} cannot give KV away; take out the tiers in kv.tiers")
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
-        """Put what `read_blocks` gave into blocks. Raises EngineError by default."""
+        """Copy what `read_blocks` returned into blocks. Raises EngineError by default."""
         raise EngineError(f"{type(self).__name__} cannot take KV; take out the tiers in kv.tiers")
 
     @abstractmethod
@@ -83,7 +83,7 @@ class ForwardBackendProtocol(ABC):
         """Return the counts so far."""
 
     def model_metrics(self) -> ModelMetrics:
-        """Return what the weights weigh as they are kept; unknown, zeros, by default."""
+        """Return the memory of the weights as stored; by default zeros, for unknown."""
         return ModelMetrics(num_parameters=0, weight_bytes=0)
 
 
@@ -100,7 +100,7 @@ class NullForwardBackend(ForwardBackendProtocol):
         """Keep no KV."""
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Have nothing to copy."""
+        """Do nothing."""
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return zeros."""

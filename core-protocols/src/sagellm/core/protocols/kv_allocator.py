@@ -1,4 +1,4 @@
-"""Hands out block ids: the part of a pool that decides which blocks, and nothing else."""
+"""Hands out block ids: the part of a pool that only decides which blocks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class KVAllocatorProtocol(ABC):
 
     Providers are called as `factory(total_blocks)`. The pool calls it, under the pool's own
     lock; it never calls back, never blocks and knows no sequences, counts or policies.
-    An id is an `int` and nothing that merely equals one: no bool, float or numpy scalar.
-    `allocate`, `free` and `all_allocated` cost O(log total_blocks) a block or less.
+    An id is an `int`, never a bool, float or numpy scalar that merely equals one.
+    `allocate`, `free` and `all_allocated` cost O(log total_blocks) per block or less.
     """
 
     def __repr__(self) -> str:
@@ -52,13 +52,13 @@ class KVAllocatorProtocol(ABC):
 
     @abstractmethod
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
-        """Say whether every one of these is an allocated block; False for what is no id at all."""
+        """Say whether all of these are allocated blocks; False if one is not an id at all."""
 
     def claim(self, block_ids: Sequence[BlockId]) -> None:
-        """Take these very blocks, all of them or none.
+        """Take exactly these blocks, all of them or none.
 
         Raises BlockError for an id out of range, one that is allocated, or one given twice. May cost
-        O(total_blocks); here every free block is allocated and the others are freed again.
+        O(total_blocks); the default allocates every free block and frees the others again.
         """
         wanted = {block_id for block_id in block_ids if type(block_id) is int}
         num_free = self.num_free_blocks
@@ -69,7 +69,7 @@ class KVAllocatorProtocol(ABC):
             raise BlockError(f"blocks {list(block_ids)[:8]} are not all free; claim free ones, each once")
 
     def occupancy(self) -> bytearray:
-        """Return a byte for each block: 1 where it is allocated, 0 where it is free. O(total_blocks)."""
+        """Return one byte per block: 1 where it is allocated, 0 where it is free. O(total_blocks)."""
         total_blocks = self.metrics().total_blocks
         return bytearray(self.all_allocated([BlockId(block_id)]) for block_id in range(total_blocks))
 
@@ -102,12 +102,12 @@ class NullKVAllocator(KVAllocatorProtocol):
         )
 
     def free(self, block_ids: Sequence[BlockId]) -> None:
-        """Accept only nothing, since nothing was handed out."""
+        """Accept only an empty list, since nothing was handed out."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} were never allocated")
 
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
-        """Say so of nothing only."""
+        """Return True only for an empty list."""
         return not block_ids
 
     @property

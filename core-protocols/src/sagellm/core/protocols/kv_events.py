@@ -1,7 +1,7 @@
-"""What enters and leaves a prefix cache, told so that another process can keep a copy of its tree.
+"""What enters and leaves a prefix cache, published so that another process can mirror its tree.
 
-Classes, and fields up to `lora_name`, are named and ordered as in vLLM's KV events; `medium` is its word for
-the tier that blocks are computed in. What comes after is ours.
+Classes, and fields up to `lora_name`, are named and ordered as in vLLM's KV events; `medium` is vLLM's term
+for the tier in which blocks are computed. Later fields are ours.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Literal, TypeAlias
 from sagellm.core.tokens import TokenIds
 
 RemovalReason: TypeAlias = Literal["evicted", "quota", "cleared"]
-"""By the policy, because their tenant was at its quota, or on request."""
+"""Evicted by the policy, because their tenant was at its quota, or on request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """Full blocks were cached, one after another behind the block `parent_block_hash`.
+    """Full blocks were cached, in sequence after the block `parent_block_hash`.
 
     A hash covers all tokens up to the end of its block and the namespace: blake2b, 16 bytes, over the
-    parent's hash and length-prefixed fields. None as parent is the beginning of a prompt.
+    parent's hash and length-prefixed fields. A parent of None means the beginning of a prompt.
     """
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
     token_ids: TokenIds  # of these blocks, block_size each
     block_size: int
-    lora_id: int | None = None  # vLLM's; it goes by the name now
+    lora_id: int | None = None  # vLLM's field; vLLM now uses the name
     medium: str = "GPU"
     lora_name: str | None = None
     reason: Literal["computed"] = "computed"
@@ -39,7 +39,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
-    """Blocks are no longer cached. Those behind a block always go before it."""
+    """Blocks are no longer cached. A block never leaves before those after it."""
 
     block_hashes: list[bytes]
     medium: str = "GPU"
@@ -59,4 +59,4 @@ class AllBlocksCleared:
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 KVEventSink: TypeAlias = Callable[[KVCacheEvent], None]
-"""Takes an event amid a change: quick, never calling back. One that raises is told nothing more."""
+"""Receives an event in the middle of a change: must be quick and never call back. Dropped if it raises."""

@@ -15,20 +15,20 @@ from sagellm.core.protocols.prefix_cache_types import EvictedBlocks
 from sagellm.core.tokens import TokenIds
 
 FetchRule: TypeAlias = Literal["cheaper", "always", "never"]
-"""Whether a block is fetched: where that is cheaper than computing it, or without asking."""
+"""Whether to fetch a block: only if that is cheaper than computing it, or always."""
 
 
 class KVAccess(Protocol):
-    """Copies KV between blocks and host memory before a call returns, as a forward backend does."""
+    """Copies KV between blocks and host memory synchronously, as a forward backend does."""
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Copy the KV of the first block of each pair to the second, one pair after the other."""
+        """Copy the KV of each pair's first block to its second, pair by pair in order."""
 
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
         """Copy the KV of blocks to host memory."""
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
-        """Put what `read_blocks` gave into blocks."""
+        """Copy what `read_blocks` returned into blocks."""
 
 
 class KVMemory(NamedTuple):
@@ -46,7 +46,7 @@ class Fetch:
 
     headers: list[BlockHeader]
     block_ids: list[BlockId]
-    num_done: int = 0  # from the first on, without a gap
+    num_done: int = 0  # from the first, without gaps
     is_over: bool = False
 
     @property
@@ -57,62 +57,62 @@ class Fetch:
 
 @dataclass(kw_only=True)
 class OffloadMetrics:
-    """What went down and came back; the tiers' own counts."""
+    """What was stored and fetched; the tiers' own counts."""
 
     num_kept_blocks: int = 0
-    num_not_kept_blocks: int = 0  # evicted while too many were in transit, or without memory for buffers
+    num_not_kept_blocks: int = 0  # evicted while too many were in transit or without memory for buffers
     num_fetches: int = 0
     num_fetched_blocks: int = 0
-    num_staged_blocks: int = 0  # of the fetched ones, taken from the buffer of a save that was under way
-    num_computed_instead: int = 0  # blocks that were stored, and computing them was cheaper
-    num_lost_blocks: int = 0  # that a tier had in its index, but a fetch did not get
+    num_staged_blocks: int = 0  # of the fetched ones, from the buffer of a save in progress
+    num_computed_instead: int = 0  # stored blocks that were cheaper to compute
+    num_lost_blocks: int = 0  # in a tier's index, but not returned to a fetch
     expected_fetch_ns: int = 0  # what the tiers expected the fetches to take
     prefill_tokens_a_second: float = 0.0
     tiers: KVTierMetrics = field(default_factory=KVTierMetrics)
 
 
 class KVOffloadProtocol(ABC):
-    """Between one engine's KV memory and what is below it.
+    """Moves KV between one engine's memory and the tiers below it.
 
     Providers are called as `factory(memory, tiers=..., rule=..., clock=...)`: a KVMemory, tiers by name,
-    the fastest first, and a FetchRule. One thread makes all calls: `poll` once per step, `keep` in the
-    moment of an eviction. No call waits for a tier.
+    the fastest first, and a FetchRule. One thread makes all calls: `poll` once per step, `keep` at the
+    moment of eviction. No call waits for a tier.
 
-    A block has one copy on its way in each direction. What is being saved is not saved again, and a fetch of
-    it takes the copy that is at hand. Who wants a block that is being fetched asks `fetch_of`, and waits for
-    that fetch instead of beginning one.
+    A block has at most one copy in transit in each direction. A block being saved is not saved again, and a
+    fetch of it uses the copy at hand. A caller that needs a block being fetched calls `fetch_of`, and waits
+    for that fetch instead of beginning one.
     """
 
     @abstractmethod
     def keep(self, evicted: EvictedBlocks) -> None:
-        """Copy blocks that are not kept yet; called while their KV is whole."""
+        """Copy blocks that are not stored yet; called while their KV is intact."""
 
     @abstractmethod
     def find(self, token_ids: TokenIds, namespace: Namespace, num_cached: int) -> list[BlockHeader]:
-        """Return the blocks behind `num_cached` tokens that are worth a fetch: a run of what is kept."""
+        """Return the blocks after `num_cached` tokens that are worth fetching: a run of stored blocks."""
 
     @abstractmethod
     def fetch_of(self, header: BlockHeader) -> Fetch | None:
-        """Return the fetch that has a block on its way, if there is one."""
+        """Return the fetch in progress of this block, if any."""
 
     @abstractmethod
     def begin(self, headers: list[BlockHeader], block_ids: list[BlockId]) -> Fetch:
-        """Start bringing blocks into the memory of these ids, which nobody else has until it is over.
+        """Start copying blocks into the memory of these ids, which nothing else uses until it is over.
 
-        A fetch always ends, at the latest by the deadline of its tier. What did not arrive is lost.
+        A fetch always ends, at the latest by its tier's deadline. Blocks that did not arrive are lost.
         """
 
     @abstractmethod
     def copy_now(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Copy between blocks before a fetch writes to any."""
+        """Copy between blocks now, before any fetch writes to one."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Let fetches and saves move on."""
+        """Advance fetches and saves."""
 
     @abstractmethod
     def measure_prefill(self, num_tokens: int, sum_context: float, duration_ns: int) -> None:
-        """Note a step: its tokens, and the sum of how many tokens each of them attended to."""
+        """Record a step: its tokens, and the sum of how many tokens each of them attended to."""
 
     @abstractmethod
     def metrics(self) -> OffloadMetrics:
@@ -124,7 +124,7 @@ class KVOffloadProtocol(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the tiers, whose files and connections go now if they do not stay."""
+        """Close the tiers, whose files and connections end now unless they are persistent."""
 
 
 class NullKVOffload(KVOffloadProtocol):
@@ -145,7 +145,7 @@ class NullKVOffload(KVOffloadProtocol):
         return None
 
     def begin(self, headers: list[BlockHeader], block_ids: list[BlockId]) -> Fetch:
-        """Return a fetch that got nothing."""
+        """Return a fetch that received nothing."""
         return Fetch(headers, block_ids, is_over=True)
 
     def copy_now(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds which block, counted by reference."""
+"""The pool of KV blocks: who holds each block, with reference counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sagellm.core.errors import BlockError, EngineError, OutOfBlocksError
 from sagellm.core.ids import BlockId, SequenceId
 
 Evictor = Callable[[int], int]
-"""Called with a number of blocks that are wanted; frees what it can and returns how many it freed."""
+"""Called with a number of blocks wanted; frees what it can and returns how many it freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAllocationRequest:
-    """What a sequence asks for. Larger priorities are more urgent."""
+    """A sequence's request for blocks. Larger priorities are more urgent."""
 
     num_blocks: int
     sequence_id: str
@@ -40,12 +40,12 @@ class KVPoolMetrics:
     total_blocks: int
     num_free_blocks: int
     num_shared_blocks: int  # with more than one reference
-    num_allocations: int  # calls that got blocks: of allocate, and of copy_on_write where it took one
+    num_allocations: int  # calls that got blocks: of allocate, and of copy_on_write if it took one
     num_failed_allocations: int
     num_evicted_blocks: int  # freed through evict_if_needed
     external_fragmentation: float
     largest_free_run: int = 0
-    num_misplaced_blocks: int = 0  # in use where a compact pool has none: those that compaction moves
+    num_misplaced_blocks: int = 0  # in use where a compacted pool has none; compaction moves them
     num_moved_blocks: int = 0  # by `move`, so far
 
     @property
@@ -55,13 +55,13 @@ class KVPoolMetrics:
 
 
 class KVPoolProtocol(ABC):
-    """Hands out KV blocks and counts who uses them.
+    """Hands out KV blocks and counts their references.
 
     Providers are called as `factory(total_blocks, block_size, allocator=..., clock=...)`. Each
     block is free or has a reference count of at least one; sequences and the prefix cache each
-    hold references. Every call either succeeds whole or changes nothing. An id that is given
+    hold references. Every call either succeeds completely or changes nothing. An id that is given
     twice in one call counts twice. Calls may come from many threads. The pool knows no eviction
-    policy: `evict_if_needed` calls the evictor that it was handed, holding no lock, so that the
+    policy: `evict_if_needed` calls the configured evictor, holding no lock, so that the
     evictor may call `free`.
     """
 
@@ -81,7 +81,7 @@ class KVPoolProtocol(ABC):
     @property
     @abstractmethod
     def block_info(self) -> Mapping[BlockId, BlockInfo]:
-        """The allocated blocks, a live view; KeyError for one that is free."""
+        """The allocated blocks, a live view; KeyError for a free block."""
 
     @abstractmethod
     def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
@@ -99,8 +99,8 @@ class KVPoolProtocol(ABC):
         """Return a block that the caller, who holds a reference of `block_id`, may write to alone.
 
         With one reference that is the block itself, and nothing changes. With more it is a fresh
-        block, held as if allocated, and `block_id` loses one reference in the same instant; the
-        caller copies the bytes before anybody else can free the old block. Raises OutOfBlocksError
+        block, held as if allocated, and `block_id` loses one reference atomically; the
+        caller copies the bytes before anything else can free the old block. Raises OutOfBlocksError
         when none is free, BlockError for a block that is free or unknown.
         """
 
@@ -112,20 +112,20 @@ class KVPoolProtocol(ABC):
         """
 
     def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
-        """Return up to `max_blocks` moves, (from, to), that bring what is free together.
+        """Return up to `max_blocks` moves, (from, to), that bring the free blocks together.
 
-        The blocks in use with the highest ids go to the free blocks with the lowest, and what follows
-        each other still does. Empty when the free blocks are one run at the end. Changes nothing; may cost
+        The used blocks with the highest ids move to the free blocks with the lowest, in the same
+        order. Empty when the free blocks are one run at the end. Changes nothing; may cost
         O(total_blocks). Raises EngineError by default: this pool moves nothing.
         """
         raise EngineError(f"{type(self).__name__} cannot move blocks; name another pool in kv.pool")
 
     def move(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Have the second block of each pair in place of the first, which is free then.
+        """Move the first block of each pair to the second; the first is then free.
 
-        References, holder and times go along. The caller has copied the KV, and puts the new ids
-        wherever the old ones stand before anything else is done. Raises BlockError unless the first ones
-        are allocated, the second ones free, and each given once; then nothing has changed.
+        References, holder and times move too. The caller has copied the KV, and replaces all
+        occurrences of the old ids before doing anything else. Raises BlockError, and changes nothing, unless
+        the first blocks are allocated, the second ones free, and each given once.
         """
         raise EngineError(f"{type(self).__name__} cannot move blocks; name another pool in kv.pool")
 
@@ -135,13 +135,13 @@ class KVPoolProtocol(ABC):
 
     @abstractmethod
     def set_evictor(self, evictor: Evictor | None) -> None:
-        """Hand in what frees blocks on demand."""
+        """Set the function that frees blocks on demand."""
 
     @abstractmethod
     def evict_if_needed(self, num_blocks: int = 1) -> int:
-        """Have blocks evicted until `num_blocks` are free; return how many are free then.
+        """Have blocks evicted until `num_blocks` are free; return how many are then free.
 
-        Ends early when the evictor frees nothing more, and evicts nothing at all when more
+        Stops early when the evictor frees nothing more, and evicts nothing at all if more
         blocks are wanted than the pool has.
         """
 
@@ -168,7 +168,7 @@ class NullKVPool(KVPoolProtocol):
 
     @property
     def block_size(self) -> int:
-        """What was given at construction."""
+        """The value given at construction."""
         return self._block_size
 
     @property
@@ -184,7 +184,7 @@ class NullKVPool(KVPoolProtocol):
         raise OutOfBlocksError(f"{needed} blocks asked for, this pool has none", needed=needed, available=0)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Accept only nothing."""
+        """Accept only an empty list."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} are not allocated")
 
@@ -194,17 +194,17 @@ class NullKVPool(KVPoolProtocol):
         raise BlockError(f"block {block_id!r} is not allocated")
 
     def free(self, block_ids: Sequence[int]) -> int:
-        """Accept only nothing."""
+        """Accept only an empty list."""
         if block_ids:
             raise BlockError(f"blocks {list(block_ids)} are not allocated")
         return 0
 
     def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
-        """Have nothing to move."""
+        """Return no moves."""
         return []
 
     def move(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Accept only nothing."""
+        """Accept only an empty list."""
         if moves:
             raise BlockError(f"blocks {[source for source, _ in moves]} are not allocated")
 

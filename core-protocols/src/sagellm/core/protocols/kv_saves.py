@@ -24,7 +24,7 @@ class KVSpace(Protocol):
     cache: PrefixCacheProtocol
 
     def take_free(self, num_blocks: int, sequence_id: SequenceId) -> list[BlockId]:
-        """Take so many blocks, or as many as are free. Evicts nothing."""
+        """Take this many blocks, or as many as are free. Evicts nothing."""
 
     def give_back(self, block_ids: Sequence[BlockId]) -> None:
         """Free what `take_free` returned; the cache keeps what it has adopted."""
@@ -32,15 +32,15 @@ class KVSpace(Protocol):
     def adopt(
         self, tokens: TokenIds, match: PrefixMatch, block_ids: list[BlockId], *, evicts: bool = True
     ) -> None:
-        """Cache blocks with KV from elsewhere behind a locked match of whole blocks."""
+        """Cache blocks with KV from elsewhere after a locked match of whole blocks."""
 
 
 class SaveStore(NamedTuple):
-    """Where saves are, how many bytes all of them may take, and who opens a file in that folder by name."""
+    """The folder of saves, their maximum total bytes, and a function that opens a file there by name."""
 
     folder: Path
     max_bytes: int
-    open_tier: Callable[[int, str], KVTierProtocol]  # of so many bytes
+    open_tier: Callable[[int, str], KVTierProtocol]  # takes its bytes and its name
 
 
 @dataclass(kw_only=True)

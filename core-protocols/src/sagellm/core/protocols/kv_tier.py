@@ -1,4 +1,4 @@
-"""Where the KV of blocks is kept beyond the device: host memory, a file, another machine."""
+"""Where KV of blocks is kept beyond the device: in host memory, a file, or another machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BUSY_POLLS, _POLL_NS = 100, 50_000
 TierAction: TypeAlias = Literal["put", "get", "delete"]
 
 TierOutcome: TypeAlias = Literal["done", "missing", "full", "corrupt", "failed"]
-"""`corrupt`: what was stored is not what was put, and is gone now. `failed`: an error below, see the log."""
+"""`corrupt`: the stored bytes were not those put, and have been dropped. `failed`: a device error, logged."""
 
 
 class TierRequest(NamedTuple):
-    """One thing to do. `data` is what a put stores, and where a get writes what was stored."""
+    """One operation. `data` is what a put stores, and where a get writes what was stored."""
 
     action: TierAction
     header: BlockHeader
@@ -32,7 +32,7 @@ class TierRequest(NamedTuple):
 
 
 class TierResult(NamedTuple):
-    """What became of a `submit`: an outcome for each of its requests, in their order."""
+    """The result of a `submit`: one outcome per request, in order."""
 
     ticket: Ticket
     outcomes: tuple[TierOutcome, ...]
@@ -45,7 +45,7 @@ class KVTierMetrics:
     num_blocks: int = 0
     num_bytes: int = 0
     max_bytes: int = 0
-    num_puts: int = 0  # that stored something
+    num_puts: int = 0  # those that stored something
     num_gets: int = 0
     num_hits: int = 0
     num_corrupt: int = 0
@@ -64,18 +64,18 @@ class KVTierProtocol(ABC):
     Providers are called as `factory(runtime=..., store_key=...)` with the option `max_bytes`,
     which every tier takes. `store_key` is the StoreKey of `kv.store_key`, or None: a tier whose blocks leave
     the process seals them with it and accepts only sealed ones. `tiers` are those that `tiered` joins. The
-    engine calls from one thread; calls from several are safe, and any caller of `poll` gets the results of
-    all.
+    engine calls from one thread; calls from several are safe, and any caller of `poll` gets all
+    results.
 
     `submit` starts requests and `poll`, called once per step, returns the finished ones. Neither waits for a
     peer or a device, and each request ends by an absolute deadline, however slowly a peer answers. The
     caller's buffers are not touched after the result. Requests of one `submit` for the same key are processed
     in order.
 
-    A get is a hit only where the stored header is equal to the asked one, tokens and namespace included,
-    and the bytes are those that were put with it; everything else is a miss, and the buffer may hold
-    anything. A put that finds no room changes nothing. No error of a device raises: it is an outcome, and is
-    counted.
+    A get is a hit only if the stored header equals the requested one, including tokens and namespace,
+    and the bytes are those that were put with it; otherwise it is a miss, and the buffer may hold
+    anything. A put that finds no room changes nothing. Device errors are not raised: each is an outcome, and
+    is counted.
     """
 
     def __repr__(self) -> str:
@@ -97,9 +97,9 @@ class KVTierProtocol(ABC):
         """Say whether a get of this key may hit. Asks no device; a get decides."""
 
     def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Note that blocks are in use on the device, or soon will be; default nothing.
+        """Note that blocks are in use on the device, or soon will be; by default does nothing.
 
-        Return for each whether a put is wanted: of what is not here, or lies where getting it is slow.
+        Returns for each whether a put is wanted: true for blocks that are not stored, or slow to get.
         """
         return [not self.contains(key) for key in keys]
 
@@ -109,9 +109,9 @@ class KVTierProtocol(ABC):
 
     @abstractmethod
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
-        """Estimate how long getting these blocks would take now, by what was measured so far.
+        """Estimate the time to get these blocks now, from measurements so far.
 
-        Keys that are not there cost nothing. About a microsecond a key.
+        Keys that are not there cost nothing. About a microsecond per key.
         """
 
     @abstractmethod
@@ -124,7 +124,7 @@ class KVTierProtocol(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of memory, files and connections. What is not persistent is deleted."""
+        """Release memory, files and connections. What is not persistent is deleted."""
 
 
 def check_requests(requests: Sequence[TierRequest]) -> None:
@@ -179,11 +179,11 @@ class NullKVTier(KVTierProtocol):
         return results
 
     def contains(self, key: BlockKey) -> bool:
-        """Say no."""
+        """Return False."""
         return False
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
-        """Find nothing."""
+        """Return 0."""
         return 0
 
     def metrics(self) -> KVTierMetrics:

@@ -43,22 +43,22 @@ class LifetimePrediction:
 class LifetimeMetrics:
     """Errors of the predictions made at admission, for sequences that ended by themselves.
 
-    Not scored: a prediction made without any observation, and a sequence that reached the `max_length` of
-    its prediction, as the limit says nothing about where it would have ended. Errors are None before the
+    Not scored: predictions based on no observation, and sequences that reached the `max_length` of
+    their prediction, as the limit says nothing about where they would have ended. Errors are None before the
     first scored prediction.
     """
 
     num_predictions: int
     num_updates: int
     num_cut: int = 0  # sequences that ended at `max_length`
-    num_scored: int = 0  # predictions that the errors below are about
+    num_scored: int = 0  # predictions that the errors below cover
     mae_tokens: float | None = None  # mean absolute error
-    median_mae_tokens: float | None = None  # of the best constant in hindsight: the median of those lengths
+    median_mae_tokens: float | None = None  # of the best constant in hindsight, the median length
     within_10_percent: float | None = None  # share with an error of at most 10 % of the true length
 
 
 def check_observation(*, actual_length: int, actual_time: float) -> None:
-    """Raise InvalidInputError unless these are what a sequence can have taken: finite, not negative."""
+    """Raise InvalidInputError unless these are possible for a sequence: finite and not negative."""
     if type(actual_length) is not int or actual_length < 0:
         raise InvalidInputError(
             f"actual_length is {actual_length!r}; give the generated tokens as an int >= 0"
@@ -84,8 +84,8 @@ class LifetimePredictorProtocol(ABC):
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """Learn that a sequence generated `actual_length` tokens in `actual_time` seconds.
 
-        A sequence that was never asked about teaches too. Raises InvalidInputError, and learns
-        nothing, where `check_observation` does.
+        Sequences never asked about are learnt from too. Raises InvalidInputError, and learns
+        nothing, if `check_observation` does.
         """
 
     @abstractmethod
@@ -112,5 +112,5 @@ class NullLifetimePredictor(LifetimePredictorProtocol):
         self._num_updates += 1
 
     def metrics(self) -> LifetimeMetrics:
-        """Return the number of calls; no prediction stood on anything, so none is scored."""
+        """Return the number of calls; no prediction is based on an observation, so none is scored."""
         return LifetimeMetrics(num_predictions=self._num_predictions, num_updates=self._num_updates)

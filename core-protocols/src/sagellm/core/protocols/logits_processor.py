@@ -21,7 +21,7 @@ _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a finite n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraArg:
-    """One entry of a request's `extra_args` that a logits processor reads, and what its value may be.
+    """One entry of a request's `extra_args` that a logits processor reads, and its allowed values.
 
     `minimum` and `maximum` bound a number, inclusively. With `is_list` the value is a list of such values.
     """
@@ -61,18 +61,18 @@ class ExtraArg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsRequest:
-    """What one sequence asks of logits processors; by default, nothing.
+    """What one sequence asks of logits processors; nothing by default.
 
     All token ids are in the vocabulary, except that a checkpoint may have `stop_token_ids` beyond it.
-    `extra_args` are those that an active processor declares, each with a value that it accepts.
+    `extra_args` are those that an active processor declares, each with an accepted value.
     """
 
     prompt_token_ids: TokenIds = EMPTY
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id → what is added to its logit
-    min_tokens: int = 0  # before so many output tokens no stop token is chosen
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id → value added to its logit
+    min_tokens: int = 0  # no stop token is chosen before this many output tokens
     stop_token_ids: frozenset[int] = frozenset()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # never to be completed
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that must not be completed
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -81,35 +81,35 @@ class LogitsRow(NamedTuple, Generic[State]):
 
     row: int  # of the logits
     state: State  # what `start` returned for its sequence
-    output_token_ids: Sequence[int]  # all that the sequence has generated; not to be kept or changed
+    output_token_ids: Sequence[int]  # all that the sequence has generated; must not be kept or changed
 
 
 @dataclass(kw_only=True)
 class LogitsProcessorMetrics:
     """How much a processor was used."""
 
-    num_sequences: int = 0  # that asked for it
-    num_rows: int = 0  # that it was given to change
+    num_sequences: int = 0  # those that asked for it
+    num_rows: int = 0  # those given to it to change
 
 
 class LogitsProcessorProtocol(ABC, Generic[State]):
-    """Changes the logits of those sequences that ask for it; all others cost it nothing.
+    """Changes the logits of the sequences that ask for it; others cost nothing.
 
     Providers are called as `factory(vocab_size)`, once an engine. The sampler calls `start` when a
     sequence is sampled for the first time, and from then on `apply` for the rows of those sequences
     for which `start` returned a state, all of a batch at once. The state belongs to the sequence and
-    is dropped with it; a processor keeps nothing of a sequence itself, so that nobody has to tell it
+    is dropped with it; a processor itself keeps nothing about a sequence, so it need not be notified
     of ends, aborts and preemptions.
 
-    A step may be run again, as a whole or in parts, and one sequence may be in any batch: what
-    becomes of a row depends on its logits, its state and its output alone, and `apply` changes
-    neither state nor output. One thread makes all calls. `start` may take milliseconds, `apply` some
-    microseconds a row and a few tensor operations a call. What they raise ends the sequence that
+    A step may be run again, as a whole or in parts, and a sequence may be in any batch: the
+    result for a row depends only on its logits, state and output, and `apply` changes
+    neither state nor output. One thread makes all calls. `start` may take milliseconds, `apply` a few
+    microseconds per row and a few tensor operations per call. An exception ends the sequence that
     caused it, with the reason "error".
     """
 
     def extra_args(self) -> Sequence[ExtraArg]:
-        """Return the entries of `LogitsRequest.extra_args` that it reads; none, unless overridden.
+        """Return the entries of `LogitsRequest.extra_args` that it reads; none by default.
 
         Called once, when the engine starts. A request with an entry that no processor declares, or with a
         value that its declaration does not allow, is refused before it runs.
@@ -134,13 +134,13 @@ class LogitsProcessorProtocol(ABC, Generic[State]):
 
 
 class NullLogitsProcessor(LogitsProcessorProtocol[None]):
-    """Is asked for by no sequence."""
+    """Not used by any sequence."""
 
     def __init__(self, vocab_size: int = 1) -> None:
         del vocab_size
 
     def start(self, request: LogitsRequest) -> None:
-        """Return None, whatever is asked for."""
+        """Return None for every request."""
 
     def apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[None]]) -> None:
         """Change nothing."""

@@ -1,4 +1,4 @@
-"""Which checkpoints can be run, and what model each of them is."""
+"""Which checkpoints can be run, and which model each of them is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ModelFamilyProtocol(ABC):
 
     Providers are called as `factory()`. The loader asks every family in turn and takes the first that accepts
     the config and whose `spec` does not refuse it; then it checks the checkpoint's tensors against the spec,
-    and only after that is memory allocated. A family for everything that others leave over has `is_fallback`
+    and only after that is memory allocated. A family for everything that others decline has `is_fallback`
     and is asked last.
     """
 
@@ -27,7 +27,7 @@ class ModelFamilyProtocol(ABC):
     def spec(self, config: HFConfig, tensor_names: frozenset[str] = frozenset()) -> ModelSpec:
         """Return the model that a config describes.
 
-        `tensor_names` are those that the checkpoint has, for architectures whose checkpoints come in several
+        `tensor_names` are those in the checkpoint, for architectures whose checkpoints use several
         spellings. Raises UnsupportedModelError with the reason if a feature is missing, CheckpointError for
         sizes that contradict each other.
         """

@@ -63,7 +63,7 @@ class RopeSpec:
     """Rotary embeddings of pairs (i, i + rotary_dim / 2). `scaling` holds the fields of its type."""
 
     theta: float
-    rotary_dim: int  # leading dimensions of a head that rotate
+    rotary_dim: int  # leading dimensions of a head that are rotated
     rope_type: str = "default"
     max_position_embeddings: int = 0
     scaling: Mapping[str, Any] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """Embedding, layers, final norm, head. Without a head of its own a model multiplies by the embedding."""
+    """Embedding, layers, final norm, head. Without its own head, a model multiplies by the embedding."""
 
     embedding: TensorSpec  # (vocab, hidden)
     layers: tuple[LayerSpec, ...]
@@ -171,7 +171,7 @@ class ModelSpec:
     geometry: ModelGeometry
     attention: tuple[AttentionSpec, ...]  # one for each layer
     tensors: Mapping[str, TensorSpec]
-    ignored_tensors: frozenset[str] = frozenset()  # may be present, and are not needed
+    ignored_tensors: frozenset[str] = frozenset()  # may be present but are not needed
     decoder: DecoderSpec | None
 
     @property
@@ -237,6 +237,6 @@ def _features(layer: LayerSpec) -> Iterator[str]:
 
 
 def _widest(windows: list[int | None]) -> int | None:
-    """Return the tokens back to which the widest of these windows reaches; None: all."""
+    """Return how many tokens back the widest of these windows reaches; None: all."""
     bounded = [window for window in windows if window is not None]
     return max(bounded) if len(bounded) == len(windows) else None

@@ -32,11 +32,11 @@ class PrefixCacheProtocol(ABC):
     Providers are called as `factory(max_blocks, block_size, eviction_policy=..., clock=..., identity=...)`;
     `identity` is what the hashes of blocks depend on besides tokens and namespace.
     The order of calls for one request is: `match_prefix` (reads only, may be repeated), `lock`
-    (what matched cannot be evicted; counts the lookup as used), later `insert_prefix` with what
-    was computed, `unlock` with what `lock` returned. `evict` takes unlocked leaves in the order
-    of the policy.
+    (protects the match from eviction; counts the lookup as used), later `insert_prefix` with what
+    was computed, `unlock` with what `lock` returned. `evict` takes unlocked leaves in the
+    policy's order.
 
-    The cache owns one reference of every block that it holds; it hands the reference back by
+    The cache owns one reference to every block that it holds; it gives the reference up by
     returning the id from `evict` or `clear`, and never frees a block itself. Tokens are compared
     exactly, not by hash. Nothing is ever shared across namespaces. Calls may come from many
     threads; `match_prefix` costs O(nodes on the path).
@@ -54,12 +54,12 @@ class PrefixCacheProtocol(ABC):
 
     @abstractmethod
     def lock(self, match: PrefixMatch, *, num_lookup_tokens: int | None = None) -> PrefixMatch:
-        """Protect what matched from eviction and count a lookup of `num_lookup_tokens` tokens.
+        """Protect the match from eviction and count a lookup of `num_lookup_tokens` tokens.
 
-        Returns the match to give to `unlock`. None as `num_lookup_tokens` counts no lookup and no
-        hit of a node (a request that runs again after preemption, or keeps what it inserted). A
-        match may be shortened to any number of its whole blocks before; only those are protected.
-        Raises StaleMatchError if blocks entered or left the cache in between; match again then.
+        Returns the match to pass to `unlock`. If `num_lookup_tokens` is None, neither a lookup nor a node's
+        hit is counted (a request that runs again after preemption, or keeps what it inserted). A
+        match may first be shortened to any number of its whole blocks; only those are protected.
+        Raises StaleMatchError if blocks have entered or left the cache since; then match again.
         """
 
     @abstractmethod
@@ -75,16 +75,16 @@ class PrefixCacheProtocol(ABC):
         *,
         priority: int = 0,
     ) -> InsertResult:
-        """Remember which blocks hold the beginning of `token_ids`.
+        """Record which blocks hold the beginning of `token_ids`.
 
         `block_ids` may be fewer than the tokens fill. A partial block at the end may be kept as
-        well, so offer it only when nobody writes to it any more; it goes before any full one.
+        well, so offer it only when nothing writes to it any more; it is evicted before any full block.
         Offering the very block that the cache holds for these tokens is neither new nor a
-        duplicate. It is a use of the whole prefix, but no hit.
+        duplicate. It is a use of the whole prefix, but not a hit.
         When the cache is at `max_blocks`, or the tenant at its quota, it keeps as much as fits: the rest
-        is reported among neither the new nor the duplicate ones and stays with the caller. Raises
-        BlockError when there are more blocks than tokens to fill them, one is given twice, or one is in
-        the cache for other tokens.
+        is reported as neither new nor duplicate and stays with the caller. Raises
+        BlockError when there are more blocks than tokens to fill them, one is given twice, or one is
+        cached for other tokens.
         """
 
     @abstractmethod
@@ -100,15 +100,15 @@ class PrefixCacheProtocol(ABC):
     def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
         """Drop unlocked leaves until at least `num_blocks` are dropped or none is left.
 
-        Returns the dropped blocks, whose references the caller now owns. A leaf that is longer
-        than what is wanted gives up its end only. `namespace` says for whom: where so many blocks more
+        Returns the dropped blocks, whose references the caller now owns. A leaf longer
+        than what is wanted gives up only its end. `namespace` is the beneficiary: if this many more blocks
         would exceed its tenant's quota, the tenant's own leaves go first.
         """
 
     def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
-        """Drop what keeps `num_blocks` from being inserted under a namespace, and nothing else.
+        """Drop what prevents inserting `num_blocks` in a namespace, and nothing else.
 
-        A tenant at its quota loses leaves of its own alone. Returns the dropped blocks as `evict` does.
+        A tenant at its quota loses only its own leaves. Returns the dropped blocks as `evict` does.
         """
         return self.evict(num_blocks, namespace=namespace)
 
@@ -133,7 +133,7 @@ class PrefixCacheProtocol(ABC):
     ) -> PinResult:
         """Keep the cached whole blocks of a prefix until `unpin`, or until no lookup hit them for `ttl_s`.
 
-        Pins less where less is cached or the budget of pinned blocks ends. Raises InvalidInputError for a
+        Pins less if less is cached or the budget of pinned blocks runs out. Raises InvalidInputError for a
         `ttl_s` that is not positive. A cache without pins pins nothing and says so.
         """
         del namespace, ttl_s
@@ -146,20 +146,20 @@ class PrefixCacheProtocol(ABC):
         )
 
     def unpin(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> int:
-        """End the pins that end within a prefix and return how many they were."""
+        """End the pins that end within a prefix and return their number."""
         del token_ids, namespace
         return 0
 
     def pins(self) -> list[PinnedPrefix]:
-        """Return the pins that hold now; `unpin` with what one of them says ends it. None by default."""
+        """Return the current pins; passing one's fields to `unpin` ends it. None by default."""
         return []
 
     def runs(self) -> list[CachedRun]:
-        """Return all full blocks that are cached, parents first. O(cache). Empty by default."""
+        """Return all cached full blocks, parents first. O(cache). Empty by default."""
         return []
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
-        """Say why no more of some tokens would match now. Counts nothing. `unknown` by default."""
+        """Say why no more of these tokens would match now. Counts nothing. `unknown` by default."""
         match_length = self.match_prefix(token_ids, namespace).match_length
         return MissExplanation(
             cause="unknown" if match_length < len(token_ids) else "none",
@@ -172,23 +172,23 @@ class PrefixCacheProtocol(ABC):
         """Return a function that explains later what `explain_miss` would explain now.
 
         `match` is the match just found for the tokens, locked or not. Called at every admission, so it
-        should cost next to nothing: the explanation may wait until it is asked for, which is seldom. The
-        default makes it at once.
+        should cost next to nothing: the explanation is computed when requested, which is seldom. The
+        default computes it at once.
         """
         explanation = self.explain_miss(token_ids, match.namespace)
         return lambda: explanation
 
     def move_blocks(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Hold the second block of each pair in place of the first, where it holds that; KV was copied.
+        """Replace the first block of each pair, if cached, by the second; its KV has been copied.
 
-        All or nothing. No lock ends, but matches that were not locked are stale; the caller puts the new
-        ids into those that it keeps. Raises BlockError if a second one is in the cache or given twice. By
-        default raises EngineError: what is in this cache cannot be moved. May cost O(cache).
+        All or nothing. Locks remain, but unlocked matches become stale; the caller updates the
+        ids in the matches it keeps. Raises BlockError if a second block is cached or given twice. By
+        default raises EngineError: blocks in this cache cannot be moved. May cost O(cache).
         """
         raise EngineError(f"{type(self).__name__} cannot move blocks; name another one in prefix_cache.name")
 
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
-        """Show `keep` what is about to be evicted, by the policy or for a quota, while its KV is whole.
+        """Show `keep` what is about to be evicted, by the policy or for a quota, while its KV is intact.
 
         It is called in the middle of an eviction: it must not raise, nor call the cache. A cache that shows
         nothing never calls it.
@@ -196,9 +196,9 @@ class PrefixCacheProtocol(ABC):
         del keep
 
     def subscribe(self, sink: KVEventSink) -> None:
-        """Tell `sink` of every full block that enters or leaves, beginning with those that are there.
+        """Tell `sink` of every full block that enters or leaves, beginning with those already cached.
 
-        A cache that tells nothing never calls it.
+        A cache without events never calls it.
         """
         del sink
 
@@ -253,7 +253,7 @@ class NullPrefixCache(PrefixCacheProtocol):
         return None
 
     def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
-        """Have nothing to drop."""
+        """Drop nothing."""
         return []
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
@@ -261,11 +261,11 @@ class NullPrefixCache(PrefixCacheProtocol):
         return MissExplanation(cause="disabled", num_tokens=len(token_ids), match_length=0, diverges_at=0)
 
     def clear(self) -> list[BlockId]:
-        """Have nothing to drop."""
+        """Drop nothing."""
         return []
 
     def move_blocks(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Hold none of them."""
+        """Do nothing: no block is cached."""
 
     @property
     def num_evictable_blocks(self) -> int:

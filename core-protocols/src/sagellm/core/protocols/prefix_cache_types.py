@@ -1,4 +1,4 @@
-"""What a prefix cache answers."""
+"""The results of a prefix cache."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NUM_SHOWN = 8
 
 
 def _few(ids: Sequence[int]) -> str:
-    """Write the first ids of what may be thousands."""
+    """Format the first of possibly thousands of ids."""
     return f"[{', '.join(map(str, ids[:_NUM_SHOWN]))}{', …' if len(ids) > _NUM_SHOWN else ''}]"
 
 
 class PartialMatch(NamedTuple):
     """The beginning of a cached block that agrees with the tokens; what follows in it does not.
 
-    Whoever wants it copies the block and writes on behind `num_tokens`, before any other block is
-    written: it is protected by no lock.
+    To use it, copy the block and continue writing after `num_tokens`, before any other block is
+    written: no lock protects it.
     """
 
     block_id: BlockId
@@ -33,7 +33,7 @@ class PartialMatch(NamedTuple):
 
 
 class EvictedBlocks(NamedTuple):
-    """A run of full blocks that is about to be evicted, in the order of its tokens; its KV is whole yet."""
+    """A run of full blocks about to be evicted, in the order of its tokens; its KV is still intact."""
 
     block_ids: list[BlockId]
     headers: list[BlockHeader]
@@ -43,12 +43,12 @@ class EvictedBlocks(NamedTuple):
 
 
 class CachedRun(NamedTuple):
-    """A run of full blocks that belong together: the tokens in them, and which run of a list they follow."""
+    """A run of consecutive full blocks: their tokens, and the index of the run that they follow."""
 
     token_ids: TokenIds
     block_ids: list[BlockId]
     namespace: Namespace
-    parent: int | None  # index in the list; None at the beginning of a prompt
+    parent: int | None  # index in the list of runs; None at the beginning of a prompt
 
     def __repr__(self) -> str:
         blocks = f"{len(self.block_ids)} blocks {_few(self.block_ids)}"
@@ -79,10 +79,10 @@ class InsertResult(NamedTuple):
     """What an insertion did.
 
     `block_ids` now hold the prefix in the cache, one for each full block of the tokens.
-    `num_new_blocks` of the offered blocks at the end of that list are the cache's from now on.
-    `duplicate_block_ids` were offered for content that the cache already had: they stay with the
+    The last `num_new_blocks` of the offered blocks in that list now belong to the cache.
+    `duplicate_block_ids` were offered for content already in the cache: they stay with the
     caller. `partial_block_id` is the last block offered, not full, if the cache keeps it too.
-    `released_block_ids` the cache had and gives back: partial ones that new blocks replace.
+    `released_block_ids` are returned by the cache: partial blocks that new blocks replace.
     """
 
     block_ids: list[BlockId]
@@ -105,7 +105,7 @@ class KVBlockDescriptor:
 
     block_id: BlockId
     start: int  # position of its first token
-    num_tokens: int  # fewer than a block has where only its beginning agrees
+    num_tokens: int  # fewer than a full block if only its beginning agrees
     namespace: Namespace = DEFAULT
 
 
@@ -115,14 +115,14 @@ class PinResult:
 
     num_tokens: int  # asked for
     num_pinned_tokens: int
-    num_pinned_blocks: int  # of all pins together
+    num_pinned_blocks: int  # of all pins in total
     max_pinned_blocks: int
     reason: str = ""  # empty if all whole blocks are pinned
 
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedPrefix:
-    """One pin: what it keeps, and for how long yet where no lookup hits it."""
+    """One pin: what it keeps, and its remaining time without a lookup that hits it."""
 
     token_ids: TokenIds
     namespace: Namespace
@@ -139,11 +139,11 @@ MissCause: TypeAlias = Literal[
 class MissExplanation:
     """Why a prompt did not match further.
 
-    `cause` is `none` if all of it is cached; `never_seen` if its next block never was; `evicted` if
+    `cause` is `none` if all of it is cached; `never_seen` if its next block was never cached; `evicted` if
     it was dropped, with why, by whom, when and for whom; `other_tenant` if it is cached in a namespace
     that this one does not share; `block_border` if what follows agrees with cached tokens, but for less
     than a block, and parts of blocks are not reused or what is left fills none; `unknown` if it may
-    have been dropped longer ago than the cache remembers, or others have too much to look through.
+    have been dropped longer ago than the cache remembers, or other namespaces are too large to search.
     """
 
     cause: MissCause
@@ -151,15 +151,15 @@ class MissExplanation:
     match_length: int  # tokens reused
     diverges_at: int  # position of the first token that no cached block of the namespace has
     reason: RemovalReason | None = None  # why the block was dropped
-    policy: str | None = None  # that chose it, by class; None where none was asked
+    policy: str | None = None  # class of the policy that chose it; None if none was asked
     evicted_ns: int | None = None  # on the cache's clock
-    evicted_for: str | None = None  # account whose blocks took the room, if it was said
-    num_evicted_blocks: int = 0  # of this prompt, in a row, that were cached once
+    evicted_for: str | None = None  # account whose blocks took the room, if known
+    num_evicted_blocks: int = 0  # consecutive blocks of this prompt that were once cached
 
 
 @dataclass(kw_only=True)
 class TenantUsage:
-    """What one tenant, or one public namespace, has of the cache and had from it."""
+    """One tenant's, or one public namespace's, blocks in the cache and hits."""
 
     num_blocks: int = 0  # full ones
     max_blocks: int | None = None  # its quota
@@ -168,11 +168,11 @@ class TenantUsage:
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
     num_evicted_blocks: int = 0
-    num_partial_blocks: int = 0  # beside the full ones; they count towards no quota
+    num_partial_blocks: int = 0  # besides the full ones; they do not count towards the quota
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it has any block of the cache."""
+        """Whether it has any cached block."""
         return self.num_blocks > 0 or self.num_partial_blocks > 0
 
 
@@ -185,11 +185,11 @@ class PrefixCacheMetrics:
     num_lookup_tokens: int
     num_hit_tokens: int
     num_nodes: int
-    num_blocks: int  # full and partial ones; those of all tenants together
+    num_blocks: int  # full and partial ones; the sum over all tenants
     num_locked_blocks: int
     max_blocks: int
     num_inserted_blocks: int
-    num_evicted_blocks: int  # all that left, also partial ones that were replaced
+    num_evicted_blocks: int  # all that left, including replaced partial ones
     num_partial_blocks: int = 0  # of the blocks, those that are not full
     num_inserted_partial_blocks: int = 0
     num_partial_hit_tokens: int = 0  # of the hit tokens, those in a block that matched in part
@@ -198,7 +198,7 @@ class PrefixCacheMetrics:
     max_pinned_blocks: int = 0
     num_ghost_blocks: int = 0  # evicted ones that are remembered
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
-    policy_failure: str = ""  # why the eviction policy was replaced by last use, if it was
+    policy_failure: str = ""  # why LRU replaced the eviction policy, if it did
 
     @property
     def token_hit_rate(self) -> float:

@@ -17,8 +17,8 @@ class QuantizationGranularity(Enum):
     """How many weights share one scale."""
 
     PER_TENSOR = "per_tensor"
-    PER_CHANNEL = "per_channel"  # one scale an output row
-    PER_GROUP = "per_group"  # one scale for `group_size` neighbours in a row
+    PER_CHANNEL = "per_channel"  # one scale per output row
+    PER_GROUP = "per_group"  # one scale per `group_size` neighbours in a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOutput:
-    """A quantized matrix: values (out, in) and scales that broadcast over groups of columns.
+    """A quantized matrix: values (out, in), and scales that broadcast over groups of columns.
 
     `scales` has shape (1, 1), (out, 1) or (out, in ÷ group_size), always two-dimensional.
     """
@@ -61,7 +61,7 @@ class QuantizationOutput:
 
 @dataclass(kw_only=True)
 class QuantizerMetrics:
-    """What has been quantized so far."""
+    """Counts of what has been quantized so far."""
 
     num_tensors: int = 0
     original_bytes: int = 0
@@ -100,14 +100,14 @@ class QuantizerProtocol(ABC):
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
         """Quantize a matrix (out, in).
 
-        Raises InvalidInputError for NaN or infinite values, for what holds no floats, for a shape
+        Raises InvalidInputError for NaN or infinite values, for a non-float tensor, for a shape
         that is empty or not two-dimensional, and for columns that do not divide into groups (the
         message says to which multiple to pad).
         """
 
     @abstractmethod
     def dequantize(self, output: QuantizationOutput, dtype: torch.dtype) -> torch.Tensor:
-        """Return the matrix that the quantized one stands for, (out, in)."""
+        """Return the matrix that the quantized one represents, (out, in)."""
 
     @abstractmethod
     def linear(
@@ -128,7 +128,7 @@ class NullQuantizer(QuantizerProtocol):
         self._metrics = QuantizerMetrics()
 
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
-        """Keep the matrix, after the checks that the contract asks for."""
+        """Keep the matrix, after the checks that the contract requires."""
         check_weight_shape(weight, self._config)
         if not bool(weight.isfinite().all()):
             raise InvalidInputError("the weight holds NaN or infinite values; mend the checkpoint")

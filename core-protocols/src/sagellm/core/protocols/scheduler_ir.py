@@ -33,11 +33,11 @@ DeferredReason = Literal["tokens", "seats", "blocks", "preemption", "pass"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleIR:
-    """The intermediate representation of a step: what was given, and what passes have decided so far.
+    """The intermediate representation of a step: its inputs, and the decisions of passes so far.
 
     The edits (`order_pending`, `cap`, `defer`, …) return a new IR with one more decision. Rows are
     positions in `pending` or `running`, in any sequence of ints or as a mask over all of them. What
-    earlier passes decided stands: orders replace each other, of several caps the smallest holds, and
+    earlier passes decided stands: a new order replaces the old one, the smallest of several caps applies, and
     limits only go down.
     """
 
@@ -51,11 +51,11 @@ class ScheduleIR:
     now: float = 0.0  # seconds on the engine's clock
     probe: Probe | None = field(default=None, repr=False)
     state: Any = field(default=None, repr=False)
-    """What `start` of the pass that runs returned: its own, kept from step to step."""
+    """The value that `start` of the running pass returned; private to it and kept across steps."""
     decisions: tuple[Decision, ...] = ()
 
     def hits(self, rows: Rows) -> list[PrefixHit]:
-        """Ask the prefix cache for waiting requests; answers are kept while the cache does not change."""
+        """Query the prefix cache for waiting requests; answers are kept until the cache changes."""
         ask = self.probe or (lambda request: request.stated_hit(self.block_size))
         return [ask(self.pending[row]) for row in self._positions("pending", rows).tolist()]
 
@@ -64,11 +64,11 @@ class ScheduleIR:
         return self._decide("order", "pending", rows)
 
     def order_running(self, rows: Rows) -> ScheduleIR:
-        """Set the order of preemption, the last one first; `rows` has each running request once."""
+        """Set the order of preemption, last row first; `rows` has each running request once."""
         return self._decide("order", "running", rows)
 
     def cap(self, num_tokens: int, *, pending: Rows = (), running: Rows = ()) -> ScheduleIR:
-        """Let each of these requests compute at most so many tokens in this step, 1 or more."""
+        """Let each of these requests compute at most this many tokens in this step; at least 1."""
         ir = self._decide("cap", "pending", pending, num_tokens)
         return ir._decide("cap", "running", running, num_tokens)
 
@@ -79,7 +79,7 @@ class ScheduleIR:
     def preempt(self, rows: Rows, way: Literal["recompute", "swap"] = "recompute") -> ScheduleIR:
         """Take the blocks of these running requests before anything else is decided.
 
-        `swap` says that their KV is worth keeping; schedulers may recompute it all the same.
+        `swap` says that their KV is worth keeping; schedulers may still recompute it.
         """
         return self._decide("preempt", "running", rows, way)
 
@@ -104,12 +104,12 @@ class ScheduleIR:
 
     @cached_property
     def preemption(self) -> npt.NDArray[np.intp]:
-        """All running rows, the last of which is preempted first: by rank where no pass says otherwise."""
+        """All running rows, the last of which is preempted first; by rank unless a pass decides otherwise."""
         return self._order("running")
 
     @cached_property
     def deferred(self) -> dict[int, str]:
-        """The waiting rows that are not admitted in this step, and why."""
+        """The waiting rows not admitted in this step, and why."""
         return self._values("defer")
 
     @cached_property
@@ -118,7 +118,7 @@ class ScheduleIR:
         return self._values("preempt")
 
     def caps(self, part: Part) -> Ints:
-        """Return the most tokens that each row may compute: (rows,), 2³¹ - 1 where there is no cap."""
+        """Return the most tokens that each row may compute: (rows,), 2³¹ - 1 if there is no cap."""
         import numpy as np
 
         caps = np.full(len(getattr(self, part)), 2**31 - 1, np.int32)
@@ -128,7 +128,7 @@ class ScheduleIR:
         return caps
 
     def to_text(self) -> str:
-        """Print the limits, the rows in their orders, and the decisions, one a line."""
+        """Print the limits, the rows in their orders, and the decisions, one per line."""
         lines = [
             f"step {self.step} at {self.now:.3f} s: available={self.available_memory} "
             f"tokens={self.max_num_batched_tokens} seats={self.max_num_seqs} block={self.block_size}"
@@ -187,8 +187,8 @@ class ScheduleIR:
 class Admission(NamedTuple):
     """Admit a waiting request and compute `num_tokens` of it, after the first `hit`.
 
-    `num_new_blocks` is what this takes out of the available memory: the blocks of all its tokens,
-    of which the hit may cover some.
+    `num_new_blocks` is taken out of the available memory: the blocks of all its tokens,
+    some of which the hit may cover.
     """
 
     row: int  # of the pending requests
@@ -212,24 +212,24 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SchedulePlan:
-    """The decision for one step, by positions in the rows that were given.
+    """The decisions for one step, by positions in the given rows.
 
     Preempted requests give up their blocks first and are computed again later; then running
-    requests get theirs, in the order of `rows`, and after them admitted ones. The caller writes
-    `step` to the `last_scheduled_step` of all that compute something.
+    requests get theirs, in the order of `rows`, and then admitted ones. The caller writes
+    `step` to the `last_scheduled_step` of all requests that compute something.
     """
 
     pending: RequestRows = field(repr=False)
     running: RequestRows = field(repr=False)
     step: int = 0
-    rows: Ints  # (served,) running requests that compute something
+    rows: Ints  # (served,) running rows that compute something
     num_tokens: Ints  # (served,) to compute
     num_new_blocks: Ints  # (served,) to allocate first
     admitted: Sequence[Admission] = ()
-    preempted: Sequence[int] = ()  # running rows, in the order in which they were chosen
+    preempted: Sequence[int] = ()  # running rows, in the order chosen
     num_deferred: int = 0
     deferred_reason: DeferredReason | None = None
-    """What ended admission; "pass" if nothing did and passes deferred the rest."""
+    """What ended admission; "pass" if it did not end early and passes deferred the rest."""
     decisions: Sequence[Decision] = ()
     """What passes decided, in order."""
 
@@ -240,12 +240,12 @@ class SchedulePlan:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens of the step."""
+        """Total tokens of the step."""
         return int(self.num_tokens.sum()) + sum(entry.num_tokens for entry in self.admitted)
 
     @cached_property
     def scheduled_requests(self) -> list[ScheduledRequest]:
-        """All that compute something as objects, admitted ones last. Read it before carrying the plan out."""
+        """Return all rows that compute something as objects, admitted last. Read before the plan is run."""
         served = zip(self.rows.tolist(), self.num_tokens.tolist(), self.num_new_blocks.tolist(), strict=True)
         return [
             *(ScheduledRequest(self.running[row], tokens, blocks) for row, tokens, blocks in served),
@@ -257,7 +257,7 @@ class SchedulePlan:
 
     @cached_property
     def preempted_requests(self) -> list[ScheduleRequest]:
-        """Preempted requests as objects. Read it before carrying the plan out."""
+        """Return preempted requests as objects. Read it before executing the plan."""
         return [self.running[row] for row in self.preempted]
 
 
@@ -277,10 +277,10 @@ class SchedulerPassProtocol(ABC):
     """Edits the decisions of a step: orders, caps, deferrals, preemptions and lower limits.
 
     Providers are called as `factory()`. A pass is a frozen dataclass whose fields are its
-    options. Rows are read-only; time is `ir.now`; what must last from step to step is in `ir.state`.
+    options. Rows are read-only; time is `ir.now`; state kept between steps is in `ir.state`.
     Equal histories give equal decisions.
 
-    It must not keep a request from computing for ever: whatever it reorders, defers or preempts, age
+    It must not starve a request: whatever it reorders, defers or preempts, age
     brings forward, and a limit that it lowers to 0 rises again.
     """
 
@@ -290,12 +290,12 @@ class SchedulerPassProtocol(ABC):
         """The name in configurations and decision logs."""
 
     def start(self) -> Any:
-        """Return the state of one scheduler's pass, which it finds in `ir.state` at each step."""
+        """Return the initial state of a scheduler's pass, available as `ir.state` at each step."""
         return None
 
     @abstractmethod
     def run(self, ir: ScheduleIR) -> ScheduleIR:
-        """Return the IR with this pass's decisions; `ir` itself is left alone."""
+        """Return the IR with this pass's decisions; `ir` itself is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -316,20 +316,20 @@ class SchedulerIRProtocol(ABC):
     """Decides what the next step computes.
 
     Providers are called as `factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=...,
-    probe=..., epoch=..., clock=...)`. The engine calls `schedule` once a step with rows of the
-    present state; the scheduler decides from numbers alone, allocates nothing and writes to nothing.
-    The plan fits: it needs no more than `available_memory` blocks after the preemptions that it
-    orders, no more tokens than the budget and no more seats than there are. Every running request
+    probe=..., epoch=..., clock=...)`. The engine calls `schedule` once per step with rows of the
+    current state; the scheduler decides from numbers alone, allocates nothing and writes to nothing.
+    The plan fits: it needs no more than `available_memory` blocks after its own preemptions,
+    no more tokens than the budget and no more seats than there are. Every running request
     that has something to compute gets its turn within a bounded number of steps, and so does the
-    first waiting one, provided that the engine has refused what can never fit.
+    first waiting one, provided that the engine has refused requests that can never fit.
 
-    `probe` is asked for a waiting request just before it is considered, and where a pass calls
+    `probe` is called for a waiting request just before it is considered, and when a pass calls
     `ir.hits`. An answer may be kept while `epoch()` returns the same number, which must change
     whenever an answer could; without an epoch, until the end of the step.
 
     A plan counts all blocks of a preempted request as free, though shared ones may stay in use. The
-    engine therefore frees first and allocates in the order of the plan; where an allocation fails,
-    it drops the rest of the plan and asks for another with the exact available memory.
+    engine therefore frees first and allocates in the order of the plan; if an allocation fails,
+    it drops the rest of the plan and requests another with the exact available memory.
     """
 
     @abstractmethod
@@ -353,7 +353,7 @@ class SchedulerIRProtocol(ABC):
     ) -> SchedulePlan:
         """Plan one step. `available_memory` counts blocks that are free or evictable.
 
-        RequestRows are taken as they are, other sequences by `RequestRows.of`. Raises InvalidInputError
+        RequestRows are used directly, other sequences through `RequestRows.of`. Raises InvalidInputError
         for negative memory, EngineError when a pass breaks its contract.
         """
 
@@ -382,7 +382,7 @@ class NullSchedulerIR(SchedulerIRProtocol):
         running_requests: Sequence[ScheduleRequest],
         available_memory: int,
     ) -> SchedulePlan:
-        """Put everything off."""
+        """Admit and compute nothing."""
         import numpy as np
 
         nothing = np.empty(0, np.int32)

@@ -23,9 +23,9 @@ LIMITS: tuple[Limit, ...] = ("available_memory", "max_num_batched_tokens", "max_
 
 
 class PrefixHit(NamedTuple):
-    """What the prefix cache has of a waiting request.
+    """What the prefix cache holds of a waiting request.
 
-    `num_blocks_needed` is what its admission takes out of the available memory: blocks to allocate
+    `num_blocks_needed` is what its admission takes from the available memory: blocks to allocate
     plus cached blocks that its lock makes unavailable.
     """
 
@@ -37,8 +37,8 @@ class PrefixHit(NamedTuple):
 class ScheduleRequest:
     """A request as schedulers and passes see it in one step. Times are seconds on the engine's clock.
 
-    `kv_blocks_needed` of a waiting request is the `num_blocks_needed` of its hit; None lets it be
-    derived from the tokens and the hit. Both are read only where there is no probe.
+    For a waiting request, `kv_blocks_needed` is its hit's `num_blocks_needed`; if None, it is
+    derived from the tokens and the hit. Both are read only without a probe.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class ScheduleRequest:
     prefix_cache_hit: int = 0  # tokens
     kv_blocks_needed: int | None = None
     num_tokens: int = 0  # prompt + generated so far, with those in flight; 0 means the prompt alone
-    num_computed_tokens: int = 0  # whose KV is there, or will be after the steps in flight
+    num_computed_tokens: int = 0  # whose KV exists, or will be after the steps in flight
     num_in_flight: int = 0  # of num_tokens: sampled by steps that are not collected yet
     num_blocks: int = 0  # held
     last_scheduled_step: int = -1
@@ -64,7 +64,7 @@ class ScheduleRequest:
             object.__setattr__(self, "num_tokens", len(self.token_ids))
 
     def stated_hit(self, block_size: int) -> PrefixHit:
-        """Return the hit that the row itself states."""
+        """Return the hit stated in the row."""
         num_blocks = self.kv_blocks_needed
         if num_blocks is None:
             num_blocks = -(-self.num_tokens // block_size) - self.prefix_cache_hit // block_size
@@ -72,14 +72,14 @@ class ScheduleRequest:
 
 
 Probe = Callable[[ScheduleRequest], PrefixHit]
-"""Asks the prefix cache for a waiting request; called only for requests whose hit somebody wants to know."""
+"""Queries the prefix cache for a waiting request; called only for requests whose hit is needed."""
 
 
 class RequestRows(Sequence[ScheduleRequest]):
-    """The same requests as columns, each (rows,) and read-only, so that passes sort arrays and not objects.
+    """The same requests as columns, each (rows,) and read-only, so that passes sort arrays, not objects.
 
     Column `x` is `columns["x"][index]`, gathered when it is first read, and item `i` is
-    `make(index[i])`. A row that nobody reads costs nothing; `len` is O(1).
+    `make(index[i])`. A row never read costs nothing; `len` is O(1).
     """
 
     __slots__ = ("_columns", "_gathered", "_index", "_make")
@@ -137,13 +137,13 @@ class RequestRows(Sequence[ScheduleRequest]):
 
     @property
     def num_tokens(self) -> Ints:
-        """Prompt and output, with what is in flight."""
+        """Prompt and output, including tokens in flight."""
         column: Ints = self._column("num_tokens")
         return column
 
     @property
     def num_computed_tokens(self) -> Ints:
-        """Tokens whose KV is there, or will be after the steps in flight."""
+        """Tokens whose KV exists, or will be after the steps in flight."""
         column: Ints = self._column("num_computed_tokens")
         return column
 
@@ -155,13 +155,13 @@ class RequestRows(Sequence[ScheduleRequest]):
 
     @property
     def last_scheduled_step(self) -> npt.NDArray[np.int64]:
-        """The step that computed some of it last; -1: none yet."""
+        """The last step that computed part of it; -1: none yet."""
         column: npt.NDArray[np.int64] = self._column("last_scheduled_step")
         return column
 
     @property
     def predicted_remaining_tokens(self) -> npt.NDArray[np.float32]:
-        """NaN where nobody knows."""
+        """NaN if unknown."""
         column: npt.NDArray[np.float32] = self._column("predicted_remaining_tokens")
         return column
 
@@ -196,7 +196,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[ScheduleRequest], float]]] = {
 
 
 class _ObjectColumns(dict[str, Any]):
-    """The columns of request objects, each made when it is asked for."""
+    """The columns of request objects, each made on demand."""
 
     def __init__(self, requests: tuple[ScheduleRequest, ...]) -> None:
         self._requests = requests

@@ -26,7 +26,7 @@ class _BrokenRule(Exception):
 
 
 def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
-    """Return `after` with its new decisions signed by the pass called `name`, if that kept its contract.
+    """Return `after` with its new decisions signed by the pass called `name`, if the pass kept its contract.
 
     Every scheduler runs it after every pass. Raises EngineError with the names of the pass and of the
     rule that it broke. O(rows decided on).
@@ -55,7 +55,7 @@ def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...
 
 
 def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...]) -> None:
-    """Compare everything but the decisions with what was given and what `lower` made of it."""
+    """Compare everything but the decisions with the input and the effects of `lower`."""
     for name in ("pending", "running", "probe"):
         if getattr(after, name) is not getattr(before, name):
             raise _BrokenRule("a pass changes nothing but decisions", f"it replaced {name}")
@@ -103,7 +103,7 @@ def _check_number(decision: Decision, rule: str, least: int, most: int) -> None:
 
 
 def _check_rows(decision: Decision, num_rows: int) -> None:
-    """Check that rows are positions, each named once, and in an order all of them."""
+    """Check that rows are positions, each named once, and that an order names all of them."""
     import numpy as np
 
     rows, target = decision.rows, decision.target

@@ -1,6 +1,6 @@
-"""What crosses the border between the core, which plans steps, and the workers, which compute them.
+"""The data exchanged between the core, which plans steps, and the workers, which compute them.
 
-All of it is data that can be written to a socket or shared memory as it is; nothing here needs torch.
+All of it can be written to a socket or shared memory as it is; nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Seat = NewType("Seat", int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatArrival:
-    """A sequence that takes a seat, with all that a worker needs to know of it.
+    """A sequence that takes a seat, with everything that a worker needs to know about it.
 
-    A preempted sequence arrives again, then with its output so far, so that a worker keeps nothing of who
-    left.
+    A preempted sequence arrives again with its output so far, so that a worker keeps nothing about departed
+    sequences.
     """
 
     seat: Seat
@@ -53,7 +53,7 @@ class BlockUpdates:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlocks:
-    """Copy the KV of the first block of each pair to the second, one pair after the other."""
+    """Copy the KV of each pair's first block to its second, pair by pair in order."""
 
     pairs: Sequence[tuple[BlockId, BlockId]]
 
@@ -68,7 +68,7 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WriteBlocks:
-    """Put what `ReadBlocks` gave into blocks."""
+    """Copy what `ReadBlocks` returned into blocks."""
 
     block_ids: Sequence[BlockId]
     data: Sequence[memoryview]
@@ -105,9 +105,9 @@ class StepInput:
     """One step. Rows are sequences: row `i` computes the tokens `[starts[i], starts[i] + num_new[i])` of
     `seats[i]`.
 
-    A worker first lets go of departures and seats arrivals, then updates block tables, then carries out
-    `kv_ops` in their order, and only then writes KV. It has the tokens already: those of an arrival,
-    those that it sampled itself, and `drafts`, which stand behind the last token known.
+    A worker first removes departures and seats arrivals, then updates block tables, then executes
+    `kv_ops` in order, and only then writes KV. It has the tokens already: those of an arrival,
+    those it sampled itself, and `drafts`, which follow the last token known.
 
     `is_sampled` names the rows that reach the last token known: from its logits, and those of each draft,
     a token is drawn. KV writes are idempotent, and random numbers are keyed by seed and position, so
@@ -134,11 +134,11 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What became of one step, by its rows.
+    """The results of one step, by its rows.
 
     A sampled row has the tokens drawn at the last token known and at each draft that was accepted: one
     more than `num_accepted`. `logprobs` has a row only if it asked for them, one entry for each of its
-    tokens. A row in `errors` has no tokens; what it computed may be computed again.
+    tokens. A row in `errors` has no tokens; its computation may be repeated.
     """
 
     step: int

@@ -44,7 +44,7 @@ class CPU:
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """A GPU, and the NUMA node that it hangs on (None where the system does not say)."""
+    """A GPU, and the NUMA node that it is attached to (None if the system does not say)."""
 
     index: int
     name: str
@@ -90,10 +90,10 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyMetrics:
-    """How reading went."""
+    """How the last reading went."""
 
     read_ns: int
-    warnings: tuple[str, ...]  # what the system did not tell, and why
+    warnings: tuple[str, ...]  # what could not be read, and why
 
 
 class TopologyProtocol(ABC):
@@ -105,7 +105,7 @@ class TopologyProtocol(ABC):
 
     @abstractmethod
     def read(self) -> Topology:
-        """Read the machine afresh."""
+        """Read the machine's current state."""
 
     @abstractmethod
     def metrics(self) -> TopologyMetrics:
@@ -113,7 +113,7 @@ class TopologyProtocol(ABC):
 
 
 class NullTopology(TopologyProtocol):
-    """A machine of one CPU of which nothing else is known."""
+    """A machine with one CPU, of which nothing else is known."""
 
     def read(self) -> Topology:
         """Return one CPU and one NUMA node."""

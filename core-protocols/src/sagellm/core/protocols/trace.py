@@ -1,4 +1,4 @@
-"""Recorded or simulated load: when requests came, what they asked, and what they had in common."""
+"""Recorded or simulated load: when requests arrived, what they asked for, and what they shared."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import IO
 from sagellm.core.tokens import EMPTY, TokenIds
 
 Tokenize = Callable[[str], Sequence[int]]
-"""Text to token ids, for formats that record text."""
+"""Converts text to token ids, for formats that record text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request of a trace.
 
-    What is known of the prompt differs by format: its `token_ids`; or `block_ids`, by which prompts
-    that begin with the same ids begin with the same tokens, `block_tokens` for each id, the last
-    one perhaps partial; or its length alone.
+    What is known about the prompt depends on the format: its `token_ids`; or `block_ids`, where prompts
+    that begin with the same ids begin with the same tokens, `block_tokens` per id, perhaps fewer for the last
+    one; or only its length.
     """
 
     arrival_s: float  # of the trace's own clock
@@ -30,16 +30,16 @@ class TraceRequest:
     token_ids: TokenIds = EMPTY
     tenant: str = ""
     conversation: str = ""
-    """Requests with the same one, if it is known, are turns of one conversation."""
+    """Requests with the same id, if known, are turns of one conversation."""
 
 
 class TraceReaderProtocol(ABC):
     """Reads one format of traces.
 
-    Providers are called as `factory(tokenize=...)`. `can_read` is asked with the name of a file,
-    without what a compression adds to it, and its first line; then `read` is called once with the
+    Providers are called as `factory(tokenize=...)`. `can_read` is called with the name of a file,
+    without the suffix of a compression, and its first line; then `read` is called once with the
     open text file. A reader opens nothing, keeps nothing of a file and yields while it reads, so
-    that a part of a long trace costs a part of its time.
+    that reading a part of a long trace costs only that part of the time.
     """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class NullTraceReader(TraceReaderProtocol):
         pass
 
     def can_read(self, name: str, first_line: str) -> bool:
-        """Know none."""
+        """Return False."""
         del name, first_line
         return False
 

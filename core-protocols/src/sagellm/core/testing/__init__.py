@@ -1,4 +1,4 @@
-"""The conformance kit: one contract class a protocol, which built-ins and third parties both subclass.
+"""The conformance kit: one contract class per protocol, subclassed by built-ins and third parties alike.
 
     from sagellm.core.testing import EvictionPolicyContract
 
@@ -99,7 +99,7 @@ __all__ = [
     "run_in_threads",
 ]
 
-# A failing `assert` of the kit then shows its values, as one in a test file does.
+# So that a failing `assert` of the kit shows its values, as in a test file.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{name}"

@@ -1,4 +1,4 @@
-"""Notes the calls that a test makes, so that a fault can be told by what was done."""
+"""Records the calls that a test makes, to describe a fault by what was done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ORDINALS = ("the first: ", "the second: ", "the third: ")
 
 
 class Calls:
-    """The calls of all objects that it watches."""
+    """The calls on all watched objects."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -23,17 +23,17 @@ class Calls:
         self._num_calls = 0
 
     def watch(self, target: Any) -> Any:
-        """Return something that passes everything on to the target and notes it, if that is wanted."""
+        """Return a proxy that forwards everything to the target and records it, if enabled."""
         if not self._is_on:
             return target
         self._num_objects += 1
-        if self._num_objects > len(_ORDINALS):  # operations that are tried again and again
+        if self._num_objects > len(_ORDINALS):  # operations that are retried many times
             self._calls.clear()
             self._num_calls = 0
         return _Watched(target, self, self._num_objects)
 
     def note(self, number: int, method: str, text: str) -> None:
-        """Note a call; questions that change nothing only until something else is called."""
+        """Record a call; consecutive queries that change nothing are kept only until another call."""
         if self._calls and self._calls[-1][:2] == (number, method) and method in _QUESTIONS:
             self._calls.pop()
         elif method not in _QUESTIONS:
@@ -42,11 +42,11 @@ class Calls:
 
     @property
     def num_calls(self) -> int:
-        """How many there were, without questions."""
+        """The number of calls, without queries."""
         return self._num_calls
 
     def texts(self) -> list[str]:
-        """Return the last calls, of all objects or of the last of very many."""
+        """Return the last calls, of all objects or, of very many, the last."""
         calls = list(self._calls)
         calls = [call for call in calls[:-1] if call[1] not in _QUESTIONS] + calls[-1:]
         numbers = {number for number, _, _ in calls}
@@ -79,7 +79,7 @@ class _Watched:
 
 
 def _text(value: Any) -> str:
-    """Write a value in few words: nodes by their ids, long lists by their beginning."""
+    """Render a value briefly: nodes by their ids, long lists by their beginning."""
     node_id = getattr(value, "node_id", None)
     if node_id is not None:
         return f"node {node_id}"

@@ -14,7 +14,7 @@ __all__ = ["EvictionPolicyContract", "RankingEvictionPolicyContract", "make_cand
 
 
 class EvictionPolicyContract(EvictionPolicyLoad):
-    """Holds for every policy, also for one that protects everything. Override `make`."""
+    """Holds for every policy, even one that protects everything. Override `make`."""
 
     num_operations = 10_000
 
@@ -23,7 +23,7 @@ class EvictionPolicyContract(EvictionPolicyLoad):
         raise NotImplementedError
 
     def rank(self, node: CachedNode) -> Any:
-        """Return a key whose smallest value must be the victim; None where the order is not tested."""
+        """Return a key whose smallest value must be the victim; None if the order is not tested."""
         return None
 
     def test_a_new_policy_names_no_victim(self) -> None:
@@ -31,7 +31,7 @@ class EvictionPolicyContract(EvictionPolicyLoad):
         assert self.make().victim() is None
 
     def test_random_operations_keep_to_the_candidates(self) -> None:
-        """The victim is a candidate, the one that `rank` wants, and the same when asked twice."""
+        """The victim is a candidate, the one that `rank` expects, and the same when asked twice."""
         policy = self.make()
         random = Randomness(1).stream("eviction")
         outside: dict[int, CachedNode] = {}
@@ -47,7 +47,7 @@ class EvictionPolicyContract(EvictionPolicyLoad):
                 assert victim is min(candidates.values(), key=self.rank)
 
     def test_two_policies_share_nothing(self) -> None:
-        """What one is told, another does not know."""
+        """Calls on one do not affect the other."""
         busy, idle = self.make(), self.make()
         node = make_node(1)
         busy.on_insert(node)
@@ -63,20 +63,20 @@ class EvictionPolicyContract(EvictionPolicyLoad):
         assert not pinned, f"{len(pinned)} pinned sequences were chosen, {pinned[0]} among them"
 
     def test_only_candidates_are_chosen_and_each_at_most_once(self) -> None:
-        """The answer is a part of the question."""
+        """The answer is a subset of the candidates."""
         candidates = make_candidates(Randomness(3).stream("once"), 50)
         chosen = Counter(self.make().select_victims(candidates, 20))
         assert chosen.keys() <= {candidate.sequence_id for candidate in candidates}
         assert set(chosen.values()) <= {1}
 
     def test_nothing_is_chosen_when_nothing_is_required(self) -> None:
-        """Zero and less."""
+        """Zero and negative numbers."""
         candidates = make_candidates(Randomness(4).stream("nothing"), 5)
         for required_blocks in (0, -3):
             assert self.make().select_victims(candidates, required_blocks) == []
 
     def test_select_victims_depends_on_its_arguments_alone(self) -> None:
-        """Neither on what was asked before nor on the tree."""
+        """Neither on earlier calls nor on the tree."""
         candidates = make_candidates(Randomness(5).stream("stateless"), 40)
         policy = self.make()
         expected = policy.select_victims(candidates, 30)
@@ -90,7 +90,7 @@ class EvictionPolicyContract(EvictionPolicyLoad):
 
 
 class RankingEvictionPolicyContract(EvictionPolicyContract):
-    """Holds for every policy that names a victim as long as there is a candidate."""
+    """Holds for every policy that names a victim whenever there is a candidate."""
 
     names_victims = True
 
@@ -119,7 +119,7 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
         assert policy.victim() is node, "node 1 was not named after add_candidate"
 
     def test_a_victim_gives_up_one_block_at_least_and_no_more_than_wanted(self) -> None:
-        """And asking changes neither the victim nor that it is one."""
+        """Asking changes neither the victim nor its being a candidate."""
         policy = self.make()
         for node_id in range(1, 4):
             node = make_node(node_id, num_blocks=5)
@@ -132,7 +132,7 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
         assert policy.victim() is victim
 
     def test_victims_cover_what_is_required_and_all_are_needed(self) -> None:
-        """Blocks that sequences share count once; without the last one it would not suffice."""
+        """Blocks that sequences share count once; without the last sequence they would not suffice."""
         candidates = make_candidates(Randomness(7).stream("cover"), 60)
         blocks = {candidate.sequence_id: set(candidate.block_ids) for candidate in candidates}
         for required_blocks in range(1, 80, 7):
@@ -141,14 +141,14 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
             assert len(set().union(*(blocks[one] for one in chosen[:-1]))) < required_blocks
 
     def test_all_unpinned_sequences_are_chosen_when_they_do_not_suffice(self) -> None:
-        """The caller gets what there is."""
+        """The caller gets everything available."""
         candidates = make_candidates(Randomness(8).stream("all"), 30)
         unpinned = {candidate.sequence_id for candidate in candidates if not candidate.is_pinned}
         differing = unpinned ^ set(self.make().select_victims(candidates, 10_000))
         assert not differing, f"{len(differing)} sequences are missing or were not to be chosen"
 
     def test_leaves_taken_at_once_are_those_that_are_named_one_by_one(self) -> None:
-        """In the same order, whole, and no more than wanted; a policy may leave it to `victim`."""
+        """In the same order, whole, and no more than wanted; a policy may leave this to `victim`."""
         at_once, one_by_one = self.make(), self.make()
         for node_id in range(1, 41):
             for policy in (at_once, one_by_one):

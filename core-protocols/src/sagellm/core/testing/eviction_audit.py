@@ -1,4 +1,4 @@
-"""An eviction policy that audits the cache which calls it."""
+"""An eviction policy that audits the cache calling it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sagellm.core.protocols.eviction import (
 
 
 class AuditError(BaseException):
-    """A cache broke the order of calls. Anything else that a policy raises is taken for its own failure."""
+    """A cache broke the order of calls. Other errors from a policy count as its own failures."""
 
 
 class AuditingEvictionPolicy(EvictionPolicyProtocol):
     """Exact LRU by brute force that raises AuditError when a cache breaks the order of calls.
 
-    To be handed to a prefix cache under test.
+    To be passed to a prefix cache under test.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
         self._seen: set[NodeId] = set()
 
     def on_insert(self, node: CachedNode) -> None:
-        """Expect an id that was never there."""
+        """Expect a new id."""
         _require(node.node_id not in self._seen, f"node {node.node_id} entered twice")
         self._seen.add(node.node_id)
         self.nodes[node.node_id] = node
@@ -44,7 +44,7 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
         self.num_hits += 1
 
     def on_remove(self, node: CachedNode) -> None:
-        """Expect a known node that is not a candidate any more."""
+        """Expect a known node that is no longer a candidate."""
         _require(self.nodes.pop(node.node_id, None) is node, f"unknown node {node.node_id} left")
         _require(node.node_id not in self.candidates, f"node {node.node_id} left while it was a candidate")
         self.num_victims += node.node_id == self._named
@@ -60,7 +60,7 @@ class AuditingEvictionPolicy(EvictionPolicyProtocol):
         _require(self.candidates.pop(node.node_id, None) is node, f"node {node.node_id} was no candidate")
 
     def victim(self) -> CachedNode | None:
-        """Look at all candidates for the least recently used one, the older node of equals."""
+        """Return the least recently used candidate, the older node among equals, by searching all."""
         nodes = self.candidates.values()
         node = min(nodes, key=lambda node: (node.last_access_ns, node.node_id), default=None)
         self._named = None if node is None else node.node_id

@@ -1,4 +1,4 @@
-"""What every eviction policy must bear: any sequence of calls, eight threads, many leaves, much time."""
+"""What every eviction policy must withstand: any sequence of calls, eight threads, many leaves, much time."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def make_candidates(random: Random, num_candidates: int) -> list[EvictionCandida
 
 
 class EvictionPolicyLoad:
-    """The part of the contract that takes many calls. `EvictionPolicyContract` has it.
+    """The part of the contract that needs many calls, inherited by `EvictionPolicyContract`.
 
-    A decision should cost less than 5 µs a block and a choice among 1,000 sequences less than
+    A decision should cost less than 5 µs per block and a choice among 1,000 sequences less than
     100 µs; the budgets are twenty times that, so that only a fault breaks them.
     """
 
-    names_victims = False  # as long as there is a candidate
+    names_victims = False  # whenever there is a candidate
     max_decision_s = 100e-6  # median of one victim among 10,000 leaves, its removal included
     max_growth = 5.0  # of that from 1,000 leaves to 10,000; a linear one grows by 10
-    max_choice_s = 2e-3  # of victims among 1,000 sequences, best of some
-    max_kept_nodes = 1_000  # of 5,000 that left one by one
+    max_choice_s = 2e-3  # of victims among 1,000 sequences, best of several
+    max_kept_nodes = 1_000  # of 5,000 that left one at a time
 
     def make(self) -> EvictionPolicyProtocol:
         """Return a new policy."""
         raise NotImplementedError
 
     def test_no_random_sequence_of_calls_disagrees_with_a_model(self) -> None:
-        """Only unlocked leaves are named, and as long as there are any where the policy says so."""
+        """Only unlocked leaves are named, and, where the policy says so, whenever there are any."""
         run_operations(lambda: EvictionPolicyMachine(self.make(), names_victims=self.names_victims))
 
     def test_two_policies_decide_without_each_other(self) -> None:
-        """Equal histories give equal victims, whatever another policy is told in between."""
+        """Equal histories give equal victims, whatever calls another policy gets in between."""
         alone = _victims(self.make())
         other = _victims(self.make(), beside=self.make())
         assert other == alone, _first_difference(alone, other)
@@ -90,7 +90,7 @@ class EvictionPolicyLoad:
         run_in_threads(work, num_threads=NUM_THREADS)
 
     def test_a_decision_is_cheap_among_many_leaves(self) -> None:
-        """Less than 5 µs a block is wanted; twenty times that is a fault."""
+        """Less than 5 µs per block is expected; twenty times that is a fault."""
         cost_s = self._decision_s(10_000)
         assert cost_s < self.max_decision_s, (
             f"one victim of 10,000 leaves took {cost_s * 1e6:.0f} µs; "
@@ -98,14 +98,14 @@ class EvictionPolicyLoad:
         )
 
     def test_the_cost_of_a_decision_does_not_grow_with_the_number_of_leaves(self) -> None:
-        """No call looks at all of them."""
+        """No call examines all of them."""
         few_s, many_s = (min(self._decision_s(n) for _ in range(3)) for n in (1_000, 10_000))
         assert many_s < self.max_growth * max(few_s, 1e-6), (
             f"one victim takes {few_s * 1e6:.1f} µs among 1,000 leaves and {many_s * 1e6:.1f} µs among 10,000"
         )
 
     def test_the_cost_of_a_choice_among_a_thousand_sequences_is_small(self) -> None:
-        """Less than 100 µs is wanted; twenty times that is a fault."""
+        """Less than 100 µs is expected; twenty times that is a fault."""
         policy, candidates = self.make(), make_candidates(Randomness(9).stream("choice"), 1_000)
         costs_s = []
         for _ in range(20):
@@ -118,7 +118,7 @@ class EvictionPolicyLoad:
         )
 
     def test_nodes_that_left_are_let_go(self) -> None:
-        """Memory follows the nodes that are in the tree; ids may be remembered, nodes may not."""
+        """Memory is bounded by the nodes in the tree; ids may be remembered, nodes may not."""
         policy, left = self.make(), []
         for node_id in range(1, 5_001):
             node = _WatchedNode(**asdict(make_node(node_id)))
@@ -161,7 +161,7 @@ def _pass_through(policy: EvictionPolicyProtocol, node: CachedNode) -> None:
 
 
 def _victims(policy: EvictionPolicyProtocol, beside: EvictionPolicyProtocol | None = None) -> list[int]:
-    """Return whom a policy gives up in a random history; tell another one other things meanwhile."""
+    """Return a policy's victims in a random history; make other calls on another policy meanwhile."""
     random, other = Randomness(10).stream("own"), Randomness(11).stream("other")
     nodes: tuple[dict[int, CachedNode], ...] = ({}, {}, {}, {})
     victims = []

@@ -1,4 +1,4 @@
-"""Random operations of a prefix cache on its eviction policy, beside a model."""
+"""Random operations of a prefix cache on its eviction policy, checked against a model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PICK = st.integers(0, 15)
 
 
 def make_node(node_id: int, **values: int) -> CachedNode:
-    """Return a node with what a test does not care about filled in."""
+    """Return a node with defaults for the fields that a test does not set."""
     fields = {"num_blocks": 1, "depth": 16, "created_ns": node_id, "last_access_ns": node_id} | values
     return CachedNode(node_id=NodeId(node_id), **fields)  # type: ignore[arg-type]
 
 
 class EvictionPolicyMachine(RuleBasedStateMachine):
-    """Tells a policy what a cache would tell it, and knows which nodes are unlocked leaves.
+    """Calls a policy as a cache would, and knows which nodes are unlocked leaves.
 
-    `names_victims` says that the policy names a victim as long as there is a candidate, and counts.
+    `names_victims` says that the policy names a victim whenever there is a candidate, and counts.
     """
 
     def __init__(self, policy: EvictionPolicyProtocol, *, names_victims: bool) -> None:
@@ -36,7 +36,7 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 4))
     def insert(self, num_blocks: int) -> None:
-        """A request, which locks it, brings a node in."""
+        """A request adds a node and locks it."""
         self.now += 1
         node = make_node(self.now, num_blocks=num_blocks, depth=16 * num_blocks)
         self.policy.on_insert(node)
@@ -62,7 +62,7 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     @rule(pick=_PICK)
     def hit_a_locked_node(self, pick: int) -> None:
-        """A second request uses what a first one holds."""
+        """A second request uses a node that a first one holds."""
         if self.locked:
             self._hit(self.locked[pick % len(self.locked)])
 
@@ -75,7 +75,7 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     @rule(pick=_PICK)
     def split(self, pick: int) -> None:
-        """A new branch leaves a node in its middle; the lower part stays what it was."""
+        """A new branch splits a node in its middle; the lower part keeps its identity."""
         lower = (self.locked + self.leaves)[pick % (len(self.locked) + len(self.leaves) or 1) :][:1]
         if lower and lower[0].num_blocks > 1:
             self.now += 1
@@ -86,7 +86,7 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     @rule(pick=_PICK, num_more=st.sampled_from([1, 3, -1]))
     def resize(self, pick: int, num_more: int) -> None:
-        """A leaf grows at its end or gives up some of it, locked or not."""
+        """A leaf grows at its end or gives up part of it, locked or not."""
         nodes = self.locked + self.leaves
         if nodes and nodes[pick % len(nodes)].num_blocks + num_more > 0:
             node = nodes[pick % len(nodes)]
@@ -96,12 +96,12 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        """The cache asks who is next and takes its blocks."""
+        """The cache asks for the victim and takes its blocks."""
         self._remove(self.policy.victim())
 
     @rule(num_blocks=st.integers(1, 12))
     def evict_at_once(self, num_blocks: int) -> None:
-        """The cache takes leaves that go whole, of so many blocks."""
+        """The cache takes whole leaves, at most this many blocks."""
         for node in self.policy.victims(num_blocks):
             assert node in self.leaves, f"node {node.node_id} was yielded: {self._what_is(node)}"
             num_blocks -= node.num_blocks
@@ -110,18 +110,18 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     @rule(pick=_PICK)
     def drop(self, pick: int) -> None:
-        """The cache is cleared, which asks no policy."""
+        """The cache is cleared without consulting the policy."""
         self._remove(self.leaves[pick % len(self.leaves)] if self.leaves else None)
 
     def _remove(self, node: CachedNode | None) -> None:
-        if node is not None and node in self.leaves:  # what else is named, the invariant finds
+        if node is not None and node in self.leaves:  # the invariant catches any other node
             self.policy.remove_candidate(node)
             self.policy.on_remove(node)
             self.leaves.remove(node)
 
     @invariant()
     def the_victim_is_an_unlocked_leaf(self) -> None:
-        """The same one when asked twice, and one as long as there are any."""
+        """The same one when asked twice, and there is one as long as there are leaves."""
         victim = self.policy.victim()
         if victim is not None:
             assert victim in self.leaves, f"node {victim.node_id} was named: {self._what_is(victim)}"

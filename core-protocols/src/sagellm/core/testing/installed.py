@@ -49,8 +49,8 @@ OnCall = Callable[[str], None]
 class _Kind(NamedTuple):
     """How a kind is tested.
 
-    `contract` holds for those that do something, which `does` finds out, `null` for the others.
-    `probe` makes one as the contract would. Calls are noted where that disturbs nothing.
+    `contract` applies to implementations that do something, as `does` determines, `null` to the others.
+    `probe` makes one as the contract would. Calls are recorded unless that would interfere.
     """
 
     contract: type
@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
     notes_calls: bool = False
     null: type | None = None
     does: Callable[[Any], bool] | None = None
-    sample: Callable[[Any, str | None], dict[str, Any]] | None = None  # what the contract is given
+    sample: Callable[[Any, str | None], dict[str, Any]] | None = None  # input for the contract
 
 
 def _make(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -123,7 +123,7 @@ def _requests(processor: Any, sample: str | None) -> dict[str, Any]:
     requests = KIT_REQUESTS if sample is None else [_read_request(sample)]
     try:
         asking = [request for request in requests if processor.start(request) is not None]
-    except Exception:  # which the tests will find
+    except Exception:  # the tests will report it
         asking = list(requests)
     found: dict[str, Any] = {"requests": lambda self: asking}
     return found if sample is None else found | {"not_asked": f"{_NOT_ASKED_BY_SAMPLE} {sample}"}
@@ -221,13 +221,13 @@ _HOW = "give them with --options '{NAME: VALUE}', in Python with options={…}"
 
 
 class UncheckedError(Exception):
-    """A provider cannot be checked by its name alone, which is no fault of it."""
+    """A provider cannot be checked by its name alone, which is not a fault of it."""
 
 
 class _Installed:
     factory: Factory
     protocol: type
-    methods: tuple[str, ...]  # that the provider has by itself, and the kit has to call
+    methods: tuple[str, ...]  # defined by the provider, to be called by the kit
     notes_calls: bool
     calls: Calls
     exercised: Exercised
@@ -252,7 +252,7 @@ def installed_contract(
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
     It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
-    file of its format, for a logits processor the fields of a LogitsRequest as JSON. `on_call` is told the
+    file of its format, for a logits processor the fields of a LogitsRequest as JSON. `on_call` receives the
     name of each method of the provider that is called here, before any test.
     Raises what `factory_contract` raises.
     """
@@ -272,11 +272,11 @@ def factory_contract(
 ) -> type:
     """Return the contract of a kind as a test class that makes what a factory makes.
 
-    `on_call` is told the name of each method that is called to find out what it makes.
+    `on_call` receives the name of each method that is called to find out what it makes.
 
     Raises UncheckedError if the kit has no contract for the kind, the sample cannot be used, or the provider
-    needs options or refuses those that are given (by a ConfigError, or a parameter without a default); and
-    whatever else the provider raises.
+    needs options or refuses those given (by a ConfigError, or a parameter without a default); and
+    any other error of the provider.
     """
     entry = _KINDS[kind]
     if sample is not None and entry.sample is None:
@@ -333,7 +333,7 @@ def _with_options(factory: Factory, options: Mapping[str, Any]) -> Factory:
 
 
 def _refuse_gaps(factory: Factory, *arguments: Any, **keywords: Any) -> Any:
-    """Make one as the engine would, unless parameters are left over that only options can fill."""
+    """Make one as the engine would, unless some required parameters can only come from options."""
     parameters = signature(factory).parameters
     given = signature(factory).bind_partial(*arguments, **keywords).arguments
     missing = [
@@ -353,5 +353,5 @@ def _contract(entry: _Kind, made: Any) -> type:
         return entry.contract
     try:
         return entry.contract if entry.does(made) else entry.null
-    except Exception:  # what it does wrong, the tests will say
+    except Exception:  # the tests will report it
         return entry.contract

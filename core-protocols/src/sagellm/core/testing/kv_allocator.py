@@ -18,7 +18,7 @@ BAD_IDS: list[Any] = [-1, 1 << 40, True, False, 0.0, 1.5, "0", None, [0]]
 
 
 def need(num_blocks: int, at_least: int) -> None:
-    """Skip a test that an implementation of so few blocks cannot take."""
+    """Skip a test that needs more blocks than an implementation has."""
     if num_blocks < at_least:
         pytest.skip(f"needs {at_least} blocks, this one has {num_blocks}")
 
@@ -26,18 +26,18 @@ def need(num_blocks: int, at_least: int) -> None:
 class KVAllocatorContract(KVAllocatorLoad):
     """The contract of KVAllocatorProtocol as tests.
 
-    `make` may return an allocator with fewer blocks than asked for, even none; what cannot be
-    tested then is skipped.
+    `make` may return an allocator with fewer blocks than requested, even none; tests that need more
+    are skipped.
     """
 
-    budget_us = 100.0  # for allocate and free of 32 blocks, best of many; twenty times what it may cost
+    budget_us = 100.0  # for allocate and free of 32 blocks, best of many; twenty times the allowed cost
 
     def make(self, total_blocks: int) -> KVAllocatorProtocol:
         """Return a fresh allocator."""
         raise NotImplementedError
 
     def make_with(self, at_least: int) -> tuple[KVAllocatorProtocol, int]:
-        """Return a fresh allocator and its number of blocks; skip where they are too few."""
+        """Return a fresh allocator and its number of blocks; skip if there are too few."""
         allocator = self.make(max(64, at_least))
         total = allocator.metrics().total_blocks
         need(total, at_least)
@@ -75,7 +75,7 @@ class KVAllocatorContract(KVAllocatorLoad):
 
     @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
     def test_a_size_of_zero_or_none_at_all_is_refused(self, size: Any) -> None:
-        """So is what is not an int."""
+        """So is anything that is not an int."""
         allocator, total = self.make_with(0)
         with pytest.raises(BlockError):
             allocator.allocate(size)
@@ -117,7 +117,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         allocator.check_integrity()
 
     def test_what_comes_back_is_handed_out_and_what_is_live_is_not(self) -> None:
-        """Of 100 and 50 blocks the first go back; the next 80 have none of the live 50."""
+        """Of 100 and 50 blocks the first are freed; the next 80 include none of the live 50."""
         allocator, total = self.make_with(150)
         first, live = allocator.allocate(100), allocator.allocate(50)
         allocator.free(first)
@@ -127,7 +127,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         allocator.check_integrity()
 
     def test_the_order_of_freeing_does_not_matter(self) -> None:
-        """Whatever the order in which blocks come back, one by one, all are one free run in the end."""
+        """Whatever the order in which single blocks are freed, all are one free run in the end."""
         for seed in range(5):
             allocator, total = self.make_with(0)
             held = allocator.allocate(total) if total else []
@@ -139,7 +139,7 @@ class KVAllocatorContract(KVAllocatorLoad):
             assert not total or sorted(allocator.allocate(total)) == list(range(total))
 
     def test_fragmentation_follows_its_formula(self) -> None:
-        """With every other block held the largest run is one."""
+        """With every other block held, the largest run is one."""
         allocator, total = self.make_with(4)
         block_ids = sorted(allocator.allocate(total))
         allocator.free(block_ids[::2])
@@ -148,7 +148,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         assert metrics.external_fragmentation == pytest.approx(1 - 1 / len(block_ids[::2]))
 
     def test_the_very_blocks_that_are_asked_for_can_be_claimed(self) -> None:
-        """They are held like allocated ones, and the occupancy says so of these alone."""
+        """They are held like allocated ones, and only they are marked in the occupancy."""
         allocator, total = self.make_with(4)
         (held,) = allocator.allocate(1)
         wanted = [BlockId(block_id) for block_id in range(total - 1, -1, -1) if block_id != held][::2]
@@ -179,7 +179,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         allocator.check_integrity()
 
     def test_what_is_free_can_be_brought_together(self) -> None:
-        """The highest blocks go where the lowest gaps are, one by one, until there is one free run."""
+        """The highest blocks move to the lowest gaps, one by one, until there is one free run."""
         allocator, total = self.make_with(4)
         allocator.free(sorted(allocator.allocate(total))[::2])
         num_held = total - allocator.num_free_blocks
@@ -207,12 +207,12 @@ class KVAllocatorContract(KVAllocatorLoad):
 
     @pytest.mark.full
     def test_a_million_random_operations_agree_with_a_model(self) -> None:
-        """The same for long, with the integrity checked at every hundredth."""
+        """A longer run, with the integrity checked at every hundredth."""
         self.make_with(1)
         self.run_random_operations(1_000_000, check_every=100, seed=1)
 
     def run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
-        """Compare with a set of held ids, wrong calls among the right ones."""
+        """Compare with a set of held ids, mixing in wrong calls."""
         allocator, total = self.make_with(0)
         rng = random.Random(seed)
         held: list[BlockId] = []
@@ -261,7 +261,7 @@ class KVAllocatorContract(KVAllocatorLoad):
         rng.shuffle(held)
         size = rng.randint(0, min(12, len(held)))
         block_ids = held[:size]
-        if rng.random() < 0.2:  # an id that is not held, or one of these again
+        if rng.random() < 0.2:  # an id that is not held, or a repeated one
             bad = rng.choice([*block_ids, *(set(range(-1, total + 1)) - set(held))])
             with pytest.raises(BlockError):
                 allocator.free([*block_ids, BlockId(bad)])
@@ -270,7 +270,7 @@ class KVAllocatorContract(KVAllocatorLoad):
             del held[:size]
 
     def test_it_costs_little(self) -> None:
-        """A generous budget, so that only another order of growth breaks it."""
+        """A generous budget, which only another order of growth exceeds."""
         allocator = self.make(100_000)
         need(allocator.num_free_blocks, 100_000)
         allocator.allocate(50_000)

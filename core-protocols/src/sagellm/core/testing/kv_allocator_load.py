@@ -1,4 +1,4 @@
-"""What every allocator of KV blocks must bear: any sequence of calls, eight threads, many blocks."""
+"""What every allocator of KV blocks must withstand: any sequence of calls, eight threads, many blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PICKS = st.lists(st.integers(0, 15), max_size=6)
 
 
 class KVAllocatorMachine(RuleBasedStateMachine):
-    """Calls an allocator, rightly and wrongly, and knows which ids are held."""
+    """Makes valid and invalid calls to an allocator, and knows which ids are held."""
 
     def __init__(self, allocator: KVAllocatorProtocol, total: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class KVAllocatorMachine(RuleBasedStateMachine):
 
     @rule(size=st.integers(0, 6))
     def allocate(self, size: int) -> None:
-        """Ask for some blocks, none among the sizes, more than are free now and then."""
+        """Request some blocks, sometimes none or more than are free."""
         num_free = self.total - len(self.held)
         if not 1 <= size <= num_free:
             with pytest.raises(OutOfBlocksError if size else BlockError):
@@ -47,14 +47,14 @@ class KVAllocatorMachine(RuleBasedStateMachine):
 
     @rule(picks=_PICKS)
     def free(self, picks: list[int]) -> None:
-        """Give some of the held blocks back, in any order."""
+        """Free some of the held blocks, in any order."""
         chosen = self._chosen(picks)
         self.allocator.free(chosen)
         self.held = [block_id for block_id in self.held if block_id not in chosen]
 
     @rule(wanted=st.lists(st.integers(-1, 16), max_size=3))
     def claim(self, wanted: list[int]) -> None:
-        """Ask for certain blocks, some of them held, unknown or named twice now and then."""
+        """Claim certain blocks, sometimes held, unknown or repeated ones."""
         block_ids = [BlockId(block_id) for block_id in wanted]
         is_known = all(0 <= block_id < self.total for block_id in wanted)
         if not is_known or len(set(wanted)) < len(wanted) or not set(wanted).isdisjoint(self.held):
@@ -66,7 +66,7 @@ class KVAllocatorMachine(RuleBasedStateMachine):
 
     @rule(picks=_PICKS, wrong=st.integers(-1, 16))
     def free_with_a_wrong_id(self, picks: list[int], wrong: int) -> None:
-        """Give back an id that is free, unknown, or given already."""
+        """Free an id that is free, unknown, or repeated."""
         chosen = self._chosen(picks)
         if wrong in self.held and wrong not in chosen:
             chosen.append(BlockId(wrong))
@@ -78,7 +78,7 @@ class KVAllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_counts_agree(self) -> None:
-        """What is held is allocated, the rest is free, and the bookkeeping is whole."""
+        """Held blocks are allocated, the rest is free, and the bookkeeping is consistent."""
         num_free = self.total - len(self.held)
         came = self.allocator.num_free_blocks
         assert came == num_free, f"{came} blocks are said to be free; {num_free} of {self.total} are"
@@ -89,7 +89,7 @@ class KVAllocatorMachine(RuleBasedStateMachine):
 
 
 class KVAllocatorLoad:
-    """The part of the contract that takes many calls. `KVAllocatorContract` has it."""
+    """The part of the contract that needs many calls, inherited by `KVAllocatorContract`."""
 
     max_growth = 8.0  # of the cost of a call from 2,000 blocks to 64,000; a linear one grows by 32
 
@@ -102,7 +102,7 @@ class KVAllocatorLoad:
         run_operations(lambda: KVAllocatorMachine(*self._sized(16)))
 
     def test_the_integrity_holds_while_all_blocks_come_and_go(self) -> None:
-        """One by one, in the order in which they came, in the reverse one, and with gaps."""
+        """One by one, in the order of allocation, in reverse, and with gaps."""
         allocator, total = self._sized(24)
         for order in (slice(None), slice(None, None, -1), slice(None, None, 2)):
             held = []
@@ -115,7 +115,7 @@ class KVAllocatorLoad:
             assert allocator.num_free_blocks == total
 
     def test_two_allocators_decide_without_each_other(self) -> None:
-        """Equal calls give equal ids, whatever another one is asked in between."""
+        """Equal calls give equal ids, whatever calls another allocator gets in between."""
         alone = _handed_out(self.make(64), Random(1))
         other = self.make(64)
         assert _handed_out(self.make(64), Random(1), beside=other) == alone, "other blocks came"
@@ -152,7 +152,7 @@ class KVAllocatorLoad:
         run_in_threads(work, num_threads=NUM_THREADS)
 
     def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(self) -> None:
-        """`allocate`, `free` and `all_allocated` cost O(1) a block."""
+        """`allocate`, `free` and `all_allocated` cost O(1) per block."""
         few_ns, many_ns = (self._cost_ns(num_blocks) for num_blocks in (2_000, 64_000))
         grown = many_ns / few_ns
         assert grown < self.max_growth, (

@@ -20,14 +20,14 @@ from sagellm.core.testing.kv_pool_random import KVPoolRandomOperations
 class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
     """The contract of KVPoolProtocol as tests.
 
-    `make` may return a pool with fewer blocks than asked for, even none; what cannot be tested
-    then is skipped.
+    `make` may return a pool with fewer blocks than requested, even none; tests that need more
+    are skipped.
     """
 
     budget_us = 200.0  # for allocate, share and free of 32 blocks, best of many
 
     def test_everything_is_free_at_first(self) -> None:
-        """A fresh pool counts zero of all but free blocks."""
+        """In a fresh pool all counts but the free blocks are zero."""
         pool = self.make_with(0)
         metrics = pool.metrics()
         assert pool.block_size == 16
@@ -78,7 +78,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_an_id_given_twice_counts_twice(self) -> None:
-        """Both for sharing and for freeing, as far as the references reach."""
+        """For both sharing and freeing, as far as there are references."""
         pool = self.make_with(1)
         (a,) = pool.allocate(ask(1))
         pool.share([a, a])
@@ -89,7 +89,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_more_than_is_free_is_refused_with_numbers(self) -> None:
-        """The error says who asked for how many and how many there are; nothing was taken."""
+        """The error says who asked for how many and how many are free; nothing was taken."""
         pool = self.make_with(0)
         with pytest.raises(OutOfBlocksError) as caught:
             pool.allocate(ask(pool.total_blocks + 1))
@@ -100,7 +100,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_metrics_count_what_succeeded_and_what_failed(self) -> None:
-        """A refused size is the caller's error and no failed allocation."""
+        """A refused size is the caller's error, not a failed allocation."""
         pool = self.make_with(2)
         pool.allocate(ask(1))
         with pytest.raises(OutOfBlocksError):
@@ -113,7 +113,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
 
     @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
     def test_a_size_of_zero_or_none_at_all_is_refused(self, size: Any) -> None:
-        """So is what is not an int."""
+        """So is anything that is not an int."""
         pool = self.make_with(0)
         with pytest.raises(BlockError):
             pool.allocate(ask(size))
@@ -135,7 +135,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_nothing_may_be_shared_and_freed(self) -> None:
-        """An empty list is no error and changes nothing."""
+        """An empty list is not an error and changes nothing."""
         pool = self.make_with(0)
         pool.share([])
         assert pool.free([]) == 0
@@ -156,7 +156,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_what_comes_back_is_handed_out_and_what_is_live_is_not(self) -> None:
-        """Of 100 and 50 blocks the first go back; the next 80 have none of the live 50."""
+        """Of 100 and 50 blocks the first are freed; the next 80 include none of the live 50."""
         pool = self.make_with(150)
         first, live = pool.allocate(ask(100, "first")), pool.allocate(ask(50, "live"))
         assert pool.free(first) == 100
@@ -194,7 +194,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_without_a_free_block_a_shared_one_stays_shared(self) -> None:
-        """The error carries the numbers and names the writer; every count is as it was."""
+        """The error has the numbers and names the writer; every count is unchanged."""
         pool = self.make_with(1)
         held = pool.allocate(ask(pool.total_blocks))
         pool.share(held[:1])
@@ -235,7 +235,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
         pool.check_integrity()
 
     def test_an_evictor_that_frees_nothing_is_not_asked_for_ever(self) -> None:
-        """Nor is one asked at all when it is gone, or when no number of victims would do."""
+        """Nor is it asked without an evictor, or if the pool is too small for the number."""
         pool = self.make_with(2)
         pool.allocate(ask(pool.total_blocks))
         wanted: list[int] = []
@@ -261,7 +261,7 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
             other.free(held)
 
     def test_it_costs_little(self) -> None:
-        """A generous budget, so that only another order of growth breaks it."""
+        """A generous budget, which only another order of growth exceeds."""
         pool = self.make(100_000, 16, VirtualClock())
         need(pool.total_blocks, 100_000)
         pool.share(pool.allocate(ask(50_000)))

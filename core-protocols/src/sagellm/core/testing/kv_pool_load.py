@@ -1,4 +1,4 @@
-"""What every KV pool must bear: any sequence of calls, eight threads, many blocks."""
+"""What every KV pool must withstand: any sequence of calls, eight threads, many blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PICKS = st.lists(st.integers(0, 15), max_size=6)
 
 
 class KVPoolOperations(RuleBasedStateMachine):
-    """Calls a pool, rightly and wrongly, and counts the references of each block."""
+    """Makes valid and invalid calls to a pool, and counts the references of each block."""
 
     def __init__(self, pool: KVPoolProtocol) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class KVPoolOperations(RuleBasedStateMachine):
 
     @rule(size=st.integers(0, 6), holder=st.sampled_from("ab"))
     def allocate(self, size: int, holder: str) -> None:
-        """Ask for some blocks, none among the sizes, more than are free now and then."""
+        """Request some blocks, sometimes none or more than are free."""
         if not 1 <= size <= self.pool.total_blocks - len(self.refs):
             with pytest.raises(OutOfBlocksError if size else BlockError):
                 self.pool.allocate(ask(size, holder))
@@ -44,14 +44,14 @@ class KVPoolOperations(RuleBasedStateMachine):
 
     @rule(picks=_PICKS)
     def share(self, picks: list[int]) -> None:
-        """Add references, several to one block now and then."""
+        """Add references, sometimes several to one block."""
         block_ids = self._held(picks)
         self.pool.share(block_ids)
         self.refs.update(block_ids)
 
     @rule(picks=_PICKS)
     def free(self, picks: list[int]) -> None:
-        """Drop references, more than there are now and then."""
+        """Drop references, sometimes more than there are."""
         block_ids = self._held(picks)
         dropped = Counter(block_ids)
         if any(count > self.refs[block_id] for block_id, count in dropped.items()):
@@ -66,7 +66,7 @@ class KVPoolOperations(RuleBasedStateMachine):
 
     @rule(size=st.integers(0, 4))
     def compact(self, size: int) -> None:
-        """Move some blocks as the pool plans it."""
+        """Move some blocks as the pool plans."""
         moves = self.pool.plan_moves(size)
         assert len(moves) <= size, f"{size} moves were asked for, {moves} are planned"
         self.pool.move(moves)
@@ -76,7 +76,7 @@ class KVPoolOperations(RuleBasedStateMachine):
 
     @rule(picks=_PICKS, wrong=st.integers(-1, 16))
     def name_a_free_block(self, picks: list[int], wrong: int) -> None:
-        """Share and free what nobody holds, among what somebody does."""
+        """Share and free blocks that nobody holds, mixed with held ones."""
         if wrong not in self.refs:
             for call in (self.pool.share, self.pool.free):
                 with pytest.raises(BlockError):
@@ -88,7 +88,7 @@ class KVPoolOperations(RuleBasedStateMachine):
 
     @invariant()
     def the_counts_agree(self) -> None:
-        """Every reference is known, the rest is free, and the bookkeeping is whole."""
+        """Every reference is known, the rest is free, and the bookkeeping is consistent."""
         came = {block_id: info.ref_count for block_id, info in self.pool.block_info.items()}
         assert came == self.refs, f"references are said to be {came}; they are {dict(self.refs)}"
         num_free = self.pool.total_blocks - len(self.refs)
@@ -99,7 +99,7 @@ class KVPoolOperations(RuleBasedStateMachine):
 
 
 class KVPoolLoad:
-    """The part of the contract that takes many calls. `KVPoolContract` has it."""
+    """The part of the contract that needs many calls, inherited by `KVPoolContract`."""
 
     max_growth = 8.0  # of the cost of a call from 2,000 blocks to 64,000; a linear one grows by 32
 
@@ -112,7 +112,7 @@ class KVPoolLoad:
         run_operations(lambda: KVPoolOperations(self.make(16, 16, VirtualClock())))
 
     def test_the_integrity_holds_while_all_blocks_come_and_go(self) -> None:
-        """One by one, in the order in which they came and in the reverse one, held once and twice."""
+        """One by one, in the order of allocation and in reverse, held once and twice."""
         pool = self.make(24, 16, VirtualClock())
         for step in (1, -1):
             held = []
@@ -126,7 +126,7 @@ class KVPoolLoad:
             assert pool.get_free_blocks() == pool.total_blocks
 
     def test_two_pools_decide_without_each_other(self) -> None:
-        """Equal calls give equal ids, whatever another one is asked in between."""
+        """Equal calls give equal ids, whatever calls another pool gets in between."""
         alone = _handed_out(self.make(64, 16, VirtualClock()), Random(1))
         other = self.make(64, 16, VirtualClock())
         assert _handed_out(self.make(64, 16, VirtualClock()), Random(1), beside=other) == alone, (
@@ -144,7 +144,7 @@ class KVPoolLoad:
         run_in_threads(work, num_threads=NUM_THREADS)
 
     def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(self) -> None:
-        """`allocate`, `share` and `free` look at the blocks of the call alone."""
+        """`allocate`, `share` and `free` look only at the blocks of the call."""
         few_ns, many_ns = (self._cost_ns(num_blocks) for num_blocks in (2_000, 64_000))
         assert many_ns / few_ns < self.max_growth, (
             f"32 blocks take {few_ns / 1000:.1f} µs among 2,000 and {many_ns / 1000:.1f} µs among 64,000"

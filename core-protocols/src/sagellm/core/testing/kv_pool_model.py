@@ -1,4 +1,4 @@
-"""Random operations on a KV pool, beside a model of what each must do."""
+"""Random operations on a KV pool, checked against a model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def ask(num_blocks: int, sequence_id: str = "a", priority: int = 0) -> BlockAllo
 
 
 class KVPoolMachine:
-    """Draws operations at random and knows what each must do.
+    """Draws random operations and knows the correct result of each.
 
-    Several may work on one pool, each in a thread of its own, if they are given one dict of
-    `owners`. None touches a block of another, so what each of them counts is exact; only how many
-    blocks are free is not known to any of them.
+    Several may work on one pool, each in its own thread, if they share one dict of
+    `owners`. None touches another's blocks, so each one's counts are exact; only the number of
+    free blocks is unknown to all of them.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class KVPoolMachine:
             self.refs.update(block_ids)
 
     def copy_on_write(self) -> None:
-        """Ask for a block that can be written to in place of one that is held, or of a wrong one."""
+        """Request a writable block in place of a held one, or of a wrong one."""
         holder = SequenceId(f"s{self.rng.randrange(100)}")
         if not self.refs or self.rng.random() < 0.1:
             with pytest.raises(BlockError):
@@ -90,13 +90,13 @@ class KVPoolMachine:
             self.refs[block_id] -= 1
 
     def move(self) -> None:
-        """Move some blocks that are held to others, which may be held, too, or unknown."""
+        """Move some held blocks to others, which may be held too, or unknown."""
         sources = list(dict.fromkeys(self._some()))
         targets = [BlockId(self.rng.randrange(-1, self.pool.total_blocks + 1)) for _ in sources]
         if self._is_alone and self.rng.random() < 0.5:
             moves = self.pool.plan_moves(self.rng.randint(0, 8))
             sources, targets = [source for source, _ in moves], [target for _, target in moves]
-        owners = [self._owners.pop(source) for source in sources]  # before somebody else can have them
+        owners = [self._owners.pop(source) for source in sources]  # before another machine can get them
         try:
             self.pool.move(list(zip(sources, targets, strict=True)))
         except BlockError:
@@ -123,7 +123,7 @@ class KVPoolMachine:
                 self.pool.free(block_ids)
         else:
             gone = [block_id for block_id, number in drops.items() if number == self.refs[block_id]]
-            for block_id in gone:  # before somebody else can have it
+            for block_id in gone:  # before another machine can get it
                 del self._owners[block_id]
             self.refs.subtract(drops)
             for block_id in gone:
@@ -147,7 +147,7 @@ class KVPoolMachine:
 
     def _wrong_id(self) -> BlockId:
         wrong = {-1, self.pool.total_blocks}
-        if self._is_alone:  # else a free block may be another's a moment later
+        if self._is_alone:  # otherwise another machine may take a free block at any moment
             wrong |= set(range(self.pool.total_blocks)) - set(self.refs)
         return BlockId(self.rng.choice(sorted(wrong)))
 

@@ -1,4 +1,4 @@
-"""Random operations on a KV pool, in one thread and in many."""
+"""Random operations on a KV pool, in one thread and in several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KVPoolRandomOperations:
         raise NotImplementedError
 
     def make_with(self, at_least: int, clock: Clock | None = None) -> KVPoolProtocol:
-        """Return a fresh pool; skip where its blocks are too few."""
+        """Return a fresh pool; skip if it has too few blocks."""
         pool = self.make(max(64, at_least), 16, clock or VirtualClock())
         need(pool.total_blocks, at_least)
         return pool
@@ -34,7 +34,7 @@ class KVPoolRandomOperations:
 
     @pytest.mark.full
     def test_a_million_random_operations_agree_with_a_model(self) -> None:
-        """The same for long, with the integrity checked at every hundredth."""
+        """A longer run, with the integrity checked at every hundredth."""
         self.make_with(1)
         self.run_alone(1_000_000, check_every=100, seed=1)
 
@@ -44,12 +44,12 @@ class KVPoolRandomOperations:
 
     @pytest.mark.full
     def test_a_million_random_operations_of_eight_threads_agree_with_a_model(self) -> None:
-        """The same for long."""
+        """A longer run."""
         self.make_with(1)
         self._run_in_eight_threads(1_000_000, check_every=100, seed=1)
 
     def test_moves_bring_what_is_free_together(self) -> None:
-        """A few at a time, with the integrity checked after each; holders and references go along."""
+        """A few at a time, with the integrity checked after each; holders and references move too."""
         pool = self.make_with(8)
         held = sorted(pool.allocate(ask(pool.total_blocks, "seq", priority=3)))
         pool.free(held[::3])
@@ -73,7 +73,7 @@ class KVPoolRandomOperations:
         assert metrics.largest_free_run == pool.get_free_blocks()
 
     def test_a_plan_takes_the_highest_to_the_lowest_and_changes_nothing(self) -> None:
-        """Neighbours stay in their order, and no move is planned where none brings anything."""
+        """Neighbours stay in order, and no useless move is planned."""
         pool = self.make_with(8)
         held = sorted(pool.allocate(ask(pool.total_blocks)))
         assert pool.plan_moves(100) == []
@@ -87,7 +87,7 @@ class KVPoolRandomOperations:
         assert pool.get_free_blocks() == pool.total_blocks
 
     def test_a_wrong_move_is_refused_whole(self) -> None:
-        """From what is free or given twice, to what is held, given twice or unknown."""
+        """From blocks that are free or repeated, to blocks that are held, repeated or unknown."""
         pool = self.make_with(6)
         a, b, c, d = pool.allocate(ask(4))
         pool.share([a])
@@ -102,7 +102,7 @@ class KVPoolRandomOperations:
         assert pool.metrics().num_moved_blocks == 0
 
     def run_alone(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
-        """Compare with a count of references by block, wrong calls among the right ones."""
+        """Compare with a reference count per block, mixing in wrong calls."""
         pool = self.make_with(0)
         machine = KVPoolMachine(pool, random.Random(seed))
         for step in range(num_operations):

@@ -32,7 +32,7 @@ def make_header(number: int, namespace: Namespace | None = None) -> BlockHeader:
 
 
 def make_data(number: int, num_bytes: int = BLOCK_BYTES) -> memoryview:
-    """Return bytes that no other block has."""
+    """Return bytes that are unique to a block."""
     return memoryview(bytearray(number.to_bytes(4, "little") * (num_bytes // 4)))
 
 
@@ -42,7 +42,7 @@ def put(tier: KVTierProtocol, header: BlockHeader, data: memoryview) -> TierOutc
 
 
 def get(tier: KVTierProtocol, header: BlockHeader, num_bytes: int = BLOCK_BYTES) -> tuple[TierOutcome, bytes]:
-    """Ask for one block."""
+    """Get one block."""
     data = memoryview(bytearray(num_bytes))
     return run_to_end(tier, [TierRequest("get", header, data)])[0], bytes(data)
 
@@ -50,7 +50,7 @@ def get(tier: KVTierProtocol, header: BlockHeader, num_bytes: int = BLOCK_BYTES)
 class KVTierContract:
     """The contract of KVTierProtocol as tests.
 
-    `make` may return a tier with less room than asked for, even none; what cannot be tested then is skipped.
+    `make` may return a tier with less room than requested, even none; tests that need more are skipped.
     """
 
     num_long_operations = 30_000  # of the long random test
@@ -60,7 +60,7 @@ class KVTierContract:
         raise NotImplementedError
 
     def make_with(self, num_blocks: int) -> KVTierProtocol:
-        """Return a fresh tier; skip where so many blocks do not fit."""
+        """Return a fresh tier; skip if this many blocks do not fit."""
         tier = self.make(max(16, num_blocks) * 8192)
         stored = [
             put(tier, make_header(1000 + number), make_data(number)) for number in range(1, num_blocks + 1)
@@ -72,7 +72,7 @@ class KVTierContract:
         return tier
 
     def test_a_new_tier_is_empty(self) -> None:
-        """Nothing is found, nothing is counted."""
+        """No block is found, and all counts are zero."""
         tier = self.make(1 << 16)
         assert tier.poll() == []
         assert not tier.contains(make_header(1).key)
@@ -100,7 +100,7 @@ class KVTierContract:
         tier.close()
 
     def test_a_block_that_is_not_there_is_wanted(self) -> None:
-        """And one that was put, and lies where it was put, is not; asking changes nothing."""
+        """A block that has been put is not wanted, unless it is elsewhere by now; asking changes nothing."""
         tier = self.make_with(1)
         put(tier, make_header(1), make_data(1))
         for _ in range(2):
@@ -111,7 +111,7 @@ class KVTierContract:
         tier.close()
 
     def test_requests_of_one_submit_are_done_in_their_order(self) -> None:
-        """An outcome for each, also for the same block."""
+        """One outcome per request, even for the same block."""
         tier = self.make_with(2)
         header, data = make_header(1), memoryview(bytearray(BLOCK_BYTES))
         outcomes = run_to_end(
@@ -130,7 +130,7 @@ class KVTierContract:
         tier.close()
 
     def test_a_block_of_another_tenant_salt_or_adapter_is_a_miss(self) -> None:
-        """The same tokens in another namespace are another block, also for contains."""
+        """The same tokens in another namespace are another block, even for `contains`."""
         tier = self.make_with(2)
         assert put(tier, make_header(1), make_data(1)) == "done"
         for namespace in (Namespace("other"), Namespace(salt="salt"), Namespace(adapter="adapter")):
@@ -169,7 +169,7 @@ class KVTierContract:
         tier.close()
 
     def test_what_comes_back_was_put_last(self) -> None:
-        """Bytes of a block that was deleted are never seen again."""
+        """Bytes of a deleted block are never seen again."""
         tier = self.make_with(2)
         for number in (1, 2, 3):
             assert put(tier, make_header(1), make_data(number)) == "done"
@@ -180,7 +180,7 @@ class KVTierContract:
         tier.close()
 
     def test_a_buffer_that_was_put_may_change(self) -> None:
-        """What is stored stays as it was."""
+        """The stored data does not change."""
         tier = self.make_with(1)
         data = make_data(1)
         assert put(tier, make_header(1), data) == "done"
@@ -189,7 +189,7 @@ class KVTierContract:
         tier.close()
 
     def test_nothing_is_written_to_a_buffer_after_the_result(self) -> None:
-        """It is the caller's again, whatever is asked for next and however it ended."""
+        """It is the caller's again, whatever follows and however the request ended."""
         tier = self.make_with(3)
         for number in (1, 2):
             assert put(tier, make_header(number), make_data(number)) == "done"
@@ -206,7 +206,7 @@ class KVTierContract:
         tier.close()
 
     def test_no_block_is_lost_while_there_is_room(self) -> None:
-        """What a put called done is there, and the next ones do not push it out."""
+        """A block is there after a successful put, and later puts do not evict it."""
         tier = self.make_with(48)
         for number in range(48):
             assert put(tier, make_header(number), make_data(number)) == "done"
@@ -215,7 +215,7 @@ class KVTierContract:
         tier.close()
 
     def test_no_more_is_stored_than_max_bytes(self) -> None:
-        """Of many puts, so many bytes come back at most; what the metrics count is no more, either."""
+        """After many puts, at most this many bytes come back; the metrics do not count more, either."""
         max_bytes = 32 * 4096
         tier = self.make(max_bytes)
         for number in range(100):
@@ -237,20 +237,20 @@ class KVTierContract:
         tier.close()
 
     def test_random_operations_agree_with_a_model(self) -> None:
-        """Never other bytes than those put last, and the bookkeeping whole after each."""
+        """Never other bytes than those put last, and the bookkeeping is consistent after each."""
         tier = self.make(40 * 4096)
         KVTierMachine(tier, Randomness(0).stream("operations")).run(2_000, check_every=1)
         tier.close()
 
     def test_eight_threads_get_what_they_asked_for(self) -> None:
-        """Each has its own results, each once; never other bytes than the block's."""
+        """Each gets its own results, each once; never other bytes than the block's."""
         tier = self.make(40 * 4096)
         ThreadedKVTier(tier).run(1_600)
         tier.close()
 
     @pytest.mark.full
     def test_many_random_operations_agree_with_a_model(self) -> None:
-        """The same for long."""
+        """A longer run."""
         self.make_with(1).close()
         tier = self.make(40 * 4096)
         machine = KVTierMachine(tier, Randomness(1).stream("operations"))

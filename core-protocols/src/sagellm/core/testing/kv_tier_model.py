@@ -1,4 +1,4 @@
-"""Random operations on a tier, beside what must come back."""
+"""Random operations on a tier, checked against the expected data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MODEL = "model"
 
 
 class KVTierMachine:
-    """Keeps a few requests in flight; a hit must have the bytes that belong to its header.
+    """Keeps a few requests in flight; a hit must return the bytes that belong to its header.
 
-    A block's bytes follow from its header, as KV follows from tokens, so that any hit can be judged.
+    A block's bytes follow from its header, as KV follows from tokens, so that any hit can be checked.
     """
 
     def __init__(self, tier: KVTierProtocol, random: Random) -> None:
@@ -29,7 +29,7 @@ class KVTierMachine:
         self._open: dict[Ticket, list[TierRequest]] = {}
 
     def run(self, num_operations: int, *, check_every: int) -> None:
-        """Do random things, then let everything end. Raises AssertionError at the first wrong byte."""
+        """Run random operations, then wait for all to end. Raises AssertionError at the first wrong byte."""
         for step in range(num_operations):
             if self._open and (len(self._open) >= _MAX_IN_FLIGHT or self._random.random() < 0.5):
                 self._poll()

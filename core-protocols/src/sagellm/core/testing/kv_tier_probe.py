@@ -1,4 +1,4 @@
-"""Whether a tier can be tested where it is, and what earlier tests have left in it."""
+"""Whether a tier can be tested where it stores blocks, and what earlier tests have left in it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sagellm.core.testing.kv_tier_model import MODEL
 
 
 def delete_blocks_of_the_kit(tier: KVTierProtocol) -> None:
-    """Have a tier that keeps blocks beyond its end forget those of earlier tests, and no others."""
+    """Make a persistent tier forget the blocks of earlier tests, and no others."""
     old = [header for header, _ in tier.stored() if header.model_fingerprint == MODEL]
     run_to_end(tier, [TierRequest("delete", header) for header in old])
 
 
 def probe_tier(factory: Callable[..., Any]) -> Any:
-    """Make one, and see whether what it stores blocks in is there, and nobody else's.
+    """Make a tier, and check that its storage is available, and not in use by others.
 
     Raises ConfigError if not.
     """
@@ -28,7 +28,7 @@ def probe_tier(factory: Callable[..., Any]) -> Any:
         num_others, outcome = tier.metrics().num_blocks, put(tier, make_header(1), make_data(1))
         delete_blocks_of_the_kit(tier)
         tier.close()
-    except Exception:  # what it does wrong, the tests will say
+    except Exception:  # the tests will report it
         return tier
     if num_others:
         raise ConfigError(f"it has {num_others} blocks of somebody already; the kit needs a place of its own")

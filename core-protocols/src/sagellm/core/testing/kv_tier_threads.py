@@ -13,9 +13,9 @@ _PATIENCE_S = 10.0
 
 
 class ThreadedKVTier:
-    """Runs random operations in eight threads and hands each result to the thread that submitted.
+    """Runs random operations in eight threads and passes each result to the thread that submitted it.
 
-    What is checked: every submit ends once, a hit has the bytes of its block, the bookkeeping is whole.
+    Checks that every submit ends once, a hit has the bytes of its block, and the bookkeeping is consistent.
     """
 
     def __init__(self, tier: KVTierProtocol) -> None:
@@ -23,7 +23,7 @@ class ThreadedKVTier:
         self._results: dict[Ticket, TierResult] = {}
 
     def run(self, num_operations: int, seed: int = 0) -> int:
-        """Submit so often, an eighth in each thread; return the number of hits. Raises AssertionError."""
+        """Submit this often, an eighth in each thread; return the number of hits. Raises AssertionError."""
         num_hits = [0] * NUM_THREADS
 
         def work(thread: int) -> None:

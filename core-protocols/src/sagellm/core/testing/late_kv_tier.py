@@ -1,4 +1,4 @@
-"""A tier that answers late and sometimes fails, from a seed, to test what waits for it."""
+"""A tier that answers late and sometimes fails, from a seed, to test the code that waits for it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from sagellm.core.protocols.kv_tier import (
 
 
 class LateKVTier(KVTierProtocol):
-    """Passes everything on to a tier, and gives back results some polls later, not in their order.
+    """Forwards everything to a tier, and returns results some polls later, out of order.
 
-    `failure_rate` is the share of puts and gets that fail: they are not passed on, and the buffer of a get
-    has anything then.
+    `failure_rate` is the share of puts and gets that fail: they are not forwarded, and the buffer of a get
+    then holds anything.
     """
 
     def __init__(self, tier: KVTierProtocol, random: Random, *, failure_rate: float = 0.0) -> None:
         self._tier, self._random, self._failure_rate = tier, random, failure_rate
         self._late: list[TierResult] = []
-        self._failed: dict[Ticket, list[bool]] = {}  # each request of a submit
+        self._failed: dict[Ticket, list[bool]] = {}  # for each request of a submit
 
     @property
     def num_late(self) -> int:
-        """Submits whose results were not given back yet."""
+        """Submits whose results have not been returned yet."""
         return len(self._failed)
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Pass on what does not fail."""
+        """Forward the requests that do not fail."""
         check_requests(requests)
         failed = [each.action != "delete" and self._random.random() < self._failure_rate for each in requests]
         for request, fails in zip(requests, failed, strict=True):
@@ -45,7 +45,7 @@ class LateKVTier(KVTierProtocol):
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Give back about a third of what has ended."""
+        """Return about a third of the finished results."""
         self._late += self._tier.poll()
         ready: list[TierResult] = []
         late: list[TierResult] = []

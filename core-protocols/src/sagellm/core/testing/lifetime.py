@@ -18,7 +18,7 @@ from sagellm.core.tokens import pack
 def ask(
     sequence_id: str = "a", num_tokens: int = 8, current_length: int = 0, max_length: int = 1 << 30
 ) -> PredictionRequest:
-    """Ask about a sequence with a prompt of that length."""
+    """Ask about a sequence with a prompt of this length."""
     return PredictionRequest(
         sequence_id=SequenceId(sequence_id),
         token_ids=pack(range(num_tokens)),
@@ -28,7 +28,7 @@ def ask(
 
 
 def check_bounds(request: PredictionRequest, prediction: LifetimePrediction) -> None:
-    """Assert what is true of every prediction."""
+    """Assert what must hold for every prediction."""
     limit = max(0, request.max_length - request.current_length)
     assert 0 <= prediction.remaining_length <= limit
     assert 0 <= prediction.confidence <= 1
@@ -48,7 +48,7 @@ class LifetimePredictorContract:
     def run_random_calls(
         self, predictor: LifetimePredictorProtocol, seed: int = 0
     ) -> list[LifetimePrediction]:
-        """Make two thousand calls in any order, with sequences that never end among them."""
+        """Make two thousand calls in random order, also with sequences that never end."""
         rng = random.Random(seed)
         predictions = []
         for step in range(1000):
@@ -69,7 +69,7 @@ class LifetimePredictorContract:
         return predictions
 
     def test_a_fresh_predictor_predicts(self) -> None:
-        """It has nothing to go by, so it is sure of nothing."""
+        """It has no data, so it is not confident."""
         predictor = self.make()
         request = ask(max_length=100)
         prediction = predictor.predict(request)
@@ -100,7 +100,7 @@ class LifetimePredictorContract:
             assert prediction.estimated_time == 0
 
     def test_equal_calls_give_equal_answers(self) -> None:
-        """Two predictors that see the same say the same, and neither hears of the other."""
+        """Two predictors with equal calls agree, and neither affects the other."""
         first, second = self.make(), self.make()
         before = second.predict(ask("x"))
         predictions = self.run_random_calls(first)
@@ -110,7 +110,7 @@ class LifetimePredictorContract:
 
     @pytest.mark.parametrize("value", [-1, 1.5, True, "1", None], ids=repr)
     def test_a_length_that_is_no_count_is_refused(self, value: Any) -> None:
-        """In the question as in the answer."""
+        """In the request and in the observation."""
         for name in ("current_length", "max_length"):
             with pytest.raises(InvalidInputError, match=name):
                 PredictionRequest(sequence_id=SequenceId("a"), token_ids=[1], **{name: value})

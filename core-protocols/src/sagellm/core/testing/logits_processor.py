@@ -38,8 +38,8 @@ _NOT_ASKED = (
 class LogitsProcessorContract:
     """The contract of LogitsProcessorProtocol as tests. Needs torch; skipped where there is none.
 
-    Override `requests` with requests that ask for the processor; without any, only what holds of
-    rows that ask for nothing is tested.
+    Override `requests` with requests that use the processor; without any, only the rules for
+    rows that do not use it are tested.
     """
 
     not_asked = _NOT_ASKED  # why tests are skipped where `requests` returns none
@@ -57,11 +57,11 @@ class LogitsProcessorContract:
         raise NotImplementedError
 
     def requests(self) -> list[LogitsRequest]:
-        """Return requests, with ids below `vocab_size`, that ask for the processor."""
+        """Return requests, with ids below `vocab_size`, that use the processor."""
         return []
 
     def rows(self, processor: LogitsProcessorProtocol[Any], seed: int = 0) -> list[LogitsRow[Any]]:
-        """Return every second row of a batch, each of one of the requests, with random outputs."""
+        """Return every second row of a batch, each for one of the requests, with random outputs."""
         rng, requests = Random(seed), self.requests()
         rows = []
         for index in range(0, self.num_rows if requests else 0, 2):
@@ -77,7 +77,7 @@ class LogitsProcessorContract:
     def applied(
         self, processor: LogitsProcessorProtocol[Any], logits: Any, rows: list[LogitsRow[Any]]
     ) -> Any:
-        """Return changed logits, leaving the given ones alone."""
+        """Return changed logits, without changing the given ones."""
         changed = logits.clone()
         if rows:
             processor.apply(changed, rows)
@@ -102,7 +102,7 @@ class LogitsProcessorContract:
         assert all(processor.start(request) is not None for request in self.requests())
 
     def test_any_request_may_start(self) -> None:
-        """Whatever it asks for; a processor that has nothing to do with it returns None."""
+        """Whatever it contains; a processor that has nothing to do with it returns None."""
         processor = self.make(self.vocab_size)
         for request in (*KIT_REQUESTS, *self.requests()):
             processor.start(request)
@@ -118,7 +118,7 @@ class LogitsProcessorContract:
         assert not bool(changed.isnan().any())
 
     def test_a_row_is_the_same_alone_and_in_a_batch_in_any_order(self, torch: Any) -> None:
-        """What becomes of a row depends on that row alone."""
+        """The result for a row depends only on that row."""
         processor, logits = self.make(self.vocab_size), self.logits(torch)
         rows = self.rows(processor)
         together = self.applied(processor, logits, rows)
@@ -130,7 +130,7 @@ class LogitsProcessorContract:
             assert torch.equal(alone[0], together[row.row])
 
     def test_a_step_may_be_run_again(self, torch: Any) -> None:
-        """The second time gives what the first gave, and outputs stay as they are."""
+        """The second run gives the same result as the first, and outputs are unchanged."""
         processor, logits = self.make(self.vocab_size), self.logits(torch)
         rows = self.rows(processor)
         outputs = [list(row.output_token_ids) for row in rows]
@@ -139,7 +139,7 @@ class LogitsProcessorContract:
         assert [list(row.output_token_ids) for row in rows] == outputs
 
     def test_two_processors_share_nothing(self, torch: Any) -> None:
-        """A state is all that a processor of the same kind needs; the counts are its own."""
+        """A processor of the same kind needs only the state; the counts are per processor."""
         one, other = self.make(self.vocab_size), self.make(self.vocab_size)
         logits, rows = self.logits(torch), self.rows(one)
         assert torch.equal(self.applied(one, logits, rows), self.applied(other, logits, self.rows(other)))
@@ -147,7 +147,7 @@ class LogitsProcessorContract:
         assert one.metrics().num_rows == 2 * other.metrics().num_rows
 
     def test_metrics_count_sequences_and_rows(self, torch: Any) -> None:
-        """Sequences when they start, rows whenever they are given."""
+        """Sequences when they start, rows each time they are given."""
         processor = self.make(self.vocab_size)
         assert processor.metrics() == LogitsProcessorMetrics()
         processor.start(LogitsRequest())

@@ -26,7 +26,7 @@ OTHER = Namespace("other")
 
 
 class PrefixCacheContract:
-    """Holds for every prefix cache, also for one that remembers nothing. Override `make`."""
+    """Holds for every prefix cache, even one that remembers nothing. Override `make`."""
 
     max_match_s = 0.002  # median of one match of 512 tokens
     max_evict_s = 0.002  # per block, among 2,000 leaves
@@ -43,7 +43,7 @@ class PrefixCacheContract:
         raise NotImplementedError
 
     def test_a_new_cache_is_empty(self) -> None:
-        """No match, nothing to evict, no counts."""
+        """No match, nothing to evict, all counts zero."""
         cache = self.make()
         assert cache.match_prefix(range(16)) == PrefixMatch(
             0, [], DEFAULT, None, cache.match_prefix([]).version
@@ -64,7 +64,7 @@ class PrefixCacheContract:
 
     @pytest.mark.full
     def test_a_million_random_operations_agree_with_a_plain_model(self) -> None:
-        """The same for long, with the bookkeeping checked at every hundredth."""
+        """A longer run, with the bookkeeping checked at every hundredth."""
         cache = self.make(40, 2)
         PrefixCacheMachine(cache, 2, Randomness(0).stream("operations")).run(1_000_000, check_every=100)
 
@@ -78,7 +78,7 @@ class PrefixCacheContract:
         assert idle.metrics() == self.make().metrics()
 
     def test_pins_are_listed_until_they_are_ended(self) -> None:
-        """What `pin` said that it pinned, and with it what ends it; nothing where there are no pins."""
+        """With the tokens and namespace to end them; empty if pins are not supported."""
         cache = self.make(clock=VirtualClock())
         cache.insert_prefix(range(8), blocks(0, 2), OTHER)
         num_pinned = cache.pin(range(10), OTHER, ttl_s=5.0).num_pinned_tokens
@@ -98,11 +98,11 @@ class PrefixCacheContract:
 
     @pytest.mark.full
     def test_threads_lose_no_block_in_a_million_operations(self) -> None:
-        """The same for long."""
+        """A longer run."""
         ThreadedCache(self.make(60, 2)).run(1_000_000, seed=1)
 
     def test_a_match_of_512_tokens_is_cheap(self) -> None:
-        """No work grows with the square of anything."""
+        """No work grows quadratically."""
         cache = self.make(1000, 16)
         tokens = pack(range(512))
         cache.insert_prefix(tokens, blocks(0, 32))

@@ -1,4 +1,4 @@
-"""What every prefix cache must do that keeps what it is given."""
+"""What every prefix cache that keeps what it is given must do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
     """Holds for every prefix cache that keeps what it is given, up to its capacity."""
 
     def test_what_was_inserted_is_matched_by_whole_blocks(self) -> None:
-        """What agrees of one more block is said apart."""
+        """The matching part of one more block is reported separately."""
         cache = self.make()
         result = cache.insert_prefix(range(10), blocks(7, 3))
         assert result[:3] == ([7, 8], 2, [])
@@ -55,7 +55,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
             assert cache.match_prefix(range(8), namespace).block_ids == blocks(2 * index, 2)
 
     def test_runs_are_all_that_is_cached_parents_first(self) -> None:
-        """Whoever saves a cache walks them; a cache that lists nothing is saved as nothing."""
+        """They are walked to save a cache; a cache that lists nothing is saved as empty."""
         cache = self.make()
         prompts = [
             ([*range(8), *range(20, 28)], DEFAULT),
@@ -103,7 +103,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
 
     @pytest.mark.parametrize("offered", [[0, 1, 2, 3], [0, 1, 0]])
     def test_too_many_or_repeated_blocks_are_refused(self, offered: list[BlockId]) -> None:
-        """Nothing is changed then."""
+        """Nothing changes then."""
         cache = self.make()
         with pytest.raises(BlockError):
             cache.insert_prefix(range(10), offered)
@@ -118,13 +118,13 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.match_prefix(range(50, 58)).match_length == 0
 
     def test_bad_tokens_are_refused(self) -> None:
-        """Text and negative ids are no tokens."""
+        """Text and negative ids are not tokens."""
         for tokens in ("text", [-1, 2]):
             with pytest.raises(InvalidInputError):
                 self.make().match_prefix(tokens)  # type: ignore[arg-type]
 
     def test_a_locked_path_survives_eviction(self) -> None:
-        """Everything else may go; after unlock, it too."""
+        """Everything else may be evicted; after `unlock`, the path too."""
         cache = self.make()
         cache.insert_prefix(range(16), blocks(0, 4))
         cache.insert_prefix([*range(8), *range(50, 58)], [*blocks(0, 2), *blocks(8, 2)])
@@ -168,7 +168,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.evict(2) == [1]
 
     def test_a_lock_fails_after_blocks_entered_or_left(self) -> None:
-        """The match may not be the longest any more, or hold blocks that are gone."""
+        """The match may no longer be the longest, or may hold blocks that are gone."""
         cache = self.make()
         cache.insert_prefix(range(8), blocks(0, 2))
         match = cache.match_prefix(range(8))
@@ -182,7 +182,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.metrics().num_lookups == 0
 
     def test_unlocking_twice_is_refused(self) -> None:
-        """So is unlocking what was only matched."""
+        """So is unlocking a match that was not locked."""
         cache = self.make()
         cache.insert_prefix(range(8), blocks(0, 2))
         match = cache.match_prefix(range(8))
@@ -195,7 +195,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         cache.check_integrity()
 
     def test_moved_blocks_hold_what_they_held(self) -> None:
-        """Whole and partial ones, locked or not; what the cache does not hold is passed over."""
+        """Whole and partial ones, locked or not; blocks that are not cached are skipped."""
         cache = self.make()
         cache.insert_prefix(range(10), blocks(0, 3))
         locked = cache.lock(cache.match_prefix(range(4)))
@@ -212,7 +212,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.clear() == [40]
 
     def test_a_move_that_cannot_be_changes_nothing(self) -> None:
-        """To a block that is cached, or twice to one, or to what is not a block."""
+        """To a block that is cached, to the same block twice, or to an invalid id."""
         cache = self.make()
         cache.insert_prefix(range(12), blocks(0, 3))
         wrong: list[list[tuple[int, int]]] = [[(0, 9), (1, 2)], [(0, 9), (1, 9)], [(0, 9), (0, 8)], [(0, -1)]]
@@ -223,7 +223,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.match_prefix(range(12)).block_ids == [0, 1, 2]
 
     def test_leaves_go_least_recently_used_first(self) -> None:
-        """A lock is a use, also of what leads to it; a match alone is none."""
+        """A lock is a use, including of its ancestors; a match alone is not."""
         clock = VirtualClock()
         cache = self.make(clock=clock)
         for first in (0, 10, 20):
@@ -234,7 +234,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert [cache.evict(1) for _ in range(4)] == [[10], [20], [0], []]
 
     def test_a_long_leaf_gives_up_its_end_only(self) -> None:
-        """Exactly what was wanted goes, and the beginning still matches."""
+        """Exactly the wanted number of blocks goes, and the beginning still matches."""
         cache = self.make()
         cache.insert_prefix(range(20), blocks(0, 5))
         assert sorted(cache.evict(2)) == [3, 4]
@@ -242,14 +242,14 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.insert_prefix(range(20), blocks(0, 5))[:3] == ([0, 1, 2, 3, 4], 2, [])
 
     def test_the_policy_decides_and_none_ends_eviction(self) -> None:
-        """A policy that names no victim keeps everything; clear asks no policy."""
+        """A policy that names no victim keeps everything; `clear` does not ask the policy."""
         cache = self.make(eviction_policy=NullEvictionPolicy())
         cache.insert_prefix(range(8), blocks(0, 2))
         assert cache.evict(2) == []
         assert sorted(cache.clear()) == [0, 1]
 
     def test_a_hit_is_reported_for_every_node_of_the_path(self) -> None:
-        """What leads to a leaf is reused as well; an insertion and a lock that is no lookup are no hits."""
+        """The ancestors of a leaf are reused too; insertions, and locks without a lookup, are not hits."""
         policy = AuditingEvictionPolicy()
         cache = self.make(eviction_policy=policy)
         cache.insert_prefix(range(8), blocks(0, 2))
@@ -261,7 +261,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert policy.num_hits == 2
 
     def test_lookups_are_counted_by_lock_and_query(self) -> None:
-        """Not by a match, and not by a lock that says nothing of a lookup."""
+        """Not by a match, and not by a lock without a lookup."""
         cache = self.make()
         cache.insert_prefix(range(8), blocks(0, 2))
         cache.lock(cache.match_prefix(range(8)))
@@ -276,7 +276,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert metrics.token_hit_rate == pytest.approx(16 / 27)
 
     def test_a_miss_is_explained_by_what_matches(self) -> None:
-        """Nothing is missed of what is cached, and asking counts nothing."""
+        """What is cached is not reported as missing, and asking counts nothing."""
         cache = self.make()
         cache.insert_prefix(range(8), blocks(0, 2))
         before = cache.metrics()
@@ -290,7 +290,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert cache.metrics() == before
 
     def test_a_noted_miss_is_explained_later_as_it_was(self) -> None:
-        """What was cached, evicted and cleared since then changes nothing."""
+        """Later insertions, evictions and clearing change nothing."""
         cache, tokens = self.make(), [*range(8), *range(50, 58)]
         cache.insert_prefix(range(8), blocks(0, 2))
         explained_then = cache.explain_miss(tokens)
@@ -301,7 +301,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert explain_later() == explained_then
 
     def test_what_is_shown_to_a_keeper_is_what_is_evicted(self) -> None:
-        """While it is cached; a cache that keeps nothing below itself shows nothing."""
+        """While it is cached; a cache that does not support keepers shows nothing."""
         cache = self.make()
         shown: list[EvictedBlocks] = []
         cache.keep_evicted(shown.append)
@@ -313,7 +313,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert {header.namespace for each in shown for header in each.headers} == {OTHER}
 
     def test_a_subscriber_hears_of_every_block_or_of_none(self) -> None:
-        """Of those that are there as of those that come, and of each that leaves."""
+        """Of blocks already there, of new ones, and of each that leaves."""
         cache, events = self.make(), list[KVCacheEvent]()
         cache.insert_prefix(range(8), blocks(0, 2))
         cache.subscribe(events.append)
@@ -327,7 +327,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert gone == stored[-1:]
 
     def test_room_is_made_for_what_is_about_to_be_inserted(self) -> None:
-        """No more leaves than is in the way."""
+        """No more leaves are evicted than necessary."""
         cache = self.make(4)
         cache.insert_prefix(range(16), blocks(0, 4))
         dropped = cache.make_room(2, OTHER)
@@ -336,7 +336,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         cache.check_integrity()
 
     def test_eviction_does_not_grow_with_the_number_of_leaves(self) -> None:
-        """One victim does not look at all leaves."""
+        """Finding one victim does not examine all leaves."""
         cache = self.make(2_000, 1)
         for first in range(2_000):
             cache.insert_prefix([first], blocks(first, 1))

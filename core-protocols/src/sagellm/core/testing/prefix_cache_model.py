@@ -1,4 +1,4 @@
-"""What a prefix cache must hold, kept as plain dicts, and a machine that compares the two."""
+"""A model of a prefix cache as plain dicts, and a machine that compares the two."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sagellm.core.tokens import pack
 
 Tokens: TypeAlias = tuple[int, ...]
 Prefix: TypeAlias = tuple[Namespace, Tokens]
-"""Names a cached block: whose it is, and all tokens up to its end."""
+"""Names a cached block: its namespace, and all tokens up to its end."""
 
 NAMESPACES = (DEFAULT, Namespace("other"), Namespace("other", salt="s"), Namespace("other", adapter="a"))
 
 
 class PrefixCacheModel:
-    """A prefix cache without a tree: a dict from prefixes to blocks. It leaves eviction to the other."""
+    """A prefix cache without a tree: a dict from prefixes to blocks. It follows the real one's evictions."""
 
     def __init__(self, max_blocks: int, block_size: int) -> None:
         self.max_blocks = max_blocks
         self.block_size = block_size
         self.blocks: dict[Prefix, BlockId] = {}
         self.prefixes: dict[BlockId, Prefix] = {}
-        self.partials: dict[BlockId, Prefix] = {}  # of partial blocks; which are kept is up to the other
+        self.partials: dict[BlockId, Prefix] = {}  # of partial blocks; the real cache decides which to keep
         self.locks: Counter[Prefix] = Counter()
 
     def match(self, namespace: Namespace, tokens: Tokens) -> list[Prefix]:
@@ -41,7 +41,7 @@ class PrefixCacheModel:
         return found
 
     def check_partial(self, namespace: Namespace, tokens: Tokens, match: PrefixMatch) -> None:
-        """Check that the block which matched in part holds so many of the tokens, and no more."""
+        """Check that the partly matching block holds exactly this many of the tokens."""
         num_whole = len(match.block_ids) * self.block_size
         assert match.match_length == num_whole + (match.partial.num_tokens if match.partial else 0)
         if match.partial is not None:
@@ -55,7 +55,7 @@ class PrefixCacheModel:
             assert not all(rest) or rest[0][0] != rest[1][0], "more of the block agrees"
 
     def insert(self, namespace: Namespace, tokens: Tokens, offered: list[BlockId]) -> InsertResult:
-        """Keep what fits and say what that was, partial blocks aside."""
+        """Keep what fits and return what that was, partial blocks aside."""
         cached = [self.blocks[prefix] for prefix in self.match(namespace, tokens)][: len(offered)]
         num_full = min(len(offered), len(tokens) // self.block_size)
         offered_new = offered[len(cached) : num_full]
@@ -74,7 +74,7 @@ class PrefixCacheModel:
     def follow(
         self, namespace: Namespace, tokens: Tokens, offered: list[BlockId], result: InsertResult
     ) -> None:
-        """Note which partial blocks came and went with an insertion."""
+        """Record which partial blocks came and went with an insertion."""
         for block_id in result.released_block_ids:
             del self.partials[block_id]
         is_partial = len(offered) * self.block_size > len(tokens)
@@ -86,7 +86,7 @@ class PrefixCacheModel:
             self.partials[offered[-1]] = (namespace, tokens)  # the same block holds more now
 
     def drop(self, block_ids: Iterable[BlockId]) -> None:
-        """Follow an eviction. AssertionError if a block was not there, was locked or had others behind."""
+        """Follow an eviction. AssertionError if a block was not there, was locked or had blocks after it."""
         for block_id in block_ids:
             if self.partials.pop(block_id, None) is not None:
                 continue
@@ -98,14 +98,14 @@ class PrefixCacheModel:
             assert len(tokens) == self.block_size or parent in self.blocks, f"{tokens} lost its beginning"
 
     def move(self, moved: Mapping[BlockId, BlockId]) -> None:
-        """Hold other blocks in place of those that are keys."""
+        """Replace the blocks that are keys by their values."""
         self.partials = {moved.get(block_id, block_id): held for block_id, held in self.partials.items()}
         self.prefixes = {moved.get(block_id, block_id): prefix for block_id, prefix in self.prefixes.items()}
         self.blocks = {prefix: moved.get(block_id, block_id) for prefix, block_id in self.blocks.items()}
 
     @property
     def num_unlocked(self) -> int:
-        """Blocks that no lock protects; a partial one never is."""
+        """Blocks that no lock protects, including all partial ones."""
         return sum(not self.locks[prefix] for prefix in self.blocks) + len(self.partials)
 
 
@@ -118,7 +118,7 @@ class _Running(NamedTuple):
 
 
 class PrefixCacheMachine:
-    """Random requests on a cache and on the model, compared after every operation."""
+    """Random requests on a cache and its model, compared after every operation."""
 
     def __init__(self, cache: PrefixCacheProtocol, block_size: int, random: Random) -> None:
         self.cache = cache
@@ -216,7 +216,7 @@ class PrefixCacheMachine:
     def evict(self) -> None:
         """Evict a few blocks; exactly as many go as were wanted or unlocked."""
         if 2 * len(self.model.blocks) < self.model.max_blocks and self._random.random() < 0.9:
-            return  # mostly full is where it is hard
+            return  # a mostly full cache is the hard case
         wanted = self._random.randrange(-1, 9)
         num_unlocked = self.model.num_unlocked
         dropped = self.cache.evict(wanted)
@@ -238,7 +238,7 @@ class PrefixCacheMachine:
             running.block_ids[:] = [moved.get(block_id, block_id) for block_id in running.block_ids]
 
     def query(self) -> None:
-        """Ask by prefix alone."""
+        """Query by prefix alone."""
         namespace, tokens = self._tokens()
         prefixes = self.model.match(namespace, tokens)
         min_match_length = self._random.randrange(1, 2 * self.model.block_size)
@@ -273,7 +273,7 @@ class PrefixCacheMachine:
     def _tokens(self) -> tuple[Namespace, Tokens]:
         random = self._random
         namespace = random.choice(NAMESPACES)
-        if self.model.blocks and random.random() < 0.5:  # continue what is there
+        if self.model.blocks and random.random() < 0.5:  # continue a cached prefix
             namespace, start = random.choice(list(self.model.blocks))
             start = start[: random.randint(0, len(start))]
         else:

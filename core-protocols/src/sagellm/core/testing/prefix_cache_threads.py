@@ -1,4 +1,4 @@
-"""A prefix cache under eight threads at once, compared with a dict from blocks to what they hold."""
+"""A prefix cache under eight threads at once, checked against a dict from blocks to their contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALLS_A_ROUND = 5
 
 
 class YieldingClock(SystemClock):
-    """Lets another thread run in the middle of whatever asks for the time."""
+    """Lets another thread run whenever code reads the time."""
 
     def now_ns(self) -> int:
         """Return the time, a moment later."""
@@ -43,7 +43,7 @@ class YieldingPolicy(AuditingEvictionPolicy):
 class ThreadedCache:
     """Runs random operations in eight threads; no block id is ever used for two contents.
 
-    What every thread checks for itself: the blocks of a match hold its tokens, a locked block is not
+    Each thread checks that the blocks of a match hold its tokens, and that a locked block is not
     given up. At the end: each block that the cache took came back once.
     """
 
@@ -55,7 +55,7 @@ class ThreadedCache:
         self._given_back: list[BlockId] = []
 
     def run(self, num_operations: int, seed: int = 0) -> None:
-        """Do so many operations, an eighth in each thread. Raises AssertionError."""
+        """Run this many operations, an eighth in each thread. Raises AssertionError."""
         per_thread = num_operations // (NUM_THREADS * _CALLS_A_ROUND)
 
         def work(thread: int) -> None:
@@ -103,7 +103,7 @@ class ThreadedCache:
 
 
 def lock_match(cache: PrefixCacheProtocol, token_ids: object, namespace: Namespace = DEFAULT) -> PrefixMatch:
-    """Match and lock, again for as long as other threads change the cache in between."""
+    """Match and lock, retrying as long as other threads change the cache in between."""
     tokens = pack(token_ids)  # type: ignore[arg-type]
     while True:
         try:

@@ -47,7 +47,7 @@ class QuantizerContract:
         return QuantizationConfig(granularity=granularity, group_size=8, clip_ratio=clip_ratio)
 
     def quantize(self, quantizer: QuantizerProtocol, weight: Any) -> tuple[QuantizationOutput, Any]:
-        """Quantize, and return the output with what it stands for in float32."""
+        """Quantize; return the output and the matrix that it represents in float32."""
         output = quantizer.quantize(weight)
         return output, quantizer.dequantize(output, pytest.importorskip("torch").float32)
 
@@ -72,7 +72,7 @@ class QuantizerContract:
 
     @pytest.mark.parametrize("granularity", GRANULARITIES)
     def test_rows_of_zeros_come_back_as_zeros(self, torch: Any, granularity: QuantizationGranularity) -> None:
-        """No scale is zero, so that nothing is divided by zero."""
+        """No scale is zero, which prevents division by zero."""
         weight = torch.randn(5, 16)
         weight[2] = 0
         output, restored = self.quantize(self.make(self.config(granularity)), weight)
@@ -124,7 +124,7 @@ class QuantizerContract:
             torch.testing.assert_close(product.float(), expected, rtol=tolerance, atol=tolerance)
 
     def test_the_weight_itself_is_left_alone(self, torch: Any) -> None:
-        """Quantizing changes nothing in its input."""
+        """Quantizing does not change its input."""
         weight = torch.randn(8, 16)
         copy = weight.clone()
         self.make(self.config(QuantizationGranularity.PER_CHANNEL, clip_ratio=0.5)).quantize(weight)
@@ -141,7 +141,7 @@ class QuantizerContract:
         assert (first.metrics().num_tensors, second.metrics().num_tensors) == (2, 1)
 
     def test_metrics_count_bytes_and_the_largest_error(self, torch: Any) -> None:
-        """The counts follow what was quantized."""
+        """They reflect what was quantized."""
         quantizer = self.make()
         assert quantizer.metrics() == QuantizerMetrics()
         weight = torch.randn(8, 16)
@@ -167,7 +167,7 @@ class QuantizerContract:
             )
 
     def test_quantizing_a_million_weights_takes_under_two_seconds(self, torch: Any) -> None:
-        """A generous budget: a second for what should take tens of milliseconds."""
+        """A generous budget: two seconds for what should take tens of milliseconds."""
         weight = torch.randn(1024, 1024)
         start_ns = time.perf_counter_ns()
         self.make().quantize(weight)

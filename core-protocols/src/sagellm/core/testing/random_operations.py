@@ -1,4 +1,4 @@
-"""Random operations that are made as few and as small as they can be where they find a fault."""
+"""Random operations, reduced to the fewest and smallest ones that show a fault."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def run_operations(make: Callable[[], RuleBasedStateMachine]) -> None:
     `make` is called for every sequence, last of all for the shortest one, and must return a machine
     whose object under test is new.
     """
-    # Any callable will do; its type says class.
+    # Any callable will do, though the annotated type is a class.
     run_state_machine_as_test(cast("type[RuleBasedStateMachine]", make), settings=_SETTINGS)

@@ -23,7 +23,7 @@ DEFERRED_REASONS = ("tokens", "seats", "blocks", "preemption", "pass")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a plan has to fit into."""
+    """The limits that a plan must respect."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -70,12 +70,12 @@ def check_plan(
 
 @dataclass(kw_only=True, eq=False)
 class _Job:
-    """What the simulation knows of a request, and the row that shows the scheduler a part of it."""
+    """The simulation's state of a request, and the row that shows the scheduler a part of it."""
 
     row: ScheduleRequest
     arrival_step: int
     num_output_tokens: int
-    shared_blocks: int  # cached for ever, outside the pool
+    shared_blocks: int  # cached forever, outside the pool
     num_generated: int = 0
     idle_steps: int = 0
 
@@ -87,7 +87,7 @@ class ScheduleSimulation:
     """Random requests over a finite pool, on virtual time, all from one seed.
 
     Some prefixes are cached in blocks that stay in use when their request is preempted, so that
-    plans meet allocations that fail.
+    plans encounter allocations that fail.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ScheduleSimulation:
         self.num_dropped_plans = 0
 
     def run(self) -> None:
-        """Step until every request has ended. Raises AssertionError where the contract is broken."""
+        """Step until every request has ended. Raises AssertionError if the contract is broken."""
         waiting = sorted(self._jobs.values(), key=lambda job: job.arrival_step, reverse=True)
         num_tokens = sum(len(job.row.token_ids) + job.num_output_tokens for job in self._jobs.values())
         limit = 1000 + 20 * num_tokens
@@ -151,7 +151,7 @@ class ScheduleSimulation:
             )
 
     def step(self) -> None:
-        """Ask for one plan, check it, carry it out."""
+        """Request one plan, check it, execute it."""
         limits = Limits(
             max_num_batched_tokens=self.budget,
             max_num_seqs=self.max_num_seqs,
@@ -181,7 +181,7 @@ class ScheduleSimulation:
         assert len(self._running) <= self.max_num_seqs
 
     def _execute(self, plan: SchedulePlan, pending: Sequence[_Job], running: Sequence[_Job]) -> bool:
-        """Carry a plan out until an allocation fails, because shared blocks did not come back."""
+        """Execute a plan until an allocation fails because shared blocks did not come back."""
         served = zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.num_new_blocks.tolist(), strict=True)
         for row, num_tokens, num_new_blocks in served:
             job = running[row]

@@ -1,4 +1,4 @@
-"""Random states of a scheduler: who waits, who runs, what there is."""
+"""Random states of a scheduler: waiting requests, running requests, and limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = tuple[list[ScheduleRequest], list[ScheduleRequest], Limits]
 
 
 def random_state(rng: Random) -> State:
-    """Make waiting and running requests and limits that hold them."""
+    """Make waiting and running requests, and limits large enough for them."""
     limits = Limits(
         max_num_batched_tokens=rng.choice((1, 5, 64, 2048)),
         max_num_seqs=rng.randint(1, 12),
@@ -37,7 +37,7 @@ def random_state(rng: Random) -> State:
 
 
 def waiting_request(rng: Random, name: str) -> ScheduleRequest:
-    """Make a request that nothing has been computed of."""
+    """Make a request of which nothing has been computed."""
     num_tokens = rng.randint(1, 200)
     return ScheduleRequest(
         request_id=RequestId(name),

@@ -40,7 +40,7 @@ from sagellm.core.tokens import TokenIds
 
 
 def summary(plan: SchedulePlan) -> tuple[object, ...]:
-    """Return all that a plan decides as values that can be compared."""
+    """Return everything that a plan decides as comparable values."""
     return (
         [(entry.request_id, entry.num_tokens, entry.num_new_blocks) for entry in plan.scheduled_requests],
         [request.request_id for request in plan.preempted_requests],
@@ -113,7 +113,7 @@ FAULTS: dict[str, Callable[[ScheduleIR], Any]] = {
 
 
 class SchedulerPlanContract(ABC):
-    """What holds of every plan. Override `make`."""
+    """What holds for every plan. Override `make`."""
 
     @abstractmethod
     def make(self, **options: Any) -> SchedulerIRProtocol:
@@ -130,7 +130,7 @@ class SchedulerPlanContract(ABC):
         )
 
     def plan(self, scheduler: SchedulerIRProtocol, state: State) -> SchedulePlan:
-        """Ask for one plan."""
+        """Request one plan."""
         return scheduler.schedule(
             pending_requests=state[0],
             running_requests=state[1],
@@ -155,7 +155,7 @@ class SchedulerPlanContract(ABC):
             check_plan(plan, pending=state[0], running=state[1], limits=state[2])
 
     def test_planning_writes_nothing(self) -> None:
-        """The requests and their lists belong to the engine, which alone carries plans out."""
+        """The requests and their lists belong to the engine, which alone executes plans."""
         rng = Randomness(1).stream("states")
         for _ in range(50):
             state = random_state(rng)
@@ -176,7 +176,7 @@ class SchedulerPlanContract(ABC):
             assert summary(plan) == summary(self.plan(second, state))
 
     def test_metrics_are_a_copy(self) -> None:
-        """Whoever reads the counts cannot change them."""
+        """Readers cannot change the counts."""
         limits = Limits(max_num_batched_tokens=8, max_num_seqs=2, block_size=16, available_memory=4)
         scheduler = self.make_for(limits)
         before = scheduler.metrics()
@@ -186,14 +186,14 @@ class SchedulerPlanContract(ABC):
 
 
 class SchedulerContract(SchedulerPlanContract):
-    """What holds of every scheduler that makes progress. Override `make`."""
+    """What holds for every scheduler that makes progress. Override `make`."""
 
     num_seeds = 100
     max_schedule_ns = 2_000_000  # for 32 running requests that decode, 1,000 waiting
 
     @pytest.mark.parametrize("part", range(10))
     def test_every_request_ends_under_random_load(self, part: int) -> None:
-        """Plans fit, blocks balance, everyone gets a turn within a bound, nobody starves."""
+        """Plans fit, blocks balance, every request gets a turn within a bound, none starves."""
         for seed in range(part, self.num_seeds, 10):
             ScheduleSimulation(self.make, seed).run()
 
@@ -214,7 +214,7 @@ class SchedulerContract(SchedulerPlanContract):
         assert sorted(ids) == sorted([request.request_id for request in running] * budget)
 
     def test_the_probe_is_asked_before_a_request_is_admitted(self) -> None:
-        """What it says decides how much is computed, and is in the plan."""
+        """Its answer decides how much is computed, and is in the plan."""
         scheduler = self.make(
             max_num_batched_tokens=64,
             max_num_seqs=2,
@@ -227,7 +227,7 @@ class SchedulerContract(SchedulerPlanContract):
         assert [tuple(entry) for entry in plan.admitted] == [(0, 8, 1, 32)]
 
     def test_negative_memory_is_refused(self) -> None:
-        """It would be an engine's mistake."""
+        """It would be the engine's mistake."""
         limits = Limits(max_num_batched_tokens=8, max_num_seqs=2, block_size=16, available_memory=-1)
         with pytest.raises(InvalidInputError, match="-1"):
             self.plan(self.make_for(limits), ([], [], limits))
@@ -290,7 +290,7 @@ class SchedulerContract(SchedulerPlanContract):
         assert seen == [(steps[0],), (steps[0],), tuple(steps), tuple(steps)]
 
     def test_hits_are_seen_before_ordering(self) -> None:
-        """A pass asks the probe, and only for those whose hit it wants to know."""
+        """A pass queries the probe, and only for the requests whose hit it needs."""
         asked = []
 
         def probe(request: ScheduleRequest) -> PrefixHit:
@@ -329,7 +329,7 @@ class SchedulerContract(SchedulerPlanContract):
         assert metrics.num_idle_steps == sum(not plan.scheduled_requests for plan in plans)
 
     def test_a_decode_step_keeps_its_cost_budget(self) -> None:
-        """Generous: it catches work for each waiting request, not a slow machine."""
+        """Generous: it catches work per waiting request, not a slow machine."""
         limits = Limits(max_num_batched_tokens=64, max_num_seqs=32, block_size=16, available_memory=500)
         scheduler = self.make_for(limits, SystemClock())
         rng = Random(0)
@@ -363,7 +363,7 @@ class _Edit(SchedulerPassProtocol):
 
 
 def _decide(ir: ScheduleIR, rng: Random) -> ScheduleIR:
-    """Make random decisions that are allowed."""
+    """Make random valid decisions."""
     pending, running = list(range(len(ir.pending))), list(range(len(ir.running)))
     ir = ir.order_pending(rng.sample(pending, len(pending)))
     ir = ir.order_running(rng.sample(running, len(running)))

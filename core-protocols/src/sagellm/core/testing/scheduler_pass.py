@@ -22,7 +22,7 @@ from sagellm.core.testing.schedule_states import decoding_request, random_ir, wa
 
 
 class SchedulerPassContract(ABC):
-    """What holds of every pass. Override `make`."""
+    """What holds for every pass. Override `make`."""
 
     starvation_rounds = 2_000  # a second each
 
@@ -31,7 +31,7 @@ class SchedulerPassContract(ABC):
         """Return a new pass."""
 
     def texts(self, seeds: range) -> Iterator[str]:
-        """Yield what a new pass makes of a history of random schedules."""
+        """Yield a new pass's decisions on a history of random schedules, as text."""
         optimization_pass = self.make()
         state = optimization_pass.start()
         for seed in seeds:
@@ -44,7 +44,7 @@ class SchedulerPassContract(ABC):
 
     @pytest.mark.parametrize("seed", range(20))
     def test_a_pass_decides_what_it_may_and_writes_to_nothing(self, seed: int) -> None:
-        """It keeps every request, raises no limit, and what it was given stays as it was."""
+        """It keeps every request, raises no limit, and does not change its input."""
         ir, again = random_ir(seed), random_ir(seed)
         optimization_pass = self.make()
         self.run(optimization_pass, ir, optimization_pass.start())
@@ -64,7 +64,7 @@ class SchedulerPassContract(ABC):
         assert hash(optimization_pass) == hash(self.make())
 
     def test_nobody_waits_for_ever_while_others_arrive(self) -> None:
-        """One admission a round and one arrival a round: the old request comes first in the end."""
+        """With one admission and one arrival per round, the old request is admitted in the end."""
         optimization_pass, rng = self.make(), Random(4)
         state, base = optimization_pass.start(), random_ir(0)
         pending = [replace(waiting_request(rng, "old"), priority=-1, arrived_time=0.0)]

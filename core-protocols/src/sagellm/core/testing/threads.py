@@ -14,7 +14,7 @@ NUM_THREADS = 8
 def run_in_threads(work: Callable[[int], None], *, num_threads: int, switch_interval_s: float = 1e-5) -> None:
     """Call `work(0)`, `work(1)`, … at the same moment and raise the first error of any of them.
 
-    Threads are switched far more often than usual meanwhile, so that races have a chance to show.
+    Meanwhile threads are switched far more often than usual, so that races have a chance to show.
     """
     barrier = Barrier(num_threads)
 

@@ -37,7 +37,7 @@ class TopologyContract:
             assert 1 <= cache.num_instances <= cpu.num_threads
 
     def test_numa_nodes_share_no_cpu_and_are_ten_from_themselves(self) -> None:
-        """Nodes partition CPUs that are online, and know the distance to each other."""
+        """Nodes partition the online CPUs, and know the distance to each other."""
         topology = self.make().read()
         nodes = topology.numa_nodes
         cpu_ids = [cpu_id for node in nodes for cpu_id in node.cpu_ids]
@@ -66,7 +66,7 @@ class TopologyContract:
         assert {gpu.numa_node for gpu in topology.gpus} - {None} <= nodes
 
     def test_it_can_be_written_as_json(self) -> None:
-        """Everything in it is plain."""
+        """It contains only plain values."""
         topology = self.make().read()
         assert json.loads(json.dumps(dataclasses.asdict(topology)))["hostname"] == topology.hostname
 
@@ -77,7 +77,7 @@ class TopologyContract:
         assert first == second
 
     def test_metrics_tell_how_the_last_reading_went(self) -> None:
-        """They are there before the first reading, too."""
+        """They are available even before the first reading."""
         reader = self.make()
         assert isinstance(reader.metrics(), TopologyMetrics)
         reader.read()
@@ -105,6 +105,6 @@ class TopologyContract:
 
 
 def _without_use(topology: Topology) -> Topology:
-    """Leave out what changes by itself: memory in use, and node memory that the kernel adjusts."""
+    """Omit what changes by itself: memory in use, and node memory that the kernel adjusts."""
     nodes = tuple(dataclasses.replace(node, memory_bytes=0) for node in topology.numa_nodes)
     return dataclasses.replace(topology, memory_available_bytes=0, numa_nodes=nodes)

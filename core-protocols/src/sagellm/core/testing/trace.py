@@ -12,7 +12,7 @@ from sagellm.core.protocols.trace import TraceReaderProtocol, TraceRequest
 
 
 def tokenize(text: str) -> list[int]:
-    """Turn each byte into a token, for formats that record text."""
+    """Convert each byte to a token, for formats that record text."""
     return list(text.encode())
 
 
@@ -26,7 +26,7 @@ class TraceReaderContract:
         raise NotImplementedError
 
     def sample(self) -> str:
-        """Return a file of the format with three requests or more; without it little can be tested."""
+        """Return a file of the format with at least three requests; without it little can be tested."""
         pytest.skip("needs a file of the format; give --sample FILE, in Python override `sample`")
 
     def test_it_knows_its_own_format(self) -> None:
@@ -34,7 +34,7 @@ class TraceReaderContract:
         assert self.make().can_read(self.file_name, self.sample().splitlines()[0])
 
     def test_it_knows_no_other_format(self) -> None:
-        """So that a file goes to the reader that knows it."""
+        """So that each file is read by the right reader."""
         reader = self.make()
         for name, line in {"a.txt": "hello", "b.csv": "when,what", "c.json": "[1, 2]", "d": ""}.items():
             assert not reader.can_read(name, line)
@@ -48,7 +48,7 @@ class TraceReaderContract:
             _check(request)
 
     def test_it_reads_no_further_than_it_is_asked(self) -> None:
-        """The beginning of a long trace costs a beginning."""
+        """Reading the beginning of a long trace costs only that much."""
         text = self.sample()
         body = text.splitlines(keepends=True)
         file = StringIO(text + body[-1] * 1000)
@@ -56,7 +56,7 @@ class TraceReaderContract:
         assert file.tell() < len(text) + 10 * len(body[-1])
 
     def test_what_is_no_request_is_named_by_its_line(self) -> None:
-        """Nothing is passed over in silence."""
+        """Nothing is skipped silently."""
         text = self.sample().rstrip("\n") + "\n"
         line = text.count("\n") + 1
         with pytest.raises(InvalidInputError, match=rf"line {line}\b"):

@@ -1,4 +1,4 @@
-"""What all attention backends count, and the shapes that they refuse."""
+"""What all attention backends count, and the shapes they refuse."""
 
 from __future__ import annotations
 

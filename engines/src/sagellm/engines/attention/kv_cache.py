@@ -39,12 +39,11 @@ def reshape_and_cache_kv(
 
 
 class HeadRows:
-    """One layer's KV seen as rows that a single gather can copy in the order attention wants.
+    """One layer's KV viewed as rows that a single gather can copy in the order attention needs.
 
-    A gather of whole blocks would put the heads of a block side by side and leave a second copy
-    to be made. Row by row, keys and values of a sequence come out as (2, kv_heads, tokens, dim).
-    A row is the part of one head in one block; where blocks are padded to an odd stride it is a
-    fraction of that.
+    Gathering whole blocks would put the heads of a block side by side and require a second copy. Row by row,
+    a sequence's keys and values come out as (2, kv_heads, tokens, dim). A row is one head's part of one
+    block, or a fraction of it if blocks are padded to an odd stride.
     """
 
     def __init__(self, num_kv_heads: int, block_size: int, head_dim: int, block_stride: int) -> None:

@@ -57,7 +57,7 @@ class TorchNaiveBackend(AttentionBackendProtocol):
         self._counter = StepCounter()
 
     def plan(self, batch: InputBatch) -> object:
-        """Note where each sequence's tokens begin."""
+        """Record where each sequence's tokens begin."""
         self._counter.add(batch)
         return _Plan(batch, query_starts(batch))
 

@@ -5,7 +5,7 @@ Each sequence is attended to on its own, so that its result does not depend on i
 - decode, one query: its KV is gathered from its blocks; the query heads that share a KV head are
   passed as if they were that many queries, so KV is never expanded. One padded call for the whole
   batch is slower on a CPU, most of all where lengths differ, and would read stale slots.
-- the first tokens of a prompt: keys and values are at hand, nothing is gathered.
+- the first tokens of a prompt: keys and values are at hand, so nothing is gathered.
 - later tokens of a prompt: gathered, with an explicit mask, a tile of queries at a time.
 
 On a CPU all of it is computed in float32. torch's kernel for 16-bit inputs rounds the softmax to 16
@@ -27,7 +27,7 @@ from sagellm.engines.attention.naive import create_causal_mask
 
 _TILE_QUERIES = 512
 _TILE_ELEMENTS = 1 << 22
-"""Largest mask of one call, in elements: bounds what a long chunk over a long context needs."""
+"""Largest mask of one call, in elements: bounds the memory for a long chunk over a long context."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Span:
 
 
 class _Plan:
-    """What the layers of a step share; masks and row numbers are made when first needed."""
+    """What the layers of a step share; masks and row numbers are built when first needed."""
 
     def __init__(self, spans: list[_Span], slots: Slots, block_tables: torch.Tensor) -> None:
         self.spans = spans
@@ -56,7 +56,7 @@ class _Plan:
     def gather(
         self, layer_kv: torch.Tensor, span: _Span, first_block: int
     ) -> torch.Tensor:  # (2, kv_heads, tokens, dim)
-        """Copy a sequence's KV from a block on to its last; the end of the last block is stale."""
+        """Copy a sequence's KV from the given block to its last; the end of the last block is stale."""
         _, _, num_kv_heads, block_size, head_dim = layer_kv.shape
         if self._rows is None:
             self._rows = HeadRows(num_kv_heads, block_size, head_dim, layer_kv.stride(0))
@@ -168,7 +168,7 @@ class SDPABackend(AttentionBackendProtocol):
         plan: _Plan,
         spec: AttentionSpec,
     ) -> None:
-        # Heads as (kv_heads, group): KV is seen once for each of a group's heads, with stride 0.
+        # Heads as (kv_heads, group): KV is viewed once per head of a group, with stride 0.
         key, value = (_widened(part)[:, None].expand(-1, self._group, -1, -1) for part in keys)
         num_queries, num_keys, window = len(query), key.shape[2], spec.sliding_window
         attend = functional.scaled_dot_product_attention
@@ -194,5 +194,5 @@ class SDPABackend(AttentionBackendProtocol):
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the type that attention is computed in."""
+    """Return a tensor in the dtype in which attention is computed."""
     return tensor.float() if tensor.device.type == "cpu" else tensor

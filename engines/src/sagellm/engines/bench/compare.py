@@ -1,4 +1,4 @@
-"""Puts results beside each other: every figure, and its ratio to the first result's."""
+"""Compares results: every figure, and its ratio to the first result's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sagellm.core import ConfigError
 from sagellm.engines.bench.results import Result
 
-_OWN = ("base_url", "model")  # what may differ without making two loads different
+_OWN = ("base_url", "model")  # settings that may differ between comparable loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The figures, and in what else the results differ."""
+    """The figures, and the other differences between the results."""
 
     figures: list[ComparedFigure]
     differences: list[str]

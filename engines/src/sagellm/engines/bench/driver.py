@@ -1,4 +1,4 @@
-"""Sends planned requests: at their times, or each when the one before it is done."""
+"""Sends planned requests: at their times, or each when the previous one is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sagellm.engines.bench.records import RequestFailedError, RequestRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """A request whose body is ready, so that nothing but sending is left to do under load."""
+    """A request whose body is ready, so that only sending it is left to do under load."""
 
     due_s: float  # after the start; ignored in a closed loop
     body: bytes
@@ -25,13 +25,13 @@ class PlannedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRun:
-    """What was sent and came back, in the order of the plan, between two moments."""
+    """What was sent and received between two moments, in the order of the plan."""
 
     records: list[RequestRecord]
     start_ns: int
     end_ns: int
     max_running: int
-    late_s: list[float]  # how much later than due each request left the plan; empty in a closed loop
+    late_s: list[float]  # how late each request was started; empty in a closed loop
 
 
 class LoadDriver:
@@ -55,8 +55,8 @@ class LoadDriver:
     ) -> LoadRun:
         """Send all and wait for all answers. `concurrency` limits how many run at once.
 
-        In a closed loop so many callers each send their next request when the last one is answered;
-        otherwise requests leave at their times, and what waits for a place has already arrived.
+        In a closed loop, that many callers each send their next request when the last one is answered;
+        otherwise requests start at their times, and those waiting for a slot count as arrived.
         """
         records = [
             RequestRecord(

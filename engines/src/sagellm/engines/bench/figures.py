@@ -27,7 +27,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request must meet to count as good, in milliseconds; None is no limit."""
+    """What a request must meet to count as good, in milliseconds; None means no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -36,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorCount:
-    """How often one kind of failure came, and what the first said."""
+    """How often one kind of failure occurred, and the first one's message."""
 
     count: int
     example: str
@@ -53,7 +53,7 @@ class ServeFigures:
     duration_s: float
     max_running: int
     num_prompt_tokens: int
-    num_cached_tokens: int | None  # None where the server does not say
+    num_cached_tokens: int | None  # None if the server does not say
     num_output_tokens: int
     num_shorter_than_asked: int
     num_without_usage: int  # whose tokens are counted as events
@@ -70,7 +70,7 @@ class ServeFigures:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Summarise values; None for none."""
+    """Summarise values; None if there are none."""
     kept = sorted(values)
     if not kept:
         return None

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client on asyncio: one protocol object a connection, no task a byte.
+"""A small HTTP/1.1 client on asyncio: one protocol object per connection, no task per piece.
 
-General clients spend some 100 µs on each piece of a stream; on a machine that runs the server too,
-that is what one would measure. Here a piece costs a few microseconds, and its time is taken first.
+General-purpose clients spend some 100 µs on each piece of a stream; on a machine that also runs the server,
+that would dominate. Here a piece costs a few microseconds, and its time is taken first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sagellm.core import ConfigError
 from sagellm.engines.bench.http_reader import ResponseReader
 from sagellm.engines.bench.records import RequestFailedError
 
-REUSE_WITHIN_S = 1.0  # servers close idle connections after some seconds; never race with that
+REUSE_WITHIN_S = 1.0  # servers close idle connections after some seconds; avoid racing with that
 
 OnBody = Callable[[ResponseReader, bytes, int], None]
 """Called with the response so far, the new bytes of its body, and when they arrived in nanoseconds."""
@@ -55,7 +55,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now_ns = time.perf_counter_ns()
         if self._answer is None or self._answer.done() or self._on_body is None:
-            self.close()  # nobody asked
+            self.close()  # unsolicited data
             return
         try:
             body = self._reader.feed(data)
@@ -123,7 +123,7 @@ class HTTPClient:
         return reader
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 

@@ -1,4 +1,4 @@
-"""Reads one HTTP/1.1 response from pieces of bytes, however they are cut."""
+"""Reads one HTTP/1.1 response from pieces of bytes, however they are split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_LINE_BYTES = 256
 
 
 class ResponseReader:
-    """Takes bytes and gives body bytes: chunked, of a stated length, or until the connection ends."""
+    """Takes bytes and returns body bytes: chunked, of a stated length, or until the connection ends."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -30,7 +30,7 @@ class ResponseReader:
         return self.is_done and is_framed and is_kept
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes of the body in `data`. Raises RequestFailedError for what is no HTTP."""
+        """Return the bytes of the body in `data`. Raises RequestFailedError for malformed HTTP."""
         self._buffer += data
         if not self.status and not self._read_head():
             return b""
@@ -44,7 +44,7 @@ class ResponseReader:
         return taken
 
     def end(self) -> None:
-        """Take note that the connection ended. Raises RequestFailedError when that is too early."""
+        """Record that the connection ended. Raises RequestFailedError if that was too early."""
         if self.status and not self._is_chunked and self._left is None:
             self.is_done = True
         if not self.is_done:
@@ -87,7 +87,7 @@ class ResponseReader:
                 break
             if self._is_trailer:
                 self.is_done = not line
-            elif line:  # an empty one ends the chunk before
+            elif line:  # an empty one ends the previous chunk
                 self._left = _chunk_size(line)
                 self._is_trailer = self._left == 0
         return b"".join(parts)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineSettings:
-    """What an engine is given. `num_prompts` run at once; `repeats` times for the latency."""
+    """The workload of an engine. `num_prompts` run at once; for latency, `repeats` times."""
 
     num_prompts: int
     input_len: Lengths = DEFAULT_INPUT
@@ -59,7 +59,7 @@ class ThroughputFigures:
     output_throughput_tokens_per_s: float
     total_throughput_tokens_per_s: float
     batching_efficiency: float | None  # of the steps in which a waiting request could have been admitted
-    mfu: float | None  # None for an engine that counts no work, as for bandwidth_use
+    mfu: float | None  # None for an engine that does not count work; likewise bandwidth_use
     bandwidth_use: float | None
     peak_gflops_per_s: float
     read_bandwidth_gbytes_per_s: float
@@ -68,7 +68,7 @@ class ThroughputFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyFigures:
-    """Repeated runs of one batch, each with prompts of its own; every request's TTFT and TPOT."""
+    """Repeated runs of one batch, each with its own prompts; every request's TTFT and TPOT."""
 
     batch_size: int
     latency_ms: Spread | None
@@ -113,7 +113,7 @@ def measure_throughput(
 
 
 def _place(engine: LLMEngine) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype of an engine; one that loads no model has left "auto" as it is."""
+    """Return the device and dtype of an engine; an engine that loads no model leaves "auto" unresolved."""
     from sagellm.engines.loading.placement import resolve_device, resolve_dtype
 
     model = engine.config.model

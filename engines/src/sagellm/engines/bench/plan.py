@@ -1,4 +1,4 @@
-"""From settings to requests that are ready to be sent."""
+"""From settings to requests ready to be sent."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DEFAULT_NUM_PROMPTS = 100
 def plan_load(settings: LoadSettings, model: str) -> list[PlannedRequest]:
     """Return the requests of a load in the order of their arrival; the same seed gives the same ones.
 
-    All bodies are made here and kept, about 6 bytes a prompt token.
+    All bodies are built here and kept, about 6 bytes per prompt token.
     """
     requests = _from_trace(settings) if settings.trace else list(_synthetic(settings))
     return _make(settings, model, requests, seed=settings.seed)
 
 
 def plan_warmup(settings: LoadSettings, model: str) -> list[PlannedRequest]:
-    """Return the warm-up requests: of the same kind as the load, and no beginning in common with it."""
+    """Return the warm-up requests: of the same kind as the load, but sharing no prefix with it."""
     kind = f"warm-up {settings.seed}"
     requests = _from_trace(settings) if settings.trace else _synthetic(settings)
     chosen = [_without_blocks(one) for one in islice(requests, settings.warmup)]

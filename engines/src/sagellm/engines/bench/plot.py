@@ -10,7 +10,7 @@ from sagellm.engines.whole_file import whole_file
 
 
 def plot_result(result: Result, path: Path) -> None:
-    """Write a picture of a saved load; its format is the file's ending."""
+    """Write a picture of a saved load in the format of the file's extension."""
     from matplotlib.figure import Figure
 
     rows = result["requests"]

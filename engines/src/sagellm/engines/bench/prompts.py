@@ -1,4 +1,4 @@
-"""Synthetic prompts: random token ids, or common words, with prefixes that some of them share."""
+"""Synthetic prompts: random token ids, or common words, with shared prefixes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 from sagellm.core import ConfigError
 
-FIRST_ID = 3  # below stand most vocabularies' padding, begin and end
+FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 
 Prompt = list[int] | str
 
@@ -26,8 +26,8 @@ _WORDS = _TEXT.split()
 class PromptSettings:
     """What prompts are made of.
 
-    `prefix_share` is the share of every prompt, from its start, that it has in common with others;
-    there are `num_prefixes` such beginnings. Ids are drawn from 3 … vocab_size − 1.
+    `prefix_share` is the share of every prompt, from its start, that is a common prefix; there are
+    `num_prefixes` such prefixes. Ids are drawn from 3 … vocab_size − 1.
     """
 
     as_ids: bool = True
@@ -45,9 +45,9 @@ class PromptSettings:
 
 
 class PromptMaker:
-    """Makes prompts; the same seed makes the same ones, another seed none that begins like them.
+    """Makes prompts; the same seed gives the same ones, another seed none with a common prefix.
 
-    A prompt as text has as many words as tokens were asked; how many tokens these are only the server knows.
+    A text prompt has as many words as tokens were requested; only the server knows its token count.
     """
 
     def __init__(self, settings: PromptSettings, seed: int | str) -> None:
@@ -66,7 +66,7 @@ class PromptMaker:
         return self.form(common + self._draw(self._rng, num_tokens - num_common))
 
     def make_of_blocks(self, block_ids: tuple[int, ...], block_tokens: int, num_tokens: int) -> Prompt:
-        """Make a prompt of named blocks: prompts that begin with the same names begin alike."""
+        """Make a prompt of named blocks: prompts that begin with the same names share a prefix."""
         ids: list[int] = []
         for block_id in block_ids:
             wanted = min(block_tokens, num_tokens - len(ids))
@@ -74,7 +74,7 @@ class PromptMaker:
         return self.form(ids + self._draw(self._rng, num_tokens - len(ids)))
 
     def _beginning(self, name: str, num_tokens: int) -> list[int]:
-        """Return the start of a common stream of tokens, which grows as far as it is asked for."""
+        """Return the start of a common stream of tokens, which grows on demand."""
         rng, ids = self._common.setdefault(name, (Random(f"{name} {self._seed}"), []))
         ids += self._draw(rng, num_tokens - len(ids))
         return ids[:num_tokens]

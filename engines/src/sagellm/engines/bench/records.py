@@ -1,4 +1,4 @@
-"""What is written down about one request, and how a request fails."""
+"""The record of one request, and how a request fails."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sagellm.core import RequestTimes
 
 
 class RequestFailedError(Exception):
-    """One request failed; the load goes on. `kind` is what failures are counted by.
+    """One request failed; the load continues. Failures are counted by `kind`.
 
     `connect` no connection · `cut` the connection ended in the middle · `timeout` · `http_<status>` ·
-    `bad_response` no HTTP, no stream or no JSON · `stream_error` the server reported one in the
-    stream, or ended it with the finish reason error or abort · `empty` not one token.
+    `bad_response` not HTTP, not a stream or not JSON · `stream_error` the server reported one in the stream,
+    or ended it with the finish reason error or abort · `empty` no tokens.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -25,8 +25,8 @@ class RequestFailedError(Exception):
 class RequestRecord:
     """One request, in nanoseconds of `time.perf_counter_ns`.
 
-    `event_times_ns` are the times at which bytes arrived that hold something visible: text,
-    reasoning, a tool call or token ids. A server may put several tokens into one event.
+    `event_times_ns` are the arrival times of bytes with something visible: text, reasoning, a tool call or
+    token ids. A server may put several tokens into one event.
     """
 
     arrival_ns: int
@@ -43,7 +43,7 @@ class RequestRecord:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the whole answer came."""
+        """Whether the whole answer arrived."""
         return self.error_kind is None
 
     @property
@@ -53,7 +53,7 @@ class RequestRecord:
 
     @property
     def times(self) -> RequestTimes:
-        """Return what the metric formulas take; only of a request that succeeded.
+        """Return the input of the metric formulas; only for a request that succeeded.
 
         Text that the server held back to the end became visible with the end.
         """
@@ -66,5 +66,5 @@ class RequestRecord:
         )
 
     def fail(self, error: RequestFailedError) -> None:
-        """Note a failure."""
+        """Record a failure."""
         self.error_kind, self.error = error.kind, str(error)

@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 def make_result(name: str, settings: dict[str, Any], figures: Any, **more: Any) -> Result:
-    """Put figures (a dataclass) beside settings, machine, versions and the time of day."""
+    """Combine figures (a dataclass) with settings, machine, versions and the time of day."""
     return {
         "benchmark": name,
         "format": FORMAT,
@@ -49,7 +49,7 @@ def request_rows(run: LoadRun) -> dict[str, list[Any]]:
 
 
 def save_result(result: Result, path: Path) -> None:
-    """Write a result. Raises ConfigError where it cannot be written."""
+    """Write a result. Raises ConfigError if it cannot be written."""
     try:
         with whole_file(path) as file:
             file.write_text(
@@ -60,7 +60,7 @@ def save_result(result: Result, path: Path) -> None:
 
 
 def load_result(path: Path) -> Result:
-    """Read a saved result. Raises ConfigError for what is none."""
+    """Read a saved result. Raises ConfigError if it is not one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ def load_result(path: Path) -> Result:
 
 
 def _rounded(value: Any) -> Any:
-    """Keep what a clock can tell: six digits after the point."""
+    """Round to the resolution of a clock: six decimal places."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Puts a load on a server and measures it."""
+"""Applies a load to a server and measures it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ServeResult:
 
 
 def run_serve(settings: LoadSettings, *, progress: bool = False) -> ServeResult:
-    """Check the server, warm it up, and put the load on it.
+    """Check the server, warm it up, and apply the load.
 
     Raises BenchmarkError when there is no server, or the warm-up or every request fails; ConfigError for
     a wrong model or setting.

@@ -1,4 +1,4 @@
-"""Asks a server what it serves before load is put on it."""
+"""Asks a server what it serves before the load starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServedModel:
 async def find_model(client: HTTPClient, name: str | None) -> ServedModel:
     """Check that the server is there, takes the key and has the model; without a name, take its only one.
 
-    Raises BenchmarkError when nobody answers or the key is refused, ConfigError for a wrong name.
+    Raises BenchmarkError if the server does not answer or refuses the key, ConfigError for a wrong name.
     """
     body = bytearray()
     try:

@@ -1,4 +1,4 @@
-"""What a load on a server is: every setting of `bench serve`, with its default."""
+"""The load on a server: every setting of `bench serve`, with its default."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PATHS: dict[Endpoint, str] = {"completions": "/completions", "chat": "/chat/comp
 class LoadSettings:
     """Where requests go, what they are, and when they come.
 
-    With a concurrency and neither rate nor trace the loop is closed: so many callers each wait for
-    their answer. With one of them the concurrency is a limit. None of the three sends all at once.
+    With a concurrency and neither rate nor trace the loop is closed: that many callers each wait for their
+    answer. With a rate or trace, the concurrency is a limit. Without any of the three, all are sent at once.
     """
 
     base_url: str = "http://127.0.0.1:8000/v1"

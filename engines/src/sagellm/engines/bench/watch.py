@@ -16,7 +16,7 @@ LATE_MS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLoad:
-    """What the client took of the machine, and how much it can have added to the times."""
+    """How much of the machine the client used, and how much it may have added to the times."""
 
     cpu_s: float
     cpu_share: float  # of one core, over the run
@@ -26,7 +26,7 @@ class ClientLoad:
 
     @property
     def warnings(self) -> list[str]:
-        """Say where the client, not the server, may have been measured."""
+        """Return warnings where the client, not the server, may have been measured."""
         found = []
         if self.cpu_share > BUSY_SHARE:
             found.append(
@@ -42,7 +42,7 @@ class ClientLoad:
 
 
 class ClientWatch:
-    """Measures from `async with` to its end."""
+    """Measures for the duration of the `async with` block."""
 
     def __init__(self) -> None:
         self._lags_ms = [0.0]
@@ -67,7 +67,7 @@ class ClientWatch:
             self._lags_ms.append(max(0.0, time.perf_counter() - started - _TICK_S) * 1e3)
 
     def load(self, num_events: int) -> ClientLoad:
-        """Return what was measured, for a run that read so many events."""
+        """Return what was measured, for a run that read this many events."""
         return ClientLoad(
             cpu_s=self._cpu_s,
             cpu_share=self._cpu_s / self._wall_s if self._wall_s else 0.0,

@@ -129,7 +129,7 @@ def _confirm(name: str, *, sizes: dict[str, int]) -> None:
 
 
 def _follow(client: AdminClient, operation: str, label: str, as_json: bool, **arguments: Any) -> Any:  # noqa: FBT001
-    """Have the engine do it part by part, with a bar of the blocks that are done."""
+    """Run an operation of the engine part by part, with a progress bar of completed blocks."""
     progress = client.call(operation, **arguments)
     while progress["num_blocks"] == 0 and progress["phase"] != "done":
         progress = _go_on(client, progress)

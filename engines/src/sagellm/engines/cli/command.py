@@ -48,7 +48,7 @@ _HINTS = {
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
     "--uvicorn-log-level": "write --log-level",
 }
-"""Flags of vLLM without an equivalent here → what to write instead. Those with one are flags of ours."""
+"""Flags of vLLM without an equivalent here → what to write instead. Flags with one exist here."""
 
 
 class GroupedCommand(TyperCommand):
@@ -101,4 +101,4 @@ PARALLEL_FLAGS = tuple(
         ("data_parallel_size", "-dp"),
     )
 )
-"""Flags of vLLM that are accepted with the value 1 alone."""
+"""Flags of vLLM that are accepted only with the value 1."""

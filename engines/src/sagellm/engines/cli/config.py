@@ -1,4 +1,4 @@
-"""`config show`: the settings as an engine would get them."""
+"""`config show`: the settings that an engine would get."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def show(
 
 
 def without_passwords(config: EngineConfig) -> EngineConfig:
-    """Put three stars for what stands before the host in URLs of tiers' options."""
+    """Replace the credentials in URLs of tiers' options by three stars."""
     tiers = tuple(
         ProviderSpec(
             each.name,

@@ -1,4 +1,4 @@
-"""One flag for each setting of an engine, from the table of settings and the schema."""
+"""One flag per engine setting, from the table of settings and the schema."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", ProviderSpec: "NAME[{…
 
 
 def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
-    """Make the flag of a setting, with further spellings; the schema parses its value."""
+    """Build the flag of a setting, with further spellings; the schema parses its value."""
     field = field_of(key)
     kind, _ = kind_of(field)
     help_text = command_help(field.description or "", field.get_default(call_default_factory=True))
@@ -67,7 +67,7 @@ def group_of(key: str) -> str:
 
 
 def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
-    """Complete choices, and names of what is installed."""
+    """Return a completion of choices or of installed providers' names."""
     if key in PROVIDER_KINDS:
         return complete_providers(PROVIDER_KINDS[key])
     if get_origin(kind) is not Literal:
@@ -76,7 +76,7 @@ def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
 
 
 ENGINE_FLAGS = (*(setting_flag(name, key) for name, key in FLAT_NAMES.items()), *PARALLEL_FLAGS)
-"""All but switches arrive as text, so that one place, the schema, says what a value may be."""
+"""All but switches arrive as text, so that only the schema decides which values are valid."""
 
 MODEL_FLAG = ENGINE_FLAGS[:1]
-"""What stands first where a command has other tables too."""
+"""Placed first in commands that have other tables too."""

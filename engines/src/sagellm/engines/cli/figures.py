@@ -1,4 +1,4 @@
-"""Figures by name, as text: the name says the unit."""
+"""Figures by name, as text; the name determines the unit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PER_SECOND = "_per_s"
 
 
 def figures_table(figures: Mapping[str, Any]) -> str:
-    """Write one figure a row; what is None or empty is left out."""
+    """Write one figure per row; None and empty values are left out."""
     rows = [
         (label(name), write(name, value)) for name, value in figures.items() if value not in (None, "", ())
     ]
@@ -42,14 +42,14 @@ def figures_table(figures: Mapping[str, Any]) -> str:
 
 
 def tiers_table(tiers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write what each tier has, and what became of what it was asked for."""
+    """Write what each tier holds, and the outcomes of its requests."""
     head, names = zip(*_TIER_FIGURES.items(), strict=True)
     rows = [(tier, *(write(name, figures[name]) for name in names)) for tier, figures in tiers.items()]
     return columns(("TIER", *head), rows)
 
 
 def tenants_table(tenants: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write what tenants have of a prefix cache and had from it, those with the most blocks alone."""
+    """Write each tenant's use of and savings from a prefix cache, only those with the most blocks."""
     largest = sorted(tenants.items(), key=lambda item: -item[1]["num_blocks"])
     head, names = zip(*_TENANT_FIGURES.items(), strict=True)
     rows = [
@@ -72,7 +72,7 @@ def label(name: str) -> str:
 
 
 def write(name: str, value: Any) -> str:
-    """Write a figure in the unit that its name has."""
+    """Write a figure in the unit given by its name."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if name.endswith("_ns"):

@@ -1,4 +1,4 @@
-"""Gives a command flags that come from a table instead of its signature."""
+"""Gives a command flags from a table instead of its signature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 
 def with_flags(*tables: Sequence[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command whose `**options` takes those flags of the tables that were given.
+    """Decorate a command whose `**options` receives those flags of the tables that the user set.
 
     A flag that the command itself or an earlier table has is left out.
     """
@@ -46,7 +46,7 @@ def with_flags(*tables: Sequence[inspect.Parameter]) -> Callable[[Callable[..., 
 
 
 def command_help(text: str, default: object = None) -> str:
-    """Write a flag's help: a sentence, and its default where there is one; `null` is a word of files."""
+    """Write a flag's help: a sentence, and its default if it has one; `null` occurs only in files."""
     text, _, without = text.partition("; null: ")
     default = without or default
     sentence = f"{text[:1].upper()}{text[1:]}."

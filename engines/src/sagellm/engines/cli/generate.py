@@ -116,7 +116,7 @@ def _generate_streaming(
 
     place = {engine.add_request(prompt, params): index for index, prompt in enumerate(asked)}
     shares = dict.fromkeys(place, (params.max_tokens or 1) * params.n)
-    # Where the text is seen as it comes, a bar would stand in the middle of it.
+    # If the text is shown as it arrives, a bar would appear in the middle of it.
     is_shown = len(asked) > 1 and not sys.stdout.isatty()
     outputs: dict[int, RequestOutput] = {}
     with progress_bar("generating", total=sum(shares.values()), unit="tokens", enabled=is_shown) as advance:

@@ -1,4 +1,4 @@
-"""Prints what was generated: text as it comes, JSON, and how long it took."""
+"""Prints what was generated: text as it arrives, JSON, and timings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HEADING_CHARACTERS = 60
 
 
 class TextPrinter:
-    """Prints the continuations of all prompts one after another, each as far as it has come.
+    """Prints the continuations of all prompts one after another, each as it arrives.
 
-    Only one can be printed at a time; the others follow, with what they have by then, in their turn.
-    Headings go to standard error, so standard output has nothing but text.
+    Only one can be printed at a time; the others follow in turn, with what they have by then. Headings go to
+    standard error, so standard output contains only text.
     """
 
     def __init__(self, prompts: Sequence[str], num_continuations: int) -> None:
@@ -69,7 +69,7 @@ def print_outputs_json(outputs: Sequence[RequestOutput], prompts: Sequence[str])
 
 
 def print_timings(outputs: Sequence[RequestOutput]) -> None:
-    """Print a table of times, one row a request, to standard error."""
+    """Print a table of times, one row per request, to standard error."""
     head = ("PROMPT", "CACHED", "OUTPUT", "TTFT", "TPOT", "TOKENS/S", "END")
     rows = [
         (

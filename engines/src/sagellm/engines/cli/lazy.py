@@ -1,4 +1,4 @@
-"""A command group that knows its commands' names and imports a command when it is called."""
+"""A command group that knows its commands' names and imports each command when it is called."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LazyGroup(TyperGroup):
 
     table: ClassVar[Mapping[str, Entry]] = {}
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Commands of other groups, and under which program they are."""
+    """Commands of other groups, and the programs that have them."""
     synonyms: ClassVar[Mapping[str, str]] = {}
-    """Names that are tried for a command, and the command; "" for a word to leave out."""
+    """Names that users may try, and the actual command; "" for a word to leave out."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names."""

@@ -1,4 +1,4 @@
-"""What the commands share that load a model."""
+"""What the commands that load a model share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ModelArgument = Annotated[
 
 
 def with_model(options: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Put the model of the argument where the flag would put it. Raises ConfigError for two models."""
+    """Store the model argument as the flag would be. Raises ConfigError if both are given."""
     if model is None:
         return options
     if options.setdefault("model", model) != model:
@@ -39,9 +39,9 @@ def with_model(options: dict[str, Any], model: str | None) -> dict[str, Any]:
 def read_options(
     options: Mapping[str, Any], config_file: Path | None, **defaults: Any
 ) -> tuple[EngineConfig, dict[str, Any]]:
-    """Split flags into an engine's configuration and what was said of sampling, over `defaults`.
+    """Split flags into an engine's configuration and sampling settings, overriding `defaults`.
 
-    Both are checked, so that a wrong flag is an error before a model is loaded.
+    Both are checked, so that an invalid flag is an error before a model is loaded.
     """
     from sagellm.engines.sampling.params import SamplingParams
 
@@ -62,12 +62,12 @@ def start_engine(config: EngineConfig) -> LLMEngine:
 
 
 def params_of(engine: LLMEngine, sampling: Mapping[str, Any]) -> SamplingParams:
-    """Return what the checkpoint wants to be sampled with, and flags over that."""
+    """Return the checkpoint's sampling parameters, overridden by flags."""
     return replace(engine.default_params, **sampling)
 
 
 def say_if_embedded(model: str) -> None:
-    """Tell who named no model which one answers."""
+    """If no model was named, say which one answers."""
     if model == EMBEDDED:
         typer.echo(
             "using the small embedded model, made for trying things out; --model names another", err=True

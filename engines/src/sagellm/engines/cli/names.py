@@ -10,7 +10,7 @@ import typer
 
 from sagellm.core import PluginRegistry, SageLLMError
 
-_ANSWER_S = 0.5  # somebody waits at a prompt
+_ANSWER_S = 0.5  # the user is waiting at a prompt
 
 Complete = Callable[[str], list[str]]
 

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 
 def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer:
-    """Make the app of a command that has subcommands, those of `group` among them."""
+    """Build the app of a command that has subcommands, including those of `group`."""
     app = typer.Typer(
         cls=group, help=help_text, add_completion=False, rich_markup_mode=None, no_args_is_help=True
     )
@@ -21,7 +21,7 @@ def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer
 
 
 def _nothing() -> None:
-    """Keep one subcommand a subcommand."""
+    """Force typer to keep a single command as a subcommand."""
 
 
 def print_json(value: object) -> None:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from sagellm.core.conformance import Fault, ProviderReport
 
-_WIDE = 1000  # columns, so that a program that reads the table gets whole lines
+_WIDE = 1000  # columns, so that programs that read the table get whole lines
 _MAX_CALLS = 20
-"""Of more, the last ones alone would explain nothing."""
+"""With more calls, the last ones alone would not explain anything."""
 
 
 def complete_distribution(incomplete: str) -> list[str]:
-    """Return the names that may be meant."""
+    """Return the matching names."""
     from sagellm.core.conformance.supervisor import installed_distributions
 
     return [name for name in installed_distributions() if name.startswith(incomplete)]
@@ -122,7 +122,7 @@ def _entry(report: ProviderReport) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield what shows each test on a terminal, and each provider elsewhere."""
+    """Yield a function that shows each test on a terminal, and each provider elsewhere."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.text import Text
@@ -219,9 +219,9 @@ def _listed(providers: Sequence[str]) -> str:
 
 
 def _faults_text(found: Sequence[tuple[str, Fault]]) -> str:
-    """Write one fault of one provider or more: the rule, what was expected and found, and what was called.
+    """Describe a fault of one or more providers: the rule, what was expected and found, and the calls.
 
-    Of several providers these are the cases of all and the calls of the first.
+    With several providers, it lists the cases of all and the calls of the first.
     """
     (first, fault), *others = found
     cases = dict.fromkeys(case for _, each in found for case in each.cases)

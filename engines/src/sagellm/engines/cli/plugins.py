@@ -33,7 +33,7 @@ app.command("check")(check)
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderInfo:
-    """All that is known about one provider. `error` says why its target does not import."""
+    """Everything known about one provider. `error` says why its target does not import."""
 
     kind: str
     name: str
@@ -41,9 +41,9 @@ class ProviderInfo:
     distribution: str
     version: str
     summary: str
-    core: str  # the versions of core that the distribution asks for
+    core: str  # the versions of core that the distribution requires
     core_installed: str
-    api: int  # the protocol version that it was written for
+    api: int  # the protocol version for which it was written
     api_installed: int
     description: str = ""  # first line of the target's docstring
     options: tuple[ProviderOption, ...] = ()
@@ -163,7 +163,7 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
 
 
 def core_range(distribution: str) -> str:
-    """Return the versions of core that a distribution asks for: `<0.2,>=0.1`, or "" if it states none."""
+    """Return the versions of core that a distribution requires: `<0.2,>=0.1`, or "" if it states none."""
     if distribution == CORE:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""`pool stats|compact`: the KV pool of an engine that runs."""
+"""`pool stats|compact`: the KV pool of a running engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compact(
 
 
 def _compact(client: AdminClient, *, show_bar: bool) -> dict[str, Any]:
-    """Move until nothing is left to be moved, or as many blocks as were in use have been."""
+    """Move blocks until none is left to move, or as many as were in use have been moved."""
     started = time.perf_counter()
     before = _read(client)
     num_moved = num_steps = 0

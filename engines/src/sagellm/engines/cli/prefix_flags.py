@@ -1,4 +1,4 @@
-"""Flags that name a prefix of a running engine's cache otherwise than by a request."""
+"""Flags that name a prefix of a running engine's cache other than by a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sagellm.engines.text.limits import TextLimits
 
 _TIMEOUT_S = 5.0
-"""For each call of the model's template and tokenizer."""
+"""Limit on each call of the model's template and tokenizer."""
 
 PREFIX_FLAGS = (
     make_flag("tokens", int, typer.Option(metavar="INT", min=1, help="Only so many of its first tokens.")),
@@ -41,12 +41,12 @@ PREFIX_FLAGS = (
 
 
 def request_name(answer_id: str | None) -> str | None:
-    """Return what the core calls a request by an id that the API told."""
+    """Return the core's name of a request, given the id that the API returned."""
     return None if answer_id is None else request_of(answer_id)
 
 
 def read_prefix(client: AdminClient, request: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the core is to be asked for. Raises InvalidInputError for a prefix named twice."""
+    """Return the arguments of the core's operation. Raises InvalidInputError for a prefix named twice."""
     texts = {name: given[name] for name in ("prompt", "system") if name in given}
     if len(texts) + (request is not None) > 1:
         raise InvalidInputError("a request, --prompt and --system each name a prefix; give one of them")
@@ -68,9 +68,9 @@ def read_prefix(client: AdminClient, request: str | None, given: Mapping[str, An
 
 
 def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
-    """Make tokens with the template and tokenizer of the engine's model, in a process that can be ended.
+    """Tokenize with the template and tokenizer of the engine's model, in a process that can be killed.
 
-    Raises ForeignTextError for what either cannot do, or not within the time and memory that a server grants.
+    Raises ForeignTextError if either fails or exceeds a server's limits on time and memory.
     """
     from sagellm.engines.config.schema import EngineConfig
     from sagellm.engines.loading.source import resolve_tokenizer
@@ -88,7 +88,7 @@ def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
     limits = TextLimits.of(client.hello.limits.max_model_len, timeout_s=_TIMEOUT_S)
     if kind == "prompt":
         return asyncio.run(_tokenize(path, limits, Encode([text], True)))[0]
-    # What two chats have in common that differ in the first word of the user only.
+    # The common prefix of two chats that differ only in the user's first word.
     system = ChatMessage("system", text)
     chats = [Render([system, ChatMessage("user", word)], True, {}) for word in ("a", "Z")]
     one, other = asyncio.run(_tokenize(path, limits, *chats))

@@ -1,4 +1,4 @@
-"""Runs a program: what goes wrong becomes one message and an exit code."""
+"""Runs a program: any failure becomes one message and an exit code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) 
         )
     except SystemExit as end:
         if end.code == INTERRUPTED and sys.stderr.isatty():
-            typer.echo(err=True)  # after ^C, which stands where the text was
+            typer.echo(err=True)  # after ^C, which the terminal shows in the text
         raise
     except Exception as error:
         if session.debug:

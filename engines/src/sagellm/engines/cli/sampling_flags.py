@@ -1,4 +1,4 @@
-"""One flag for each field of `SamplingParams` that a person at a terminal may want."""
+"""One flag per field of `SamplingParams` that is useful at a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _option(name: str, kind: Any, help_text: str) -> Any:
 
 
 def _default(name: str) -> object:
-    """What holds without the flag: of some fields a checkpoint says what it wants."""
+    """The value without the flag; for some fields the checkpoint decides."""
     default = _DEFAULTS[name]
     return f"the checkpoint's, or {default}" if PARAMETERS[name].is_of_checkpoint else default
 

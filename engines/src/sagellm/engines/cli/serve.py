@@ -83,7 +83,7 @@ def run_service(
     from sagellm.engines.serving.service import serve as run
 
     configure(log_level)
-    if config.server.access_log:  # a line per request is told at any level
+    if config.server.access_log:  # a line per request is logged at any level
         access_logger.setLevel(logging.INFO)
     return_large_blocks()
     typer.echo(f"loading {config.model.name}", err=True)
@@ -91,7 +91,7 @@ def run_service(
 
 
 def say_state(engine: RunningEngine) -> None:
-    """Tell where the engine is, or what it waits for."""
+    """Print where the engine is, or what it is waiting for."""
     if engine.state == "draining":
         typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
     elif engine.state == "ready":

@@ -1,4 +1,4 @@
-"""One flag for each setting of the HTTP server."""
+"""One flag per setting of the HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simulate`: a trace through the prefix cache that serves, without a model."""
+"""`simulate`: a trace through the real prefix cache, without a model."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _blocks(text: str) -> int:
 def _with_block_size(
     settings: EngineConfig, requests: Sequence[TraceRequest], block_size: int | None
 ) -> EngineConfig:
-    """Choose the size of blocks: the one given, else the trace's own, else the configuration's."""
+    """Choose the block size: the one given, else the trace's own, else the configuration's."""
     own = max((one.block_tokens for one in requests), default=0)
     size = block_size or own or settings.kv.block_size
     if own % size:

@@ -21,19 +21,19 @@ from sagellm.engines.serving.operations import read_metrics
 
 _CLEAR = "\x1b[H\x1b[2J"
 _TABLES = {"tenants": tenants_table, "tiers": tiers_table}
-"""Figures that are tables of their own."""
+"""Figures with their own tables."""
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One kind of module: its title, and what follows from its metrics."""
+    """One kind of module: its title, and figures derived from its metrics."""
 
     kind: str
     title: str
     derive: Callable[[Any, EngineMetrics], Figures]
-    without: str = "the engine has none"  # said where there are no metrics of this kind
+    without: str = "the engine has none"  # printed if there are no metrics of this kind
 
 
 def _derive_cache(cache: Any, _: EngineMetrics) -> Figures:
@@ -80,7 +80,7 @@ def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:
 
 
 def _derive_eviction(_: Any, engine: EngineMetrics) -> Figures:
-    cache = engine.modules.get("prefix_cache")  # which replaces a policy that fails, and knows why
+    cache = engine.modules.get("prefix_cache")  # it replaces a failing policy, and knows why
     return {"failure": getattr(cache, "policy_failure", "")}
 
 
@@ -130,7 +130,7 @@ MODULES: dict[str, Module] = {
 
 
 def read_module(client: AdminClient, module: Module) -> Figures | None:
-    """Return the figures of a module, its own beyond core's included; None if the engine has none."""
+    """Return the figures of a module, including its own beyond core's; None if the engine has none."""
     raw = client.call("metrics")
     engine = read_metrics(raw)
     metrics = engine.modules.get(module.kind)
@@ -147,7 +147,7 @@ def read_module(client: AdminClient, module: Module) -> Figures | None:
 
 
 def read_machine(client: AdminClient) -> Figures:
-    """Return the topology provider's summary of this machine, where the engine runs, too."""
+    """Return the topology provider's summary of this machine, which is also the engine's."""
     from sagellm.core import PluginRegistry
     from sagellm.engines.machine import read_topology
 
@@ -170,7 +170,7 @@ def read_machine(client: AdminClient) -> Figures:
 
 
 def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, without: str = "") -> typer.Typer:
-    """Make the app of one kind of module, with its command `stats`."""
+    """Build the app of one kind of module, with its command `stats`."""
     app = new_app(f"Watch the {title} of a running engine.")
 
     def stats(

@@ -1,4 +1,4 @@
-"""A line that says what one waits for."""
+"""A status line that says what the program is waiting for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 @contextmanager
 def status_line(text: str) -> Iterator[None]:
-    """Show that something goes on: moving on a terminal, once elsewhere."""
+    """Show that work is in progress: animated on a terminal, printed once elsewhere."""
     if not sys.stderr.isatty():
         typer.echo(text, err=True)
         yield

@@ -18,8 +18,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite files th
 def check_targets(*paths: Path | None, overwrite: bool, source: Path | None = None) -> None:
     """Raise ConfigError for a file that cannot be written, or exists and must be kept.
 
-    Unless `overwrite` is true, asks on a terminal whether to overwrite, and refuses elsewhere. What the
-    command reads, `source`, is never overwritten, and no two results may go to one file.
+    Unless `overwrite` is true, asks on a terminal whether to overwrite, and refuses elsewhere. The command's
+    input, `source`, is never overwritten, and no two results may go to one file.
     """
     targets = [path for path in paths if path is not None]
     for index, path in enumerate(targets):
@@ -65,7 +65,7 @@ def _check_place(path: Path) -> None:
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
-    """Compare two names, of files that need not exist; a pipe or a device loses nothing."""
+    """Compare two names of files that need not exist; False for pipes and devices, which lose nothing."""
     if one.exists() and other.exists():
         return one.is_file() and one.samefile(other)
     return one.resolve() == other.resolve()

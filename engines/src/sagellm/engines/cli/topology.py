@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sagellm.core import CPU, GPU, Topology
 
-_WIDE = 1000  # columns, so that a program that reads the tree gets whole lines
+_WIDE = 1000  # columns, so that programs that read the tree get whole lines
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -1,4 +1,4 @@
-"""`trace generate|show`: makes traces of load, and says what is in one."""
+"""`trace generate|show`: generates load traces, and shows what is in one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def show(
 
 
 def figures_of_trace(requests: list[TraceRequest]) -> dict[str, Any]:
-    """Return what a trace holds."""
+    """Return the figures of a trace."""
     prompts = [float(one.num_prompt_tokens) for one in requests]
     outputs = [float(one.num_output_tokens) for one in requests]
     first = requests[0]

@@ -11,7 +11,7 @@ from sagellm.core import ConfigError
 _MAX_DEPTH = 32
 _MAX_DIGITS = 40  # tokenizers write 10^30 for "no limit"
 MAX_VALUES = 500_000
-"""Commas and opening brackets, an upper bound of the values, of at most about 100 bytes each."""
+"""Commas and opening brackets, an upper bound on the values, at most about 100 bytes each."""
 
 
 def parse_json(

@@ -1,4 +1,4 @@
-"""Parses all YAML, which may be untrusted, within limits.
+"""Parses YAML, which may be untrusted, within limits.
 
 Aliases stand for whole trees, so a few hundred bytes can describe billions of values, and each digit, level
 and value costs time in a parser written in Python.
@@ -14,7 +14,7 @@ from sagellm.core import ConfigError
 
 MAX_BYTES = 64 << 10
 _MAX_DEPTH = 32
-_MAX_VALUES = 5_000  # keys count too, and an alias counts as all that it stands for
+_MAX_VALUES = 5_000  # keys count too, and an alias counts as everything it stands for
 _MAX_DIGITS = 40
 _MAX_REASON = 300  # characters; some messages quote a whole tag
 
@@ -68,7 +68,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Build a mapping; one that has a key twice would drop a value without a word."""
+        """Build a mapping; refuse duplicate keys, which would silently drop a value."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:

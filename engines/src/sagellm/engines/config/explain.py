@@ -1,4 +1,4 @@
-"""Turns what pydantic found into one sentence a mistake: key, value, what is possible."""
+"""Turns pydantic's findings into one sentence per mistake: key, value, what is possible."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_LINES = 20
 
 
 def explain(error: ValidationError, model: type[BaseModel], section: str) -> ConfigError:
-    """Phrase every finding of `error`, one a line. `section` is "" for the whole configuration."""
+    """Phrase every finding of `error`, one per line. `section` is "" for the whole configuration."""
     lines = []
     errors = error.errors(include_url=False)
     for found in errors[:_MAX_LINES]:
         cause = found.get("ctx", {}).get("error")
         name = str(found["loc"][0]) if found["loc"] else ""
         key = f"{section}.{name}" if section else name
-        if isinstance(cause, ConfigError):  # a section has already spoken for itself
+        if isinstance(cause, ConfigError):  # a section has already phrased its own error
             lines.append(f"{with_flat_name(key)} cannot be read: {cause}" if section else str(cause))
             continue
         if found["type"] == "extra_forbidden":
@@ -39,7 +39,7 @@ def explain(error: ValidationError, model: type[BaseModel], section: str) -> Con
 
 
 def unknown_key(key: str, section: str, known: list[str]) -> str:
-    """Say that a key does not exist, which do, and which was probably meant."""
+    """Say that a key does not exist, which keys do, and which was probably meant."""
     if not section and key in ALL_NAMES:
         return f"unknown section {key!r}; the setting is {ALL_NAMES[key]}, or EngineConfig.from_flat({key}=…)"
     what, where = ("setting", f"{section} has") if section else ("section", "the sections are")
@@ -47,13 +47,13 @@ def unknown_key(key: str, section: str, known: list[str]) -> str:
 
 
 def with_flat_name(key: str) -> str:
-    """Add the flat name where it is not the last word of the key."""
+    """Add the flat name if it is not the last word of the key."""
     flat = next((flat for flat, dotted in ALL_NAMES.items() if dotted == key), "")
     return key if not flat or key.endswith(f".{flat}") else f"{key} ({flat})"
 
 
 def possible(field: FieldInfo) -> str:
-    """Phrase what a field takes: `a whole number from 1 to 1024, or null`."""
+    """Describe what a field accepts: `a whole number from 1 to 1024, or null`."""
     kind, optional = kind_of(field)
     text = _phrase(kind, field)
     return f"{text}, or null" if optional else text

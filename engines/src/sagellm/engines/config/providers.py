@@ -17,7 +17,7 @@ _MARK = re.compile(r""""[^"]*"|'[^']*'|[{}\[\],]""")
 
 
 def parse_provider(value: object) -> ProviderSpec:
-    """Read one provider in any of its forms. Raises ConfigError, which says "it"."""
+    """Read one provider in any of its forms. Raises ConfigError, whose message calls the value "it"."""
     if not isinstance(value, str):
         return ProviderSpec.of(value)
     text = value.strip()
@@ -30,7 +30,7 @@ def parse_provider(value: object) -> ProviderSpec:
 
 
 def parse_providers(value: object) -> tuple[ProviderSpec, ...]:
-    """Read a list of providers; in a text they are separated by commas, or a list in YAML."""
+    """Read a list of providers; a text is comma-separated or a YAML list."""
     if isinstance(value, str):
         value = _parse_yaml(value) if value.lstrip().startswith("[") else split(value)
     return tuple(map(parse_provider, value if isinstance(value, list | tuple) else [value]))
@@ -90,7 +90,7 @@ def provider(kind: str, default: str | None, description: str) -> Any:
 
 
 def providers(kind: str, description: str) -> Any:
-    """Declare a setting that names any number of providers of a kind, by default none."""
+    """Declare a setting that names any number of providers of a kind; empty by default."""
     return Field(default=(), description=description, json_schema_extra={"kind": kind})
 
 

@@ -1,6 +1,6 @@
-"""The configuration of an engine, whole: every section, by flat names and by dotted keys.
+"""The complete configuration of an engine: every section, by flat names and by dotted keys.
 
-Adapting it to a machine returns a new object (`with_values`).
+Adapting it to a machine gives a new object (`with_values`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineConfig(Checked):
     def from_flat(cls, **values: Any) -> Self:
         """Build a configuration from flat names such as `block_size` (`settings.ALL_NAMES`).
 
-        Raises ConfigError for an unknown name or a value that cannot be used.
+        Raises ConfigError for an unknown name or an invalid value.
         """
         return cls.from_values(flat_to_dotted(values, ALL_NAMES))
 
@@ -80,11 +80,11 @@ class EngineConfig(Checked):
 
 
 AUTO = "auto"
-"""The forward backend that means: the first that can run the model."""
+"""As the forward backend: the first one that can run the model."""
 
 
 class NamedProvider(NamedTuple):
-    """What a setting names: its dotted key, the kind, and the provider."""
+    """A provider named by a setting: the setting's dotted key, the kind, and the provider."""
 
     key: str
     kind: str

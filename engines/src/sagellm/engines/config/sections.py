@@ -29,7 +29,7 @@ def _as_text(value: object) -> object:
 
 
 def _as_names(value: object) -> object:
-    """Take `a,b` and lists too: a shell has no lists, and YAML has no tuples."""
+    """Also accept `a,b` and lists: a shell has no lists, and YAML has no tuples."""
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(",") if name.strip())
     return tuple(value) if isinstance(value, list) else value
@@ -70,7 +70,7 @@ class Checked(BaseModel):
 
     @classmethod
     def with_own_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with `options` that stand beside the `name` of a provider put into it."""
+        """Return the values, with `options` next to the `name` of a provider merged into it."""
         field = cls.model_fields.get("name")
         if "options" not in values or "options" in cls.model_fields or field is None:
             return dict(values)

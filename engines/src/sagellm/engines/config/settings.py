@@ -1,7 +1,7 @@
-"""The one table of flat names: what `LLMEngine(...)` and the command line call each setting.
+"""The table of flat names, by which `LLMEngine(...)` and the command line call each setting.
 
-Names that mean what vLLM's mean are vLLM's. A flag is the flat name with dashes. Type, default,
-limits and help text of a setting stand in `sections.py` and are not repeated here.
+Settings that vLLM has too use vLLM's names. A flag is the flat name with dashes. Type, default, limits and
+help text of a setting are in `sections.py` and not repeated here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SERVER_NAMES: dict[str, str] = {
     "frozen_after_s": "server.frozen_after_s",
     "access_log": "server.access_log",
 }
-"""What `serve` has beside an engine's settings."""
+"""Settings of `serve` besides an engine's."""
 
 ALL_NAMES = FLAT_NAMES | SERVER_NAMES
 

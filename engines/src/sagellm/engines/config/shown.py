@@ -13,5 +13,5 @@ def shown(value: object) -> str:
 
 
 def clipped(text: str, max_characters: int = _MAX_CHARACTERS) -> str:
-    """Return the text, cut after so many characters."""
+    """Return the text, cut after `max_characters`."""
     return text if len(text) <= max_characters else f"{text[:max_characters]}…"

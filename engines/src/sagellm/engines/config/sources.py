@@ -1,8 +1,7 @@
-"""Where settings come from: flag > environment > file > default, and who said what.
+"""Where settings come from: flag > environment > file > default, and the origin of each.
 
-Files are, the strongest first: the one named by `--config`, `sagellm.yaml` in the working
-directory, `config.yaml` in the user's configuration folder. All that exist are read; each one
-states only what it changes.
+Files, the strongest first: the one named by `--config`, `sagellm.yaml` in the working directory,
+`config.yaml` in the user's configuration folder. All that exist are read; each states only what it changes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sagellm.engines.config.text import parse_text
 
 PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
-"""Variables that the plugin registry reads; they are not settings, though one begins like a section."""
+"""Variables that the plugin registry reads; not settings, although one begins like a section."""
 API_KEY_VARIABLE = "SAGELLM_API_KEY"
 """Short for `SAGELLM_SERVER__API_KEYS`, which overrides it; its text is never parsed as YAML."""
 DIRECTORY_FILE = "sagellm.yaml"
@@ -31,7 +30,7 @@ DIRECTORY_FILE = "sagellm.yaml"
 
 @dataclass(frozen=True)
 class Origin:
-    """Who gave a setting its value: `where` is a flag, a variable or a path, "" for a default."""
+    """What gave a setting its value: `where` is a flag, a variable or a path, "" for a default."""
 
     kind: Literal["flag", "environment", "file", "default"]
     where: str = ""
@@ -62,12 +61,11 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> LoadedConfig:
-    """Read all sources and lay them over each other.
+    """Read all sources and merge them.
 
     `flags` maps flat names to what was given on the command line; text is converted. `environ`
-    and `directory` default to the process's own. Raises ConfigError with a line for every wrong
-    value, each of which names its origin; a wrong value is an error even where a stronger source
-    replaces it.
+    and `directory` default to the process's own. Raises ConfigError with a line for every invalid value,
+    naming its origin; an invalid value is an error even if a stronger source overrides it.
     """
     environ = os.environ if environ is None else environ
     files = tuple(_existing_files(config_file, environ, directory or Path()))
@@ -122,7 +120,7 @@ def _file_layer(path: Path) -> _Layer:
         for name, value in given.items():
             values[f"{section}.{name}"] = value
         if not settings and section not in SECTIONS:
-            values[f"{section}."] = None  # an empty section is misspelt like any other
+            values[f"{section}."] = None  # an empty section may be misspelt, too
     return _Layer(Origin("file", str(path)), values)
 
 
@@ -137,12 +135,12 @@ def _mapping(value: Any, what: str, flat_name: str = "") -> dict[str, Any]:
 
 
 def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
-    """Yield one layer a variable `SAGELLM_SECTION__NAME`; an empty variable counts as not set."""
+    """Yield one layer per variable `SAGELLM_SECTION__NAME`; an empty variable counts as not set."""
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX) or not text or variable in _OF_PLUGINS:
             continue
         if variable == API_KEY_VARIABLE:
-            if not text.strip(", \t\r\n"):  # else a secret that was not filled in would open the server
+            if not text.strip(", \t\r\n"):  # else a secret left empty would open the server
                 raise ConfigError(f"{variable} is set and has no key; put one in, or unset it")
             yield _Layer(Origin("environment", variable), {"server.api_keys": text})
             continue
@@ -181,7 +179,7 @@ def _flag_layers(flags: Mapping[str, Any]) -> Iterator[_Layer]:
 
 
 def _check(layers: list[_Layer]) -> None:
-    """Validate each layer by itself, so that a message can say which one is wrong."""
+    """Validate each layer separately, so that a message can say which one is wrong."""
     wrong: list[str] = []
     for layer in layers:
         try:

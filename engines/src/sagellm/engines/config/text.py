@@ -25,7 +25,7 @@ _NULLS = ("null", "none", "~")
 
 
 def field_of(key: str) -> FieldInfo:
-    """Return the schema's field under a dotted key that exists."""
+    """Return the schema's field for an existing dotted key."""
     section, _, name = key.partition(".")
     return SECTIONS[section].model_fields[name]
 

@@ -9,7 +9,7 @@ from sagellm.core import ConfigError
 
 
 class VLLMSetting(NamedTuple):
-    """A setting of vLLM: the values that are accepted, as they change nothing here, and why no other is."""
+    """A setting of vLLM: the values accepted because they change nothing here, and why no others are."""
 
     accepts: tuple[object, ...]
     instead: str
@@ -45,7 +45,7 @@ VLLM_NAMES: dict[str, VLLMSetting] = {
 
 
 def without_vllm_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without vLLM's that change nothing. Raises ConfigError for their other values."""
+    """Return the settings without vLLM's no-op ones. Raises ConfigError for other values of these."""
     for name in values.keys() & VLLM_NAMES.keys():
         accepts, instead = VLLM_NAMES[name]
         if not any(values[name] is accepted or _equal(values[name], accepted) for accepted in accepts):

@@ -1,4 +1,4 @@
-"""Batching efficiency: how full the steps were in which more could have run."""
+"""Batching efficiency: how full steps were when more could have run."""
 
 from __future__ import annotations
 

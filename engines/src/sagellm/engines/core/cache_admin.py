@@ -11,7 +11,7 @@ from sagellm.engines.core.kv_cache_manager import KVCacheManager
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Names a prefix: the prompt of a request, or tokens of a namespace; `num_tokens` cuts it."""
+    """Names a prefix: the prompt of a request, or tokens in a namespace; `num_tokens` truncates it."""
 
     request: str | None = None
     token_ids: TokenIdsLike | None = None
@@ -20,7 +20,7 @@ class Prefix:
 
 
 class CacheAdmin:
-    """Operations by prefix or request, between two steps. What they drop is freed."""
+    """Operations by prefix or request, run between two steps. Blocks that they drop are freed."""
 
     def __init__(self, kv: KVCacheManager, clock: Clock) -> None:
         self._kv = kv
@@ -29,8 +29,8 @@ class CacheAdmin:
     def why(self, request: str | None = None) -> dict[str, Any]:
         """Say why a request, by default the latest, did not reuse more than it did.
 
-        Beside the causes of a cache there are those of prompts that it is not asked for: `scored`, which
-        logits of all positions are wanted of, and `one_token`.
+        Besides the cache's own causes there are two for prompts that are never looked up: `scored`, whose
+        logits are wanted at every position, and `one_token`.
         """
         logged = self._kv.log.find(request)
         found = asdict(logged.explain())
@@ -48,7 +48,7 @@ class CacheAdmin:
         }
 
     def pin(self, *, ttl_s: float | None = None, **prefix: Any) -> dict[str, Any]:
-        """Pin a prefix and say how much of it."""
+        """Pin a prefix and report how much of it was pinned."""
         tokens, namespace = self._find(**prefix)
         self._kv.epoch += 1
         return asdict(self._kv.cache.pin(tokens, namespace, ttl_s=ttl_s))
@@ -68,7 +68,7 @@ class CacheAdmin:
         return {"num_unpinned": num_ended, **self._pins()}
 
     def pins(self) -> dict[str, Any]:
-        """Say what is pinned, for whom and for how long yet."""
+        """Report what is pinned, for whom and for how much longer."""
         pins = [
             {
                 "tenant": pin.namespace.account,
@@ -82,7 +82,7 @@ class CacheAdmin:
         return {"pins": pins, **self._pins(), "max_pinned_blocks": max_pinned_blocks}
 
     def clear(self) -> dict[str, Any]:
-        """Drop all that no request uses and nothing pins."""
+        """Drop every block that is neither in use nor pinned."""
         num_blocks = self._kv.clear_cache()
         return {"num_dropped_blocks": num_blocks, **self._left()}
 

@@ -54,7 +54,7 @@ _MAX_IDLE_STEPS = 1000
 """Steps in a row without work, while sequences wait, after which the scheduler counts as broken."""
 
 _FETCH_WAIT_NS = 100_000
-"""Between two looks at the tiers while there is nothing else to do."""
+"""Between two polls of the tiers while there is nothing else to do."""
 
 _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
@@ -66,7 +66,7 @@ _STATUS: dict[FinishReason, RequestStatus] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CoreParts:
-    """The assembled modules that a core drives."""
+    """The assembled modules that the core drives."""
 
     scheduler: Scheduler
     kv: KVCacheManager
@@ -85,15 +85,15 @@ class CoreParts:
 class EngineCore(EngineProtocol):
     """Runs sequences to their end, one step for all of them at a time: plan, submit, collect, commit.
 
-    Where the executor has a depth, that many steps are in flight while the next one is planned.
+    If the executor has a depth, that many steps are in flight while the next one is planned.
 
-    A fault in the forward pass or in sampling belongs to one sequence, which StepRunner finds, and
-    only that one ends with the reason "error".
+    A failure in the forward pass or in sampling belongs to one sequence, which StepRunner finds; only that
+    one ends with the reason "error".
 
-    A fault anywhere else in a step leaves open what happened to which sequence, so all of them end
-    with the reason "error", and the next request finds the engine empty. What an observer or the
-    predictor raises is logged, and nothing else happens. SystemExit of a module is a fault like any
-    other; of all that is raised only KeyboardInterrupt passes.
+    A failure anywhere else in a step leaves it unclear which sequences it affected, so all of them end with
+    the reason "error", and the next request finds the engine empty. Exceptions from an observer or the
+    predictor are only logged. SystemExit from a module is a failure like any other; only KeyboardInterrupt
+    propagates.
     """
 
     def __init__(self, parts: CoreParts) -> None:
@@ -113,7 +113,7 @@ class EngineCore(EngineProtocol):
             self.kv.observe(lambda events: kv_observers.tell(events=events))
 
     def step(self) -> Seq[TokenOutput]:
-        """Plan and submit a step, and return what became known of the one before, or of this one."""
+        """Plan and submit a step, and return the outputs of the previous one, or of this one."""
         with self._trace.span("step"):
             return self._step()
 
@@ -167,7 +167,7 @@ class EngineCore(EngineProtocol):
             self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
-        """End sequences before their time; those that have ended already are passed over."""
+        """End sequences early; those that have already ended are skipped."""
         with self._without_exits():
             for sequence_id in sequence_ids:
                 if sequence_id in self.scheduler:
@@ -175,9 +175,9 @@ class EngineCore(EngineProtocol):
             self.kv.tell_events()
 
     def warm_up(self, sequence: EngineSequence) -> None:
-        """Compute a prompt and one token after it, past the scheduler, the cache and all that counts.
+        """Compute a prompt and one token after it, bypassing the scheduler, the cache and all metrics.
 
-        Only before the first request: the KV goes into the first blocks, which nobody holds yet. Raises
+        Only before the first request: the KV goes into the first blocks, which are still unused. Raises
         EngineError if the model fails.
         """
         warming = Sequence.of(sequence)
@@ -198,7 +198,7 @@ class EngineCore(EngineProtocol):
         return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
     def close(self) -> None:
-        """End all sequences, and let go of files and connections; nothing is asked of it any more."""
+        """End all sequences and release files and connections. The engine must not be used afterwards."""
         with self._without_exits():
             try:
                 self.abort(list(self.scheduler.sequence_ids))
@@ -227,7 +227,7 @@ class EngineCore(EngineProtocol):
         self.parts.progress.beat = beat
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
-        """Have a module's metrics in the snapshot, under its kind."""
+        """Include a module's metrics in the snapshot, under its kind."""
         self.parts.metrics_of[kind] = read
 
     def _copies(self) -> Seq[KVOp]:
@@ -235,7 +235,7 @@ class EngineCore(EngineProtocol):
         return (CopyBlocks(pairs),) if pairs else ()
 
     def _measure_prefill(self) -> None:
-        """Note how long the prefill of the last step took, where that decides what is fetched."""
+        """Record how long the prefill of the last step took, if that decides what is fetched."""
         step = self.steps.take_last()
         if self.kv.offload is not None and step is not None:
             context = float((step.num_new * (step.starts + step.num_new / 2)).sum())
@@ -262,7 +262,7 @@ class EngineCore(EngineProtocol):
             )
 
     def _advance(self, result: StepResult, outputs: StepTokens) -> None:
-        """Hand out what a collected step did, and end the sequences that are over."""
+        """Append the results of a collected step to the outputs, and end the sequences that are over."""
         for seat, error in result.errors.items():
             sequence = self._seats.sequences[seat]
             logger.error("request %s ends with an error", sequence.sequence_id, exc_info=error)
@@ -289,7 +289,7 @@ class EngineCore(EngineProtocol):
                 outputs.replace(int(places[row]), self._describe(result, row, tokens[row]))
 
     def _describe(self, result: StepResult, row: int, tokens: list[int]) -> TokenOutput:
-        """Return what there is to say of a sequence beside its tokens, and end it if it is over."""
+        """Return what a sequence's output says besides its tokens, and end the sequence if it is over."""
         seat = Seat(int(result.seats[row]))
         sequence: Sequence = self._seats.sequences[seat]
         prompt_scores = scheduled_ns = None
@@ -398,7 +398,7 @@ class EngineCore(EngineProtocol):
 
     @contextmanager
     def _without_exits(self) -> Iterator[None]:
-        """Raise PluginError for SystemExit and the like, which would end the caller's program."""
+        """Raise PluginError instead of SystemExit and the like, which would end the caller's program."""
         try:
             yield
         except (Exception, KeyboardInterrupt):

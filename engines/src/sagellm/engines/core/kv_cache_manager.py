@@ -32,7 +32,7 @@ from sagellm.engines.core.sequence import Sequence
 
 
 class _Fetching(NamedTuple):
-    """A fetch, the tokens that are cached when it is over, and the lock on those that were before."""
+    """A fetch, the tokens that are cached once it completes, and the lock on those cached before it."""
 
     fetch: Fetch
     token_ids: TokenIds
@@ -47,7 +47,7 @@ class _Awaited(NamedTuple):
 
 
 class KVCacheManager:
-    """Gives sequences their blocks and keeps what they computed for others.
+    """Gives sequences their blocks and caches what they computed for others.
 
     References: the pool counts one for each sequence that has a block in its table and one for the
     prefix cache where it holds the block. A cached block that no sequence uses is unlocked and has
@@ -67,7 +67,7 @@ class KVCacheManager:
         self.cache = cache
         self.seats = seats
         self.offload = offload
-        self._fetches: list[_Fetching] = []  # on their way, also for sequences that ended
+        self._fetches: list[_Fetching] = []  # in progress, even for sequences that have ended
         self._awaited: dict[SequenceId, _Awaited] = {}
         self.policy_names = dict(policy_names or {})  # what the configuration calls a class
         self.log = RequestLog()
@@ -76,7 +76,7 @@ class KVCacheManager:
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
         self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
-        self._owed: list[BlockId] = []  # dropped by the cache, not free yet
+        self._owed: list[BlockId] = []  # dropped by the cache, not yet freed
         self._copies: list[tuple[BlockId, BlockId]] = []
         self.epoch = 0  # changes whenever an answer of `probe` may
         self.evictor: Callable[[int, Namespace | None], int] = self.evict
@@ -96,7 +96,7 @@ class KVCacheManager:
         return -(-num_tokens // self._block_size)
 
     def probe(self, sequence: Sequence) -> PrefixHit:
-        """Return what the admission of a waiting sequence would reuse and what it would take."""
+        """Return what admitting a waiting sequence would reuse and what it would take."""
         tokens = sequence.token_ids()
         match = self.cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
         new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
@@ -104,15 +104,15 @@ class KVCacheManager:
 
     @property
     def num_fetches(self) -> int:
-        """Fetches that are on their way; their blocks are nobody's until they are over."""
+        """Fetches in progress; their blocks belong to no sequence until they complete."""
         return len(self._fetches)
 
     def is_fetching(self, sequence: Sequence) -> bool:
-        """Say whether KV of a sequence is on its way from a tier; begin it, once before each admission.
+        """Say whether KV of a sequence is being fetched from a tier; start the fetch, once per admission.
 
-        Blocks that are on their way for another sequence are waited for, and only what is behind them is
-        fetched then. If such a fetch loses a block, the sequence computes from there on. What has arrived is
-        in the prefix cache when this says no.
+        If another sequence is already fetching some of the blocks, wait for them and then fetch only what
+        follows. If such a fetch loses a block, the sequence computes from there on. Once this returns False,
+        all that arrived is in the prefix cache.
         """
         if self.offload is None:
             return False
@@ -129,7 +129,7 @@ class KVCacheManager:
         return True
 
     def poll(self) -> None:
-        """Let what is on its way between device and tiers move on, before a step."""
+        """Advance the transfers between device and tiers, before a step."""
         if self.offload is not None:
             self.offload.poll()
             self._end_fetches()
@@ -137,7 +137,7 @@ class KVCacheManager:
     def admit(self, sequence: Sequence) -> None:
         """Lock the cached prefix of a sequence and give it blocks for all its tokens.
 
-        Raises OutOfBlocksError, and whatever a module raises; then nothing is held.
+        Raises OutOfBlocksError, and whatever a module raises; nothing is held in that case.
         """
         self.epoch += 1
         tokens = sequence.token_ids()
@@ -164,17 +164,17 @@ class KVCacheManager:
             self.log.add(LoggedRequest.of(sequence, explain, self._clock.now_ns()))
 
     def reserve(self, seat: Seat, num_tokens: int) -> None:
-        """Give a sequence the blocks that it lacks to hold `num_tokens`. Raises OutOfBlocksError."""
+        """Give a sequence the blocks it still needs to hold `num_tokens`. Raises OutOfBlocksError."""
         missing = self.num_blocks_for(num_tokens) - int(self.seats.num_blocks[seat])
         if missing > 0:
             self.seats.append_blocks(seat, self._allocate(self.seats.sequences[seat], missing))
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note that the KV of the first `num_tokens` tokens of a sequence is there."""
+        """Record that the KV of the first `num_tokens` tokens of a sequence has been computed."""
         self.seats.num_computed[sequence.seat] = self.seats.num_committed[sequence.seat] = num_tokens
 
     def truncate(self, seat: Seat, num_tokens: int) -> None:
-        """Take the blocks from a sequence that it does not need to hold `num_tokens`."""
+        """Take back the blocks that a sequence does not need to hold `num_tokens`."""
         num_blocks = self.num_blocks_for(num_tokens)
         if num_blocks < self.seats.num_blocks[seat]:
             self._pool.free(self.seats.cut_blocks(seat, num_blocks))
@@ -182,8 +182,8 @@ class KVCacheManager:
     def share_computed(self, sequence: Sequence) -> None:
         """Put the full blocks that a running sequence has computed into the prefix cache.
 
-        Where the cache has the same content already, the sequence goes on with the cached block
-        and gives its own back.
+        Where the cache already has the same content, the sequence continues with the cached block and returns
+        its own.
         """
         self.epoch += 1
         tokens, result = self._insert(sequence, is_running=True)
@@ -202,8 +202,8 @@ class KVCacheManager:
     def release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """Take all blocks from a sequence that ended or is preempted; what it computed stays cached.
 
-        Nothing is cached of one that is not sound, whose KV may be what failed. The blocks go back,
-        and the sequence is left without any, even where a module raises.
+        With `is_sound` False nothing is cached, since its KV may be what failed. The blocks are returned, and
+        the sequence is left without any, even if a module raises.
         """
         self.epoch += 1
         self._awaited.pop(sequence.sequence_id, None)
@@ -217,18 +217,18 @@ class KVCacheManager:
                 self._insert(sequence)
 
     def take_copies(self) -> Seq[tuple[BlockId, BlockId]]:
-        """Return which KV to copy, from block to block and in this order, before a step writes any."""
+        """Return the (from, to) blocks whose KV must be copied, in this order, before a step writes any."""
         copies, self._copies = self._copies, []
         return copies
 
     def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
-        """Return moves, (from, to), that bring free blocks together; none while copies wait for a step."""
+        """Return moves, (from, to), that make free blocks contiguous; none while copies wait for a step."""
         return [] if self._copies else self._pool.plan_moves(max_blocks)
 
     def move_blocks(self, moves: Seq[tuple[BlockId, BlockId]]) -> None:
-        """Put the second block of each pair wherever the first one stands; its KV has been copied.
+        """Replace each source block by its target, whose KV has been copied.
 
-        Between two steps, right after the plan. If pool or cache raise, nothing has changed.
+        Called between two steps, right after `plan_moves`. If pool or cache raises, nothing has changed.
         """
         self.epoch += 1
         self._pool.move(moves)
@@ -247,7 +247,7 @@ class KVCacheManager:
         self.seats.replace_blocks(dict(moves))
 
     def observe(self, tell: Callable[[Seq[KVCacheEvent]], None]) -> None:
-        """Collect what enters and leaves the prefix cache from now on, for `tell_events`."""
+        """From now on, collect what enters and leaves the prefix cache for `tell_events`."""
         self._tell = tell
         self.cache.subscribe(self._events.append)
 
@@ -259,7 +259,7 @@ class KVCacheManager:
             self._tell(events)
 
     def take_free(self, num_blocks: int, sequence_id: SequenceId) -> list[BlockId]:
-        """Take so many blocks, or as many as are free, for KV from elsewhere. Evicts nothing."""
+        """Take that many blocks, or as many as are free, for KV from elsewhere. Evicts nothing."""
         num_blocks = min(num_blocks, self._pool.get_free_blocks())
         if not num_blocks:
             return []
@@ -268,7 +268,7 @@ class KVCacheManager:
     def adopt(
         self, tokens: TokenIds, match: PrefixMatch, block_ids: list[BlockId], *, evicts: bool = True
     ) -> None:
-        """Cache blocks with KV from elsewhere behind a locked match of whole blocks; who calls frees them."""
+        """Cache blocks of KV from elsewhere behind a locked match of whole blocks; the caller frees them."""
         if not block_ids:
             return
         self.epoch += 1
@@ -285,17 +285,17 @@ class KVCacheManager:
         self._pool.free(block_ids)
 
     def clear_cache(self) -> int:
-        """Drop all that is cached and neither in use nor pinned; return how many blocks."""
+        """Drop every cached block that is neither in use nor pinned; return how many."""
         num_freed = self._give_back(self.cache.clear())
         self.tell_events()
         return num_freed
 
     def evict(self, num_blocks: int, namespace: Namespace | None = None) -> int:
-        """Drop cached blocks in the order of the policy, for the sake of a namespace; return how many."""
+        """Drop cached blocks in the policy's order, on behalf of a namespace; return how many."""
         return self._give_back(self.cache.evict(num_blocks, namespace=namespace))
 
     def close(self) -> None:
-        """Close the tiers, whose files and connections go now if they do not stay."""
+        """Close the tiers, releasing the files and connections that are not meant to persist."""
         if self.offload is not None:
             self.offload.close()
 
@@ -305,9 +305,9 @@ class KVCacheManager:
         self.cache.check_integrity()
 
     def _begin_fetch(self, offload: KVOffloadProtocol, sequence: Sequence) -> _Awaited | None:
-        """Return a fetch of what follows the cached blocks: one on its way, or a new one if that is worth it.
+        """Return a fetch of what follows the cached blocks: one in progress, or a new one if worthwhile.
 
-        A new one locks what is cached and brings what follows to blocks of its own.
+        A new one locks what is cached and reads what follows into blocks of its own.
         """
         tokens, namespace = self._reusable(sequence, sequence.token_ids()), sequence.request.namespace
         match = self.cache.match_prefix(tokens, namespace)
@@ -315,7 +315,7 @@ class KVCacheManager:
         headers = offload.find(tokens, namespace, num_cached)
         if not headers:
             return None
-        # Blocks before those of a fetch are locked, so no other fetch brings a later part of this run.
+        # Blocks before those of a fetch are locked, so no other fetch reads a later part of this run.
         if (fetch := offload.fetch_of(headers[0])) is not None:
             return _Awaited(fetch, is_own=False)
         if match.partial is not None:
@@ -358,7 +358,7 @@ class KVCacheManager:
             sequence.seat = None
 
     def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
-        # What logits are wanted of is computed: the last token at least.
+        # Tokens whose logits are wanted are computed: at least the last one.
         return tokens[: sequence.first_wanted]
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
@@ -376,7 +376,7 @@ class KVCacheManager:
         return self._pool.allocate(request)
 
     def _give_back(self, dropped: list[BlockId]) -> int:
-        """Free what the cache dropped; if the pool raises, again with what is dropped next."""
+        """Free what the cache dropped; if the pool raises, the next call retries."""
         self.epoch += 1
         self._owed += dropped
         if not self._owed:
@@ -386,7 +386,7 @@ class KVCacheManager:
         return num_freed
 
     def _insert(self, sequence: Sequence, *, is_running: bool = False) -> tuple[TokenIds, InsertResult]:
-        """Cache what a sequence has computed; of one that runs on, the blocks that are full."""
+        """Cache what a sequence has computed; while it is still running, only its full blocks."""
         num_tokens = sequence.num_computed_tokens
         if is_running:
             num_tokens -= num_tokens % self._block_size
@@ -404,7 +404,7 @@ class KVCacheManager:
         return tokens, result
 
     def _offer(self, own: list[BlockId], insert: Callable[[], InsertResult]) -> InsertResult:
-        """Insert, with a reference taken before for each block that may become the cache's."""
+        """Insert, after taking a reference to each block that may become the cache's."""
         self._pool.share(own)
         try:
             result = insert()
@@ -418,7 +418,7 @@ class KVCacheManager:
         return result
 
     def _make_room(self, num_blocks: int, kept: TokenIds, namespace: Namespace) -> bool:
-        """Have the cache drop others than the prefix that was just kept; say whether it did."""
+        """Have the cache drop blocks other than the prefix just kept; say whether it did."""
         match = self.cache.lock(self.cache.match_prefix(kept, namespace))
         try:
             dropped = self.cache.make_room(num_blocks, namespace)

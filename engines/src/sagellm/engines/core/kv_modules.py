@@ -1,4 +1,4 @@
-"""Makes the modules that hold KV, as a configuration names them, and joins them."""
+"""Builds and connects the modules that hold KV, as named by a configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_kv(
     identity: KVIdentity = UNNAMED,
     offload: KVOffloadProtocol | None = None,
 ) -> KVModules:
-    """Make them. Raises ConfigError for a pool without blocks and options that a policy does not take."""
+    """Make them. Raises ConfigError for a pool without blocks or options that a policy does not accept."""
     kv, prefix = modules.config.kv, modules.config.prefix_cache
     allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
     pool = modules.make("kv_pool", kv.pool, num_blocks, seats.block_size, allocator=allocator, clock=clock)

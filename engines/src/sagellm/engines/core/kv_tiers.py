@@ -1,4 +1,4 @@
-"""Makes what keeps KV below the device, as a configuration names it: tiers, and saves of the prefix cache."""
+"""Builds KV storage below the device, as named by a configuration: tiers, and saves of the prefix cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OFFLOAD, _SAVES = "tiered", "file"
 
 
 def read_tiers(modules: Modules) -> list[ProviderSpec]:
-    """Return the tiers of `kv.tiers` but for those of no bytes, which are off.
+    """Return the tiers of `kv.tiers`, except those with zero bytes, which are disabled.
 
     Raises ConfigError for an unreadable `kv.store_key`.
     """
@@ -38,9 +38,9 @@ def read_tiers(modules: Modules) -> list[ProviderSpec]:
 
 
 def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOffloadProtocol | None:
-    """Make the tiers of `kv.tiers` and what keeps evicted KV in them; None if there are none.
+    """Build the tiers of `kv.tiers` and what offloads evicted KV to them; None if there are none.
 
-    Raises ConfigError as `read_tiers` does, and for what a tier cannot be made with.
+    Raises ConfigError as `read_tiers` does, and if a tier cannot be built from its options.
     """
     specs = read_tiers(modules)
     if not specs:
@@ -59,7 +59,7 @@ def build_offload(modules: Modules, memory: KVMemory, runtime: Runtime) -> KVOff
 def build_saves(
     modules: Modules, memory: KVMemory, space: KVSpace, fingerprint: Callable[[], str], runtime: Runtime
 ) -> KVSavesProtocol:
-    """Make what saves and loads the prefix cache, in files of the tier `file`."""
+    """Build what saves and loads the prefix cache, in files of the `file` tier."""
     settings = modules.config.kv
     folder = Path(settings.save_folder) if settings.save_folder else _default_save_folder()
 

@@ -17,7 +17,7 @@ _RESERVE_BYTES = 256 << 20  # the interpreter, libraries and small buffers
 
 @dataclass(frozen=True, kw_only=True)
 class KVDemand:
-    """What decides the size of the KV pool besides memory."""
+    """What, besides memory, decides the size of the KV pool."""
 
     max_model_len: int
     max_num_seqs: int
@@ -32,11 +32,11 @@ def find_num_blocks(
     device: torch.device,
     fraction: float | None,
 ) -> int:
-    """Return how many blocks to allocate: what fits, but no more than all seats could ever fill.
+    """Return how many blocks to allocate: what fits, but never more than all seats could fill.
 
-    A share of the free memory is taken (`kv.memory_fraction`; by default half on a CPU, which
-    others use too, and nine tenths on a GPU) after activations are set aside. Raises
-    OutOfMemoryError when not even one block fits.
+    Takes a share of the free memory (`kv.memory_fraction`; by default half on a CPU, which is shared with
+    other programs, and nine tenths on a GPU) after setting activations aside. Raises OutOfMemoryError when
+    not even one block fits.
     """
     free_bytes = available_memory_bytes(device) or 0
     share = fraction if fraction is not None else (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)

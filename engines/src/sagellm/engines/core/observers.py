@@ -1,4 +1,4 @@
-"""Who watches an engine."""
+"""The observers of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = get_logger(__name__)
 
 
 class Observers:
-    """Those that implement one hook when the engine starts; false if nobody does."""
+    """The observers that implement one hook when the engine starts; falsy if there are none."""
 
     def __init__(self, registry: PluginRegistry, hook: str) -> None:
         self._registry = registry
@@ -24,17 +24,17 @@ class Observers:
         return len(self._callers)
 
     def tell(self, **what: object) -> None:
-        """Tell each of them once; what one raises is logged and keeps nothing from the others.
+        """Notify each of them once; an exception from one is logged and does not affect the others.
 
-        Of one that fails at every step the first, second, fourth, eighth … failure is logged, the first with
-        its traceback.
+        If one fails at every step, its first, second, fourth, eighth … failure is logged, the first with its
+        traceback.
         """
         for number, call in enumerate(self._callers):
             try:
                 call(**what)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit too: an observer ends nothing
+            except BaseException as error:  # SystemExit too: an observer must not end the engine
                 self._num_failures[number] += 1
                 self._log(call, self._num_failures[number], error)
 

@@ -14,6 +14,6 @@ class PoolAdmin:
         self._compactor = compactor
 
     def compact(self) -> dict[str, Any]:
-        """Move some live blocks; ask again until it has moved none. Says how many, and how long it took."""
+        """Move some live blocks and report how many and how long it took; repeat until none moved."""
         num_moved = self._compactor.advance()
         return {"num_moved_blocks": num_moved, "moving_s": self._compactor.slice_ns / 1e9}

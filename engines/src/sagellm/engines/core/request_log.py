@@ -1,4 +1,4 @@
-"""What the latest requests asked for and what the prefix cache had of it."""
+"""What the latest requests asked for and how much of it the prefix cache had."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoggedRequest:
 
     @classmethod
     def of(cls, sequence: Sequence, explain: Callable[[], MissExplanation], admitted_ns: int) -> Self:
-        """Note what a sequence asked for that is admitted."""
+        """Record what an admitted sequence asked for."""
         request = sequence.request
         return cls(
             request_id=request.request_id,
@@ -49,7 +49,7 @@ class LoggedRequest:
 
 
 class RequestLog:
-    """The last 1,024 requests, fewer where their prompts are longer than a million tokens together."""
+    """The last 1,024 requests, or fewer if their prompts exceed a million tokens in total."""
 
     def __init__(self) -> None:
         self._requests: deque[LoggedRequest] = deque()
@@ -59,7 +59,7 @@ class RequestLog:
         return len(self._requests)
 
     def add(self, request: LoggedRequest) -> None:
-        """Note a request; the oldest go where there are too many."""
+        """Record a request; the oldest are dropped when there are too many."""
         requests = self._requests
         requests.append(request)
         self._num_tokens += len(request.token_ids)
@@ -67,9 +67,9 @@ class RequestLog:
             self._num_tokens -= len(requests.popleft().token_ids)
 
     def find(self, name: str | None) -> LoggedRequest:
-        """Return a request by its id, or a beginning of it that no other has; None is the latest.
+        """Return a request by its id or a unique prefix of it; None means the latest.
 
-        Raises UnknownRequestError, or InvalidInputError for a name that is not a text.
+        Raises UnknownRequestError, or InvalidInputError for a name that is not a string.
         """
         if name is not None and not isinstance(name, str):  # operators' calls are not typed
             raise InvalidInputError(

@@ -35,15 +35,15 @@ MAX_SCORED_POSITIONS = 256
 """Positions of prompts that one step scores; each has a row of logits as long as the vocabulary."""
 
 DraftProposer = Callable[[Seq[TokenIds]], Seq[Seq[int]]]
-"""Guesses how sequences go on, given all tokens of each; a draft may be empty or of any length."""
+"""Guesses how sequences continue, given all tokens of each; a draft may have any length, even 0."""
 
 
 class Scheduler:
-    """The waiting and the running sequences, and the blocks that those which run hold.
+    """The waiting and the running sequences, and the blocks that the running ones hold.
 
-    The IR decides from columns which sequences compute how many tokens; this class takes and gives back
-    the blocks. Where a block turns out to be missing after all, the sequence just sits the step out:
-    the next decision is made from exact numbers again.
+    The IR decides from columns which sequences compute how many tokens; this class takes and returns the
+    blocks. If a block turns out to be missing after all, the sequence just sits the step out: the next
+    decision starts from exact numbers again.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
-        self._running: list[Sequence] = []  # in the order of admission, as `_running_seats`
+        self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
         self.num_preemptions = 0
 
@@ -101,11 +101,11 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def probe(self, request: ScheduleRequest) -> PrefixHit:
-        """Return what the admission of a waiting request would reuse and take."""
+        """Return what admitting a waiting request would reuse and take."""
         return self._kv.probe(self._sequences[SequenceId(request.request_id)])
 
     def schedule(self) -> PlannedStep | None:
-        """Decide on a step and take the blocks that it needs; None if there is nothing to compute."""
+        """Decide on a step and take the blocks it needs; None if there is nothing to compute."""
         available_blocks = self._kv.available_blocks
         running, waiting = self._running_rows(), self._waiting.rows()
         plan = self._ir.schedule(
@@ -136,16 +136,16 @@ class Scheduler:
         return planned if self._propose is None else self._with_drafts(planned, self._propose)
 
     def shut_out(self) -> Sequence | None:
-        """Return the first that waits if nothing runs and not even then there is room for it."""
+        """Return the first waiting sequence if there is no room for it even though nothing runs."""
         if self._running or not len(self._waiting):
             return None
         first = self._waiting[0]
         return first if self._kv.probe(first).num_blocks_needed > self._kv.available_blocks else None
 
     def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
-        """Free the blocks of a sequence and take it out. Raises UnknownRequestError if it is not live.
+        """Free the blocks of a sequence and remove it. Raises UnknownRequestError if it is not live.
 
-        Where a module raises, the sequence has no blocks left but is still live; call again.
+        If a module raises, the sequence has no blocks left but is still live; call again.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -191,7 +191,7 @@ class Scheduler:
         )
 
     def _carry_out(self, plan: SchedulePlan, served: Ints, admitted: Seq[Sequence]) -> PlannedStep | None:
-        """Take the blocks of a plan; what gets none is left out."""
+        """Take the blocks of a plan; sequences that get none are left out."""
         seats, num_new = served, plan.num_tokens
         without: list[int] = []
         for row in plan.num_new_blocks.nonzero()[0].tolist():
@@ -248,7 +248,7 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
-        """Cut sequences short where a step would score too many positions; the rest waits its turn."""
+        """Cut sequences short if the step would score too many positions; the rest waits for a later step."""
         left, num_new = MAX_SCORED_POSITIONS, planned.num_new.copy()
         for row in np.flatnonzero(self._seats.is_scored[planned.seats]).tolist():
             seat = planned.seats[row]
@@ -262,7 +262,7 @@ class Scheduler:
         return PlannedStep(seats=planned.seats[is_kept], num_new=num_new[is_kept]) if is_kept.any() else None
 
     def _with_drafts(self, planned: PlannedStep, propose: DraftProposer) -> PlannedStep:
-        """Add drafts to sequences that decode, as far as token budget, length and free blocks allow."""
+        """Add drafts to decoding sequences, as far as token budget, length and free blocks allow."""
         table, seats = self._seats, planned.seats
         is_decode = (planned.num_new == 1) & (table.num_in_flight[seats] == 0)
         is_decode &= table.num_computed[seats] + 1 == table.num_tokens[seats]

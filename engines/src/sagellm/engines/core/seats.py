@@ -1,4 +1,4 @@
-"""The running sequences as columns: one row, its seat, for each."""
+"""The running sequences as columns: each has one row, its seat."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ Ints = npt.NDArray[np.int32]
 _MOST = (1 << 31) - 1
 
 NUM_STOPS = 8
-"""Stop tokens of a sequence that are compared as columns; one with more is looked at by itself."""
+"""Stop tokens per sequence that are compared as columns; a sequence with more is checked individually."""
 
 
 class Seats:
-    """All counts of running sequences, by seat; they are kept nowhere else.
+    """All counts of running sequences, by seat; they are stored nowhere else.
 
         0 ──────── cached ──────── committed ──────── computed ──────── tokens ──────── in flight
           shared, locked    ours, collected    ours, in flight    known, no KV    not drawn yet
 
     `num_computed` counts what has been submitted, `num_committed` what has been collected; they are equal
     while no step is in flight. Block tables are written when a sequence grows, and never rebuilt.
-    `generation` changes when a sequence leaves, so that what is collected for it later is recognized.
+    `generation` changes when a sequence leaves, so that results collected for it later are recognized as
+    stale.
     """
 
     def __init__(self, num_seats: int, *, max_tokens: int, block_size: int) -> None:
-        """Make room for sequences of `max_tokens` tokens; memory is touched only as far as they grow."""
+        """Make room for sequences of `max_tokens` tokens; memory is touched only as they grow."""
         self.block_size = block_size
         self.num_prompt: Ints = np.zeros(num_seats, np.int32)
         self.num_tokens: Ints = np.zeros(num_seats, np.int32)  # known: prompt and output
@@ -56,17 +57,17 @@ class Seats:
         self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
         self.sequence_ids: npt.NDArray[np.object_] = np.full(num_seats, None)
         self._free = list(range(num_seats - 1, -1, -1))
-        self._arrivals: dict[Seat, SeatArrival] = {}  # since the last step, as `_departures` and `_updates`
+        self._arrivals: dict[Seat, SeatArrival] = {}  # since the last step, like `_departures` and `_updates`
         self._departures: list[Seat] = []
         self._updates: list[tuple[int, int, int]] = []  # seat, first index, end
 
     @property
     def num_free(self) -> int:
-        """Seats that nobody has."""
+        """Unoccupied seats."""
         return len(self._free)
 
     def take(self, sequence: Sequence, tokens: TokenIds, block_ids: Seq[BlockId], num_computed: int) -> Seat:
-        """Seat a sequence with its tokens so far and its blocks, the first tokens of which have their KV."""
+        """Seat a sequence with its tokens so far and its blocks; its first `num_computed` tokens have KV."""
         seat, request, params = Seat(self._free.pop()), sequence.request, sequence.params
         num_prompt, stops = len(request.token_ids), sorted(sequence.stop_token_ids)
         self.num_prompt[seat], self.num_tokens[seat] = num_prompt, len(tokens)
@@ -107,7 +108,7 @@ class Seats:
 
     @property
     def num_schedulable(self) -> Ints:
-        """Tokens (seats,) up to which a sequence can be computed: those known and those in flight.
+        """Tokens (seats,) up to which each sequence can be computed: those known and those in flight.
 
         The last token that a sequence may have is never computed.
         """
@@ -115,7 +116,7 @@ class Seats:
         return np.where(self.is_held, self.num_computed, known)
 
     def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
-        """Put blocks at the end of a sequence's table."""
+        """Append blocks to a sequence's table."""
         begin = int(self.num_blocks[seat])
         self.set_blocks(seat, begin, block_ids)
         self.num_blocks[seat] = begin + len(block_ids)
@@ -127,13 +128,13 @@ class Seats:
             self._updates.append((seat, begin, begin + len(block_ids)))
 
     def cut_blocks(self, seat: Seat, num_blocks: int) -> list[BlockId]:
-        """Take the blocks behind the first `num_blocks` out of a sequence's table and return them."""
+        """Remove the blocks after the first `num_blocks` from a sequence's table and return them."""
         cut: list[BlockId] = self.tables[seat, num_blocks : self.num_blocks[seat]].tolist()
         self.num_blocks[seat] = num_blocks
         return cut
 
     def replace_blocks(self, moved: Mapping[BlockId, BlockId]) -> None:
-        """Put the second block of each pair in place of the first in all tables."""
+        """Replace each source block by its target in all tables."""
         sources = np.array(sorted(moved), np.int32)
         targets = np.array([moved[source] for source in sources.tolist()], np.int32)
         for seat in np.flatnonzero(self.num_blocks).tolist():
@@ -151,21 +152,21 @@ class Seats:
         return held
 
     def token_ids(self, seat: Seat) -> TokenIds:
-        """Return prompt and output packed together."""
+        """Return prompt and output, packed together."""
         return TokenIds(self.tokens[seat, : self.num_tokens[seat]].tobytes())
 
     def take_arrivals(self) -> list[SeatArrival]:
-        """Return who took a seat since the last step and still has it."""
+        """Return the sequences that took a seat since the last step and still have it."""
         arrivals, self._arrivals = list(self._arrivals.values()), {}
         return arrivals
 
     def take_departures(self) -> list[Seat]:
-        """Return the seats that were left since the last step."""
+        """Return the seats vacated since the last step."""
         departures, self._departures = self._departures, []
         return departures
 
     def tell_again(self, step: StepInput) -> None:
-        """Have a step's arrivals, departures and block updates in the next step too."""
+        """Repeat a step's arrivals, departures and block updates in the next step."""
         self._arrivals = {each.seat: each for each in step.arrivals} | self._arrivals
         self._departures = [*step.departures, *self._departures]
         if (updates := step.new_blocks) is not None:

@@ -23,7 +23,7 @@ from sagellm.engines.sampling.params import SamplingParams
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """What the core knows of one sequence: what stays as it is, and a view on its seat while it runs.
+    """What the core knows about one sequence: its fixed data, and a view of its seat while it runs.
 
     Its counts are columns of `Seats`. While it waits it has no seat, no blocks and no KV, and `output`
     holds what it had generated before it was preempted.
@@ -35,22 +35,22 @@ class Sequence:
     seed: int
     stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
     seat: Seat | None = None
-    seats: Seats | None = None  # where it has its seat
+    seats: Seats | None = None  # set while it has a seat
     output: TokenIds = EMPTY
     match: PrefixMatch | None = None  # the lock held on the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
     predicted_remaining_tokens: float | None = None
-    scheduled_ns: int | None = None  # start of the first step that computed some of it
+    scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
     num_scored: int = 0  # those for which that is done
-    prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is handed out
+    prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is returned
 
     @classmethod
     def of(cls, given: EngineSequence) -> Self:
-        """Make a sequence that waits."""
+        """Create a waiting sequence."""
         return cls(
             sequence_id=given.sequence_id,
             request=given.request,
@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def first_wanted(self) -> int:
-        """The first position whose logits are still wanted; KV of what is before it may come from a cache."""
+        """The first position whose logits are still wanted; KV before it may come from a cache."""
         return self.num_scored if self.num_scored < self.num_to_score else self.num_tokens - 1
 
     @property
@@ -79,12 +79,12 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is there, all steps that compute it collected."""
+        """Tokens whose KV is present: every step that computes it has been collected."""
         return 0 if self.seat is None or self.seats is None else int(self.seats.num_committed[self.seat])
 
     @property
     def block_ids(self) -> list[BlockId]:
-        """Its blocks, a copy; none while it waits."""
+        """A copy of its block ids; empty while it waits."""
         return [] if self.seat is None or self.seats is None else self.seats.block_ids(self.seat)
 
     def token_ids(self) -> TokenIds:
@@ -95,5 +95,5 @@ class Sequence:
         return self.seats.token_ids(self.seat)
 
     def output_token_ids(self) -> TokenIds:
-        """Return what it has generated so far."""
+        """Return the tokens generated so far."""
         return self.token_ids()[len(self.request.token_ids) :]

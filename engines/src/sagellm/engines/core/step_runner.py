@@ -1,4 +1,4 @@
-"""Steps on their way: submitted to the executor, collected, and taken into the seats."""
+"""Steps in flight: submitted to the executor, collected, and applied to the seats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_SEATS: Ints = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """What the scheduler wants computed: so many tokens of each seat, which has the blocks for them."""
+    """What the scheduler wants computed: a number of tokens per seat, which already has blocks for them."""
 
     seats: Ints
     num_new: Ints  # drafts included
@@ -62,25 +62,24 @@ class StepResult:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A submitted step. Its rows are those of the sequences that had the seats then, by their generations."""
+    """A submitted step. Its rows belong to the sequences that had the seats then, told by generation."""
 
     step: StepInput
     generations: Ints
     submitted_ns: int
-    output: StepOutput | None = None  # received, and not taken in yet
+    output: StepOutput | None = None  # received, but not yet applied
 
 
 class StepRunner:
-    """Submits steps to the executor and takes what comes back into the seats.
+    """Submits steps to the executor and applies the results to the seats.
 
-    Counts are optimistic: a submitted step counts as computed, and each row that is sampled as one more
-    token. Collecting corrects them. What a sequence still has in flight when it leaves its seat is
-    dropped then.
+    Counts are optimistic: a submitted step counts as computed, and each sampled row as one more token.
+    Collecting corrects them. Results still in flight when a sequence leaves its seat are dropped.
 
-    An executor reports a failure for all rows of a step. What is in flight behind it is collected first;
-    then the rows are submitted again by halves until the failing one is alone. This is sound because KV
-    writes are idempotent, random numbers are keyed by seed and position, and logits processors keep
-    nothing of a step. What later steps computed from a failed one is dropped, and planned again.
+    An executor reports a failure for all rows of a step. Later steps in flight are collected first; then the
+    rows are resubmitted in halves until the failing one is alone. This is sound because KV writes are
+    idempotent, random numbers are keyed by seed and position, and logits processors keep no state between
+    steps. What later steps computed from a failed one is dropped and planned again.
     """
 
     def __init__(self, executor: ExecutorProtocol, seats: Seats, clock: Clock) -> None:
@@ -94,13 +93,13 @@ class StepRunner:
         self._last: StepInput | None = None
 
     def take_last(self) -> StepInput | None:
-        """Return the step that was collected last; None if that was asked before."""
+        """Return the step collected last; None if it was already taken."""
         step, self._last = self._last, None
         return step
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are submitted and not collected."""
+        """Steps that are submitted but not yet collected."""
         return len(self._flights)
 
     @property
@@ -109,7 +108,7 @@ class StepRunner:
         return self._executor.depth
 
     def submit(self, planned: PlannedStep, kv_ops: Seq[KVOp]) -> None:
-        """Begin a step, with all that changed in the seats since the last one."""
+        """Submit a step, with all that changed in the seats since the last one."""
         seats, table = planned.seats, self._seats
         starts = table.num_computed[seats]
         is_sampled = starts + planned.num_new >= (table.num_tokens + table.num_in_flight)[seats]
@@ -129,7 +128,7 @@ class StepRunner:
             table.is_held[seats] = planned.drafts.counts > 0
 
     def carry_out(self, kv_ops: Seq[KVOp]) -> None:
-        """Have KV copied, read or written now. What was in flight is collected, for the next `collect`."""
+        """Copy, read or write KV now. Steps in flight are received and kept for the next `collect`."""
         self._submit(
             self._step(
                 seats=_NO_SEATS, num_new=_NO_SEATS, starts=_NO_SEATS, is_sampled=_NO_SEATS > 0, kv_ops=kv_ops
@@ -149,13 +148,13 @@ class StepRunner:
         self.carry_out([ReadBlocks(block_ids, into)])
 
     def write_blocks(self, block_ids: Seq[BlockId], data: Seq[memoryview]) -> None:
-        """Put what `read_blocks` gave into blocks."""
+        """Write data from `read_blocks` into blocks."""
         self.carry_out([WriteBlocks(block_ids, data)])
 
     def collect(self, num_left: int) -> Iterator[StepResult]:
-        """Collect steps until so many are in flight; yield what they did.
+        """Collect steps until only `num_left` are in flight; yield their results.
 
-        Sequences that a result ends are to leave their seats before the next result is asked for. Raises
+        Sequences that a result ends must leave their seats before the next result is requested. Raises
         KeyboardInterrupt, and EngineError for a failure that belongs to no sequence.
         """
         while len(self._flights) > num_left:
@@ -181,7 +180,7 @@ class StepRunner:
         self._flights.append(self._flight(step, self._seats.generation[step.seats]))
         try:
             self._executor.submit(step)
-        except BaseException:  # KeyboardInterrupt: what the worker may not have seen is told it again
+        except BaseException:  # KeyboardInterrupt: repeat what the worker may not have seen
             self._flights.pop()
             self._seats.tell_again(step)
             self._kv_ops = [*step.kv_ops]
@@ -191,13 +190,13 @@ class StepRunner:
         return _Flight(step, generations, self._clock.now_ns())
 
     def _receive(self, flight: _Flight) -> StepOutput:
-        """Return a step's output, the oldest that the executor has; forget the step if there is none."""
+        """Return a step's output, the oldest that the executor has; drop the step if that fails."""
         if flight.output is None:
             try:
                 output = self._executor.collect()
                 while output.step < flight.step.step:  # of a step whose collection failed
                     output = self._executor.collect()
-            except KeyboardInterrupt:  # the step goes on
+            except KeyboardInterrupt:  # the step continues
                 raise
             except BaseException:
                 with suppress(ValueError):
@@ -223,7 +222,7 @@ class StepRunner:
             yield from self._halve(flight, rows)
 
     def _halve(self, flight: _Flight, rows: npt.NDArray[np.intp]) -> Iterator[StepResult]:
-        """Compute failed rows again by halves, after all that is in flight has been collected."""
+        """Recompute failed rows in halves, after collecting everything in flight."""
         later = [(each, self._receive(each)) for each in list(self._flights)]
         self._flights.clear()
         middle = len(rows) // 2
@@ -236,7 +235,7 @@ class StepRunner:
             yield from self._take_in(each, output)
 
     def _drop(self, flight: _Flight, seats: Ints) -> None:
-        """Undo what a step counted of these seats, and recognize none of their rows."""
+        """Undo what a step counted for these seats, and ignore their rows from now on."""
         step, table = flight.step, self._seats
         is_dropped = np.isin(step.seats, seats) & (table.generation[step.seats] == flight.generations)
         dropped = step.seats[is_dropped]
@@ -262,7 +261,7 @@ class StepRunner:
             computed -= num_refused
             table.num_computed[seats] -= num_refused
             table.is_held[seats] = False
-        table.num_committed[seats] = np.minimum(computed, after - 1)  # a run may have been cut
+        table.num_committed[seats] = np.minimum(computed, after - 1)  # a run may have been truncated
         return StepResult(
             seats=seats,
             tokens=runs,
@@ -325,7 +324,7 @@ def _failed(seat: Seat, error: BaseException) -> StepResult:
 
 
 def _rows_of(step: StepInput, rows: npt.NDArray[np.intp]) -> StepInput:
-    """Return the same step for some of its rows, without what a worker has taken in already."""
+    """Return the same step for some of its rows, without what a worker has already applied."""
     place = {row: index for index, row in enumerate(rows.tolist())}
     return replace(
         step,

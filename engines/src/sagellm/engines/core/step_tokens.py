@@ -1,4 +1,4 @@
-"""What a step says of each sequence, kept as columns until somebody looks."""
+"""A step's outputs by sequence, kept as columns until they are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sagellm.core import Runs, SequenceId, TokenOutput
 
 
 class StepTokens(Seq[TokenOutput]):
-    """Outputs of a step. Of a sequence that just goes on there are its id and its tokens alone."""
+    """Outputs of a step. A sequence that just continues has only its id and its tokens."""
 
     def __init__(self) -> None:
         self._sequence_ids: list[SequenceId] = []
@@ -41,7 +41,7 @@ class StepTokens(Seq[TokenOutput]):
         self._ends.append(len(self._tokens))
 
     def extend(self, sequence_ids: list[SequenceId], runs: Runs) -> int:
-        """Append the runs that have tokens, of these sequences; return the place of the first one."""
+        """Append the non-empty runs of these sequences; return the index of the first one."""
         first, begin = len(self), len(self._tokens)
         self._sequence_ids += sequence_ids
         self._tokens += runs.ids.tolist()
@@ -50,5 +50,5 @@ class StepTokens(Seq[TokenOutput]):
         return first
 
     def replace(self, place: int, output: TokenOutput) -> None:
-        """Say more of a sequence."""
+        """Replace the entry of a sequence by an output that says more."""
         self._outputs[place] = output

@@ -23,9 +23,9 @@ _COLUMNS = {
 
 
 class WaitingRows:
-    """Waiting sequences, the most urgent first and among equals the earliest; each has a row of the columns.
+    """Waiting sequences, the most urgent first and among equals the earliest; each has a row in the columns.
 
-    Adding and removing one costs O(waiting) in two short memory moves, and looking at the first ones nothing.
+    Adding or removing one costs O(waiting) in two short memory moves; looking at the first ones is free.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class WaitingRows:
         return self._sequences[place]
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in its place."""
+        """Insert a sequence in order."""
         if not self._free:
             self._grow()
         row, request = self._free.pop(), sequence.request
@@ -63,7 +63,7 @@ class WaitingRows:
         self._order = np.insert(self._order, place, row)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out."""
+        """Remove a sequence."""
         place = self._sequences.index(sequence)
         del self._sequences[place]
         self._order = np.delete(self._order, place)
@@ -102,5 +102,5 @@ class WaitingRows:
 
 
 def admission_order(sequence: Sequence) -> tuple[int, int]:
-    """Return what waiting and running sequences are sorted by."""
+    """Return the sort key of waiting and running sequences."""
     return (-sequence.request.priority, sequence.request.arrival_ns)

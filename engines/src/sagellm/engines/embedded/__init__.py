@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 EMBEDDED = "embedded"
-"""What a configuration calls it; `./embedded` is a directory of that name."""
+"""The model's name in configurations; `./embedded` is a directory of that name."""
 
 
 def embedded_model() -> Path:

@@ -1,4 +1,4 @@
-"""Which forward backend runs a model: the one that is named, or with `auto` the first that can."""
+"""Which forward backend runs a model: the named one or, with `auto`, the first that can."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEVER = "sagellm-core-protocols:null"
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenBackend:
-    """A backend, its name, and why others are not in its place, by name."""
+    """A backend, its name, and why others were not chosen, by name."""
 
     backend: ForwardBackendProtocol
     name: str
@@ -34,13 +34,13 @@ class ChosenBackend:
 
 
 def candidates(registry: PluginRegistry) -> list[str]:
-    """Return the backends that `auto` tries: all that are installed, by name, `torch` last."""
+    """Return the backends that `auto` tries: all installed ones, by name, `torch` last."""
     names = {entry.qualified_name for entry in registry.providers("forward_backend")} - {_NEVER, _LAST}
     return [*sorted(names), _LAST]
 
 
 def refusals(registry: PluginRegistry, spec: ModelSpec) -> Iterator[tuple[str, str | None]]:
-    """Yield each candidate with the reason why it cannot run a model; None: by its features it can."""
+    """Yield each candidate with the reason why it cannot run a model, None if its features suffice."""
     for name in candidates(registry):
         try:
             _check_features(registry.resolve("forward_backend", name), spec)
@@ -50,7 +50,7 @@ def refusals(registry: PluginRegistry, spec: ModelSpec) -> Iterator[tuple[str, s
 
 
 def make_backend(modules: Modules, spec: ModelSpec, *args: Any, **given: Any) -> ChosenBackend:
-    """Make the configuration's forward backend; other arguments are as its protocol says.
+    """Build the configuration's forward backend; other arguments are as in its protocol.
 
     Raises UnsupportedModelError, which names what the model needs, if the backend cannot run it.
     """

@@ -1,8 +1,8 @@
 """How many threads a step uses: as many as there are cores that no other process keeps busy.
 
-A step on a CPU joins its threads some hundred times, and OpenMP's threads spin while they wait. Where another
-process runs on one of their cores, each join lasts until the kernel gives that core back, milliseconds
-later: a step on all cores then takes 10 to 40 times as long, one on the free cores 1 to 2 times.
+A step on a CPU joins its threads a few hundred times, and OpenMP's threads spin while they wait. If another
+process runs on one of their cores, each join lasts until the kernel gives that core back, milliseconds later:
+a step on all cores then takes 10 to 40 times as long, one on the free cores 1 to 2 times.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sagellm.engines.machine import FIXING_VARIABLES
 logger = get_logger(__name__)
 
 _WINDOW_S = 0.1  # the kernel counts in hundredths of a second
-_READS_SHARE = 0.005  # of the time, at most, goes into reading; /proc/stat is long where there are many CPUs
-_TAKEN = 0.4  # a core that others use for more than this share is theirs
+_READS_SHARE = 0.005  # of the time, at most, is spent reading; /proc/stat is long on machines with many CPUs
+_TAKEN = 0.4  # above this share of use by others, a core counts as theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class CPUTime:
     """Counters of time, in seconds."""
 
     at_s: float
-    busy_s: float  # of the CPUs this process may use, by anyone, the hypervisor included
+    busy_s: float  # of the CPUs this process may use, by any process, including the hypervisor
     own_s: float  # by this process
 
 
 def read_cpu_time(stat: Path = Path("/proc/stat")) -> CPUTime | None:
-    """Read the counters, or return None where the system has none."""
+    """Read the counters, or return None if the system has none."""
     try:
         allowed = os.sched_getaffinity(0)
         lines = stat.read_text(encoding="ascii").splitlines()
@@ -69,7 +69,7 @@ def free_threads(num_cpus: int, others: float, limit: float | None) -> int:
 
 
 def fixed_by(environment: Mapping[str, str]) -> str | None:
-    """Return the variable by which the user has chosen the threads, or None."""
+    """Return the variable with which the user has chosen the threads, or None."""
     return next((name for name in FIXING_VARIABLES if environment.get(name)), None)
 
 
@@ -77,7 +77,7 @@ class FreeCores:
     """Lowers torch's number of threads during a step while other processes keep cores busy.
 
     The number is restored at the end of the step, so it stays the user's own everywhere else, and is never
-    raised. Reads the system ten times a second at most. For one thread at a time.
+    raised. Reads the system at most ten times per second. For one thread at a time.
     """
 
     def __init__(self, read: Callable[[], CPUTime | None] = read_cpu_time) -> None:

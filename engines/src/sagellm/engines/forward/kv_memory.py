@@ -12,8 +12,8 @@ import torch
 def zeroed(num_items: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a flat tensor of zeros. KV that was never written must not hold infinities.
 
-    On a CPU it is an anonymous mapping with huge pages where the kernel has them: reserved at once,
-    taken when touched, so that an engine with room for gigabytes starts at once. Raises OSError,
+    On a CPU it is an anonymous mapping, with huge pages if the kernel has them: reserved at once but
+    allocated when touched, so that an engine with room for gigabytes starts immediately. Raises OSError,
     RuntimeError or MemoryError if it is refused.
     """
     if device.type != "cpu" or num_items == 0 or sys.platform == "win32":

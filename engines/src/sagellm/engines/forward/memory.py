@@ -8,7 +8,7 @@ from sagellm.comm import read_memory
 
 
 def available_memory_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated, or None where nothing tells.
+    """Return the bytes that can still be allocated, or None if unknown.
 
     On a CPU that is the smaller of what the kernel calls available and what this process's
     control groups have left.

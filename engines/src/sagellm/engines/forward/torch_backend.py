@@ -37,7 +37,7 @@ from sagellm.engines.sizes import format_bytes
 class TorchForwardBackend(ForwardBackendProtocol):
     """Keeps the KV of all blocks in one buffer and runs the model over it.
 
-    A decoder is built from its spec; for other models, classes of transformers run.
+    Decoders are built from their spec; other models run as classes of transformers.
     """
 
     features = FEATURES | {TRANSFORMERS_CLASS}
@@ -63,7 +63,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
         self._attention = attention
         self._device = device
         self._kv: torch.Tensor | None = None
-        self._bytes: torch.Tensor | None = None  # the same memory: (blocks, bytes of a block)
+        self._bytes: torch.Tensor | None = None  # the same memory: (blocks, bytes per block)
         self._metrics = ForwardMetrics()
 
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
         return replace(self._metrics)
 
     def model_metrics(self) -> ModelMetrics:
-        """Return what the model weighs."""
+        """Return the size of the model."""
         return self._model.metrics()
 
 

@@ -8,7 +8,7 @@ from sagellm.core import AttentionBackendProtocol, AttentionSpec
 
 
 class Attention:
-    """Attends over one layer of the paged KV through whichever backend a step brings."""
+    """Attends over one layer of the paged KV through the backend given by each step."""
 
     def __init__(self, layer_index: int, spec: AttentionSpec) -> None:
         self.layer_index = layer_index

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class WideRows:
-    """Which rows of a step are multiplied widened: those of sequences that compute many tokens in it.
+    """Chooses the rows of a step that are multiplied widened: those of sequences that compute many tokens.
 
-    A sequence's own tokens decide, not what else is in the batch.
+    Only a sequence's own tokens decide, not the rest of the batch.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._widening = widening_for(dtype, device)
-        self._num_rows = 0  # of the step, where some are wide
+        self._num_rows = 0  # in the step, if some are wide
         self._wide: torch.Tensor | None = None  # their indices; None: all
         self._narrow: torch.Tensor | None = None
 
@@ -62,16 +62,16 @@ class WideRows:
 
 
 class LinearContext(NamedTuple):
-    """What linear layers know of a step. All layers of a model share one object."""
+    """What linear layers know about a step. All layers of a model share one object."""
 
     wide_rows: WideRows
 
 
 class LinearMethod(ABC):
-    """How one linear layer keeps its weights, and the product with them.
+    """How one linear layer stores and multiplies its weights.
 
-    `create` is called once, then `load` once for each part, and `apply` in every step. A method may hold
-    another one, which it asks for the product: an adapter adds to it, a shard sums it over ranks.
+    `create` is called once, then `load` once per part, and `apply` in every step. A method may wrap another
+    one and use its product: an adapter adds to it, a shard sums it over ranks.
     """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def metrics(self) -> ModelMetrics:
-        """Return what the loaded weights weigh."""
+        """Return the size of the loaded weights."""
 
 
 class PlainLinear(LinearMethod):
@@ -98,7 +98,7 @@ class PlainLinear(LinearMethod):
         self._device = device
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
-        """Take weights that are in memory instead of `create` and `load`."""
+        """Use weights that are already in memory, instead of `create` and `load`."""
         self._weight, self._bias = weight, bias
         self._finish()
         return self
@@ -128,14 +128,14 @@ class PlainLinear(LinearMethod):
         return ctx.wide_rows.multiply(x, self._weight, self._bias)
 
     def metrics(self) -> ModelMetrics:
-        """Return what weight and bias weigh."""
+        """Return the size of weight and bias."""
         return self._metrics
 
     def _allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _finish(self) -> None:
-        """Change the weight into the form in which it is kept."""
+        """Convert the weight to the form in which it is stored."""
         self._weigh(self._weight.numel(), self._weight.nbytes)
 
     def _weigh(self, num_parameters: int, num_bytes: int) -> None:
@@ -148,8 +148,8 @@ class PlainLinear(LinearMethod):
 class PackedLinear(PlainLinear):
     """The same in bfloat16 on a CPU, with the weight in the order in which oneDNN reads it.
 
-    A product with few rows takes 0.5 to 0.7 of the time (AVX-512 and AMX); memory is the same. The weight is
-    read into memory that all of them share: freed among what stays, each one's own would leave holes.
+    A product with few rows takes 0.5 to 0.7 of the time (AVX-512 and AMX); memory is the same. All weights
+    are read into one shared buffer: separate ones, freed among memory that stays, would leave holes.
     """
 
     def __init__(self, device: torch.device, staging: Staging) -> None:
@@ -160,7 +160,7 @@ class PackedLinear(PlainLinear):
     def takes(dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether such weights can be packed on this machine, with this version of torch.
 
-        False also where widening is faster, since packed weights cannot be widened.
+        Also False if widening is faster, since packed weights cannot be widened.
         """
         return device.type == "cpu" and can_pack(dtype) and widening_for(dtype, device).min_rows is None
 
@@ -180,7 +180,7 @@ class PackedLinear(PlainLinear):
 
 
 class QuantizedLinear(PlainLinear):
-    """The same over a weight that a quantizer holds."""
+    """The same over a weight held by a quantizer."""
 
     def __init__(self, device: torch.device, quantizer: QuantizerProtocol) -> None:
         super().__init__(device)
@@ -213,7 +213,7 @@ class Staging:
 def linear_methods(
     dtype: torch.dtype, device: torch.device, quantizer: QuantizerProtocol | None
 ) -> Callable[[], LinearMethod]:
-    """Return what makes the linear layers of a model with this quantizer, or with none."""
+    """Return the factory of a model's linear layers, with this quantizer or without one."""
     if quantizer is not None:
         return partial(QuantizedLinear, device, quantizer)
     if PackedLinear.takes(dtype, device):

@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 
 _TILE_TOKENS = 512
-"""rms_norm makes float32 copies of all it is given: a tile of them stays in cache, 2,048 tokens' do not."""
+"""rms_norm makes float32 copies of its input: those of a tile stay in cache, those of 2,048 tokens do not."""
 
 
 class Normalised(NamedTuple):
-    """What a layer goes on with: its input, and the sum that passes it by."""
+    """A layer's normalised input, and the residual sum that bypasses the layer."""
 
     hidden: torch.Tensor
     residual: torch.Tensor
@@ -38,7 +38,7 @@ class RMSNorm:
 class HeadNorm:
     """RMSNorm of each query and key head over its own dimensions, all heads in one go.
 
-    `weight` has one row a head, so that queries and keys, which lie side by side, share the call.
+    `weight` has one row per head, so that queries and keys, which lie side by side, share the call.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:

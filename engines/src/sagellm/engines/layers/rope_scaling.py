@@ -12,7 +12,7 @@ from sagellm.core import RopeSpec, UnsupportedModelError
 
 
 class RopeFrequencies(NamedTuple):
-    """Angle a position for each pair of dimensions, and a factor on cos and sin."""
+    """Angle per position for each pair of dimensions, and a factor on cos and sin."""
 
     inv_freq: torch.Tensor  # (rotary_dim / 2,) float32
     attention_factor: float

@@ -24,10 +24,10 @@ class RotaryTables(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Turns pairs of dimensions of each head by angles that grow with the position.
+    """Rotates pairs of dimensions of each head by angles that grow with the position.
 
-    Cosines and sines are computed in float32, cached, and grown by doubling when a longer
-    sequence comes. Source: arXiv 2104.09864; pairs are (i, i + rotary_dim / 2).
+    Cosines and sines are computed in float32, cached, and grown by doubling for longer sequences. Source:
+    arXiv 2104.09864; pairs are (i, i + rotary_dim / 2).
     """
 
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:

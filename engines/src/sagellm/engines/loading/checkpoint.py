@@ -1,4 +1,4 @@
-"""The checkpoint format `safetensors`: its files, and where each of its tensors lies."""
+"""The checkpoint format `safetensors`: its files, and the location of each tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUM_NAMED = 5
-# Numbers that numpy lacks come as unsigned integers of the same width.
+# Dtypes that numpy lacks are read as unsigned integers of the same width.
 _NUMPY_DTYPES = {
     **{"BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1"},
     **{"I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "U32": "<u4", "F32": "<f4"},
@@ -58,7 +58,7 @@ class SafetensorsWeights(WeightSource):
 
     def _map(self, stored: PlacedTensor) -> mmap.mmap:
         """Map a file, once for all views: each map keeps a file descriptor."""
-        if stored.path.stat().st_size < stored.offset + stored.num_bytes:  # reading there ends the process
+        if stored.path.stat().st_size < stored.offset + stored.num_bytes:  # reading there kills the process
             raise CheckpointError(f"{stored.path} became shorter while it was read")
         mapped = self._maps.get(stored.path)
         if mapped is None:
@@ -73,7 +73,7 @@ class SafetensorsFormat(CheckpointFormatProtocol):
     is_fallback = True
 
     def accepts(self, path: Path) -> bool:
-        """Accept every directory, to explain what one lacks that no format accepts."""
+        """Accept every directory, to explain what is missing if no format accepts it."""
         return True
 
     def open(self, path: Path) -> Checkpoint:
@@ -92,9 +92,9 @@ class SafetensorsFormat(CheckpointFormatProtocol):
 
 
 def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Compare the tensors with those that the config calls for.
+    """Compare the tensors with those that the config requires.
 
-    Raises CheckpointError naming the first few that are missing, left over or of another shape.
+    Raises CheckpointError naming the first few that are missing, left over or of the wrong shape.
     """
     stored = checkpoint.weights.tensors
     missing = [name for name in spec.tensors if name not in stored]
@@ -128,7 +128,7 @@ def files_in(path: Path) -> str:
 def missing_shards(path: Path) -> str | None:
     """Say which weight files of its index a directory lacks, or None. Raises CheckpointError."""
     files = sorted(set(read_weight_map(path).values()))
-    present = {file.name for file in path.iterdir() if file.exists()}  # no link to what is gone
+    present = {file.name for file in path.iterdir() if file.exists()}  # excludes broken links
     missing = [name for name in files if name not in present]
     return f"{len(missing)} of {len(files)} weight files: {_first(missing)}" if missing else None
 
@@ -158,7 +158,7 @@ def _find_tensors(path: Path) -> dict[str, PlacedTensor]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file that holds each tensor by the index. Raises CheckpointError if that is damaged."""
+    """Return the file of each tensor, according to the index. Raises CheckpointError if it is damaged."""
     weight_map = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map that names a file for each tensor")
@@ -177,7 +177,7 @@ def _read_shards(path: Path) -> dict[str, PlacedTensor]:
     absent = [name for name, file in weight_map.items() if name not in headers[file]]
     if absent:
         raise CheckpointError(f"{path / INDEX} names tensors that their files do not hold: {_first(absent)}")
-    # What files hold beyond the index is left over, too.
+    # Tensors in the files but not in the index are left over, too.
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
     if len(tensors) < sum(map(len, headers.values())):
         twice = [name for name, count in Counter(chain.from_iterable(headers.values())).items() if count > 1]

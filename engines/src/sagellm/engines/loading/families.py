@@ -33,12 +33,12 @@ class SelectedFamily:
 
 
 def installed_families(registry: PluginRegistry) -> list[ModelFamilyProtocol]:
-    """Make one of each installed model family; one that fails is left out with a warning."""
+    """Create each installed model family; those that fail are skipped with a warning."""
     return _make_all(registry, "model_family")
 
 
 def installed_formats(registry: PluginRegistry) -> list[CheckpointFormatProtocol]:
-    """Make one of each installed checkpoint format; one that fails is left out with a warning."""
+    """Create each installed checkpoint format; those that fail are skipped with a warning."""
     return _make_all(registry, "checkpoint_format")
 
 
@@ -53,7 +53,7 @@ def _make_all(registry: PluginRegistry, kind: str) -> list[Any]:
 
 
 def select_format(path: Path, formats: Iterable[CheckpointFormatProtocol]) -> CheckpointFormatProtocol:
-    """Return the first format that accepts a directory, fallbacks last. Raises CheckpointError for none."""
+    """Return the first format that accepts a directory, fallbacks last. Raises CheckpointError."""
     for each in sorted(formats, key=lambda each: each.is_fallback):
         if call_plugin(f"checkpoint_format {type(each).__name__}", "accepts()", each.accepts, path):
             return each

@@ -1,4 +1,4 @@
-"""What two models have in common whose KV is interchangeable."""
+"""What models with interchangeable KV have in common."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CHUNK_BYTES = 1 << 22
 
 
 def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
-    """Return a hash of a checkpoint's files and of how they are loaded; 32 hex digits.
+    """Return a hash of a checkpoint's files and of how they are loaded, as 32 hex digits.
 
-    Reads every byte of the weights, about a second a gigabyte: a block of another model must never be found.
+    Reads every byte of the weights, about 1 s per GB: a block of another model must never be found.
     """
     digest = blake2b(digest_size=16)
     quantization = settings.quantization and settings.quantization.plain()

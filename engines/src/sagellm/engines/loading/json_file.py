@@ -9,7 +9,7 @@ from sagellm.core import CheckpointError, ConfigError
 from sagellm.engines.config.bounded_json import parse_json
 
 CONFIG_BYTES = 4 << 20  # the largest real ones have a few hundred KiB
-INDEX_BYTES = 32 << 20  # of experts by the ten thousand
+INDEX_BYTES = 32 << 20  # for tens of thousands of experts
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # JSON has no such numbers; transformers writes {"__float__": "Infinity"}.
 _SPECIAL_FLOATS = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}

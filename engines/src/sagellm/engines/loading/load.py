@@ -90,7 +90,7 @@ class _CountedWeights(WeightSource):
 
 
 def open_model(settings: ModelConfig, registry: PluginRegistry) -> OpenedModel:
-    """Open the model that a configuration names, with the families and formats that are installed.
+    """Open the model that a configuration names, with the installed families and formats.
 
     Raises CheckpointError or UnsupportedModelError with the reason.
     """

@@ -10,7 +10,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """Return the device of a name: auto, cpu, cuda or cuda:N. Raises ConfigError if it is not there."""
+    """Return the device of a name: auto, cpu, cuda or cuda:N. Raises ConfigError if it does not exist."""
     if isinstance(name, torch.device):
         return name
     if name == "auto":
@@ -31,7 +31,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(name: str | torch.dtype, config: HFConfig) -> torch.dtype:
-    """Return the number format of a name; auto is the checkpoint's own, float32 where it says none."""
+    """Return the number format of a name; auto is the checkpoint's own, float32 if it states none."""
     if isinstance(name, torch.dtype):
         return name
     if name == "auto":

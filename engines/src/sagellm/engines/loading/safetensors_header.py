@@ -34,7 +34,7 @@ ITEM_BYTES = {
     "F64": 8,
 }
 _LENGTH_BYTES = 8
-_MAX_VALUES = 4_000_000  # about ten a tensor
+_MAX_VALUES = 4_000_000  # about ten per tensor
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_SHOWN = 64  # characters of a value in a message
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -42,9 +42,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedTensor(StoredTensor):
-    """One tensor of a file, and where its bytes lie."""
+    """One tensor of a file, and the location of its bytes."""
 
-    offset: int  # from the beginning of the file
+    offset: int  # from the start of the file
 
 
 def read_header(path: Path) -> dict[str, PlacedTensor]:
@@ -92,7 +92,7 @@ def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) 
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         shown = str(dtype)[:_MAX_SHOWN]
         raise CheckpointError(f"{path}: tensor {name!r} has the type {shown}, which is not known")
-    # The product of any more or larger ones could take minutes.
+    # Multiplying more or larger dimensions could take minutes.
     if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 63 for size in shape):
         raise CheckpointError(f"{path}: tensor {name!r} has a shape that no tensor can have; fetch it again")
     if last - first != prod(shape) * ITEM_BYTES[dtype] or first < 0:

@@ -45,7 +45,7 @@ class _HubModel:
 
 
 def resolve_tokenizer(settings: ModelConfig) -> Path:
-    """Return the directory that holds a model's tokenizer, which may be another's. Raises CheckpointError."""
+    """Return the directory of a model's tokenizer, possibly another model's. Raises CheckpointError."""
     if settings.tokenizer is None:
         return resolve_source(settings.name, revision=settings.revision)
     return resolve_source(settings.tokenizer, has_weights=False)
@@ -63,11 +63,10 @@ def resolve_source(
     """Return the directory that holds a model's files.
 
     `name` is a directory, a hub id, or EMBEDDED for the model that ships with this package. A hub id is
-    looked for in the local cache first, and only then downloaded (safetensors, configs and tokenizer,
-    nothing else). Raises CheckpointError: at once for a path that does not exist, within 10 s if the
-    hub cannot be reached; ConfigError for a revision of a directory. `offline` is taken from
-    HF_HUB_OFFLINE, `cache_dir` from HF_HOME, `endpoint` from HF_ENDPOINT if not given. Without
-    `has_weights` a tokenizer is enough.
+    looked up in the local cache first, and only then downloaded (safetensors, configs and tokenizer, nothing
+    else). Raises CheckpointError: at once for a path that does not exist, within 10 s if the hub cannot be
+    reached; ConfigError for a revision of a directory. `offline` is taken from HF_HUB_OFFLINE, `cache_dir`
+    from HF_HOME, `endpoint` from HF_ENDPOINT if not given. Without `has_weights` a tokenizer is enough.
     """
     text = os.fspath(name)
     path = embedded_model() if text == EMBEDDED else Path(text).expanduser()
@@ -130,7 +129,7 @@ def _find_cached(model: _HubModel) -> Path | None:
 
 
 def _what_lacks(model: _HubModel, snapshot: Path | None) -> str:
-    """Say what the local cache lacks of a model; empty if it has all that is needed."""
+    """Say what the local cache lacks of a model; empty if it has everything needed."""
     if snapshot is None:
         return "is not in the local Hugging Face cache, and no directory has that name"
     lack = ""

@@ -30,8 +30,7 @@ _ADVICE = "download what is missing, or name another tokenizer (model.tokenizer,
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """Return transformers' tokenizer of a directory, or None if it has none.
 
-    Raises CheckpointError if it is damaged, has no vocabulary, or would need code of its own, which is
-    never run.
+    Raises CheckpointError if it is damaged, has no vocabulary, or needs its own code, which is never run.
     """
     from transformers import AutoTokenizer
 
@@ -49,7 +48,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
             reason = _reason(path, error).replace(str(folder), str(path))
             raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
     restore_paths(tokenizer, folder, path)
-    # Without a file of its own, transformers makes one that knows its special tokens and drops all text.
+    # Without the file, transformers makes a tokenizer that knows the special tokens and drops all text.
     if len(tokenizer) <= len({*_added_tokens(tokenizer), *tokenizer.all_special_ids}):
         raise CheckpointError(
             f"the tokenizer in {path} has no vocabulary, only {len(tokenizer)} special tokens: "
@@ -100,7 +99,7 @@ def _check_lengths(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 
 
 def _growth(decoder: Mapping[str, Any]) -> int:
-    """Return how many characters a decoder can make of one, at most."""
+    """Return the maximum number of characters that a decoder can make of one."""
     steps = [_growth(step) for step in decoder.get("decoders", ())]
     is_pattern = "Regex" in decoder.get("pattern", ())  # may match between characters too
     return prod(steps, start=max(1, len(decoder.get("content", "")) + is_pattern))
@@ -110,12 +109,12 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Return the text of each token that was added to the vocabulary, most of them special."""
     try:
         return {token_id: str(token) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())}
-    except NotImplementedError:  # mistral-common's has none of its own
+    except NotImplementedError:  # mistral-common's tokenizer has none
         return {}
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """Say why transformers could not load a tokenizer, from its files where they tell more."""
+    """Say why transformers could not load a tokenizer, judging by its files where they say more."""
     own_code = read_optional_json(path / _CONFIG).get("auto_map")
     if own_code:
         return f"it needs code of its own ({own_code}), which is never run"

@@ -50,7 +50,7 @@ _TOKENIZER_KEYS = _TOKEN_LIST_KEYS | {
     *("do_word_tokenize", "do_subword_tokenize", "word_tokenizer_type", "subword_tokenizer_type"),
     *("src_lang", "tgt_lang", "language_codes", "num_madeup_words"),
 }
-"""Keys of tokenizer_config.json that are kept, beside `..._token`: none names files or code."""
+"""Keys of tokenizer_config.json that are kept, besides `..._token`: none names files or code."""
 _MODEL_KEYS = frozenset(
     {"model_type", "tokenizer_class", "model_name", "_name_or_path", "transformers_version"}
 )

@@ -23,7 +23,7 @@ _DTYPES = {
     "F64": torch.float64,
 }
 _FLOATS = {"F16", "BF16", "F32", "F64"}
-_MAPPED_BYTES = 16 << 20  # of a file; its pages count as this process' memory until they are unmapped
+_MAPPED_BYTES = 16 << 20  # of a file, whose pages count as this process's memory until they are unmapped
 _STAGING_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20  # small enough to be checked while it is in a core's own cache
 # The integer type of the same width, and the bits of infinity.
@@ -36,9 +36,9 @@ _BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
 
 
 class WeightReader:
-    """Copies one tensor at a time to where it stays; floating-point ones come in the wanted dtype.
+    """Copies one tensor at a time to its final place; floating-point ones are converted to the target dtype.
 
-    Of the files only a few MiB are in memory at a time. Calls may come from several threads. All values must
+    Only a few MiB of the files are in memory at a time. Calls may come from several threads. All values must
     be finite, which a core checks at about 12 GB/s: one NaN makes all output meaningless.
     """
 
@@ -47,7 +47,7 @@ class WeightReader:
         self._dtype = dtype
 
     def load(self, tensor: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a tensor, into `out` if that is given, on whatever device it is.
+        """Read a tensor, into `out` if given, on any device.
 
         Raises CheckpointError if its type cannot be used, if a value is NaN or infinite, or if the file has
         changed.
@@ -69,7 +69,7 @@ class WeightReader:
             for array in self._pieces(tensor, stored):
                 _fill(flat[begin : begin + array.size], array, source)
                 begin += array.size
-                del array  # with the last view goes the map, and the memory that its pages take
+                del array  # dropping the last view unmaps the file and frees the memory of its pages
         except _NotFiniteError as error:
             raise CheckpointError(f"{stored.path}: tensor {tensor.name!r} {error}") from None
         return out

@@ -1,4 +1,4 @@
-"""What the torch backend runs: a decoder over paged KV, and what one is built from."""
+"""What the torch backend runs: a decoder over paged KV, and the context it is built from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sagellm.engines.loading.weights import WeightReader
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """Where weights come from and in what form they are kept; each is read once.
+    """Where weights come from and in what form they are kept; each weight is read once.
 
     Linear weights, the projections of the layers and an untied head, go through `quantizer` if there is one.
     """
@@ -25,7 +25,7 @@ class BuildContext:
 
 
 class CausalLM(ABC):
-    """A decoder that runs over paged KV. `forward` is apart from `compute_logits`."""
+    """A decoder that runs over paged KV. `forward` is separate from `compute_logits`."""
 
     @abstractmethod
     def forward(
@@ -46,4 +46,4 @@ class CausalLM(ABC):
 
     @abstractmethod
     def metrics(self) -> ModelMetrics:
-        """Return what the model weighs."""
+        """Return the size of the model."""

@@ -34,7 +34,7 @@ class StepContext:
 
 
 class DecoderAttention:
-    """Projections, norms of query and key where the family has them, rotation, attention."""
+    """Projections, query and key norms if the family has them, rotation, attention."""
 
     def __init__(
         self,
@@ -153,5 +153,5 @@ class Decoder(CausalLM):
         return self.lm_head.apply(hidden, self._linears)
 
     def metrics(self) -> ModelMetrics:
-        """Return what the model weighs."""
+        """Return the size of the model."""
         return self._metrics

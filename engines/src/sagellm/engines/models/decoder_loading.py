@@ -40,11 +40,11 @@ logger = get_logger(__name__)
 FEATURES = frozenset(
     {"bias", "qk_norm", "sliding_window", "rope_dynamic", "rope_linear", "rope_llama3", "rope_yarn"}
 )
-"""What `Decoder` has of `ModelSpec.features`."""
+"""The entries of `ModelSpec.features` that `Decoder` supports."""
 
 
 class DecoderBuilder:
-    """Builds one decoder. Weights of a fused linear are read straight into their part of it."""
+    """Builds one decoder. Weights of a fused linear layer are read straight into their part of it."""
 
     def __init__(self, context: BuildContext) -> None:
         self._context = context
@@ -64,7 +64,7 @@ class DecoderBuilder:
         return Decoder(model, head, ctx, self._weigh())
 
     def _head(self, decoder: DecoderSpec, embedding: torch.Tensor, *, is_tied: bool) -> LinearMethod:
-        """Tie the head as transformers does: only if no different one is stored beside the embedding."""
+        """Tie the head as transformers does: only if no different head is stored besides the embedding."""
         if decoder.head is None:
             return PlainLinear(embedding.device).adopt(embedding)
         if is_tied:

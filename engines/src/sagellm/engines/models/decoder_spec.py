@@ -28,7 +28,7 @@ from sagellm.engines.layers.rope_scaling import rope_frequencies
 from sagellm.engines.models.hf_config import context_limit
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Old checkpoints carry the frequencies that the config already determines.
+# Old checkpoints contain frequencies that the config already determines.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _MAX_HEAD_DIM = 1 << 16
 _SIZES = (
@@ -45,16 +45,15 @@ class DecoderTraits:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()  # one a layer, in tokens; empty means none anywhere
+    sliding_windows: tuple[int | None, ...] = ()  # one per layer, in tokens; empty means none anywhere
 
 
 def decoder_spec(
     architecture: str, config: HFConfig, hf: Any, traits: DecoderTraits, tensor_names: frozenset[str]
 ) -> ModelSpec:
-    """Describe the decoder that transformers' configuration object means.
+    """Describe the decoder that transformers' configuration object specifies.
 
-    Raises UnsupportedModelError for features that it lacks, CheckpointError for sizes that contradict
-    each other.
+    Raises UnsupportedModelError for features that it lacks, CheckpointError for contradictory sizes.
     """
     if hf.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act is {hf.hidden_act!r}; this decoder has silu alone")
@@ -191,7 +190,7 @@ def _read_rope(hf: Any, head_dim: int) -> RopeSpec:
             max_position_embeddings=hf.max_position_embeddings,
             scaling=dict(values),
         )
-        # An unknown kind and a number that is missing or senseless are errors now, not at the first step.
+        # Unknown kinds and missing or nonsensical numbers are errors now, not at the first step.
         frequencies = rope_frequencies(rope)
         if not (frequencies.inv_freq.isfinite().all() and math.isfinite(frequencies.attention_factor)):
             raise ArithmeticError("a frequency is not finite")

@@ -1,4 +1,4 @@
-"""The families that our own decoder runs: what each adds to the plain one."""
+"""The families that our own decoder runs, and what each adds to the plain one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sagellm.engines.models.decoder import (
 from sagellm.engines.models.decoder_spec import DecoderTraits, decoder_spec, window_per_layer
 from sagellm.engines.models.hf_config import architecture_of, read_hf_config
 
-# One decoder serves all families; these are the names under which Qwen3's parts are known.
+# One decoder serves all families; these are the names of its parts for Qwen3.
 Qwen3ForCausalLM = Decoder
 Qwen3Model = DecoderModel
 Qwen3DecoderLayer = DecoderLayer
@@ -32,7 +32,7 @@ class DecoderFamily(ModelFamilyProtocol):
 
     @abstractmethod
     def traits(self, hf: Any) -> DecoderTraits:
-        """Read from transformers' configuration object what is special about the architecture."""
+        """Return what is special about the architecture, from transformers' configuration object."""
 
     def accepts(self, config: HFConfig) -> bool:
         """Go by the architecture, or by the model type where none is named."""

@@ -43,7 +43,7 @@ _REFUSED = frozenset(
         *("backbone", "backbone_config", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
         *("pretrained_cfg", "model_args", "peft_type", "gguf_file", "configuration_files", "extra_files"),
         *("name_or_path", "_name_or_path", "_commit_hash", "revision", "cache_dir", "token"),
-        # what a model returns, and the labels of classifiers, of which transformers creates any number
+        # what a model returns, and classifier labels, of which transformers creates any number
         *("return_dict", "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id"),
         *("problem_type", "label_names", "num_classes"),
     }

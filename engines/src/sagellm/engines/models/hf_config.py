@@ -33,7 +33,8 @@ def architecture_of(config: HFConfig) -> str | None:
 def context_limit(max_position_embeddings: int, ropes: Iterable[Mapping[str, Any]]) -> ContextLimit:
     """Read how long a sequence may be. Raises CheckpointError for an original length that is not a number.
 
-    Beyond their original length some kinds of RoPE scaling turn all keys by other angles, so it limits.
+    Beyond the original length, some kinds of RoPE scaling rotate all keys by other angles, so it is the
+    limit.
     """
     limit = ContextLimit(int(max_position_embeddings), "max_position_embeddings")
     for rope in ropes:
@@ -79,7 +80,7 @@ def read_hf_config(config: HFConfig) -> Any:
         )
     for each in (config, text_config):
         num_layers = each.get("num_hidden_layers")
-        if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers makes a list of them all
+        if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers lists all layers
             raise CheckpointError(
                 f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be"
             )
@@ -87,7 +88,7 @@ def read_hf_config(config: HFConfig) -> Any:
     try:
         config_class = CONFIG_MAPPING[model_type]
         hf = config_class.from_dict(allowed_entries(config, config_class))
-    except Exception as error:  # validation errors of many types, none of them ours to tell apart
+    except Exception as error:  # validation errors of many types, not worth distinguishing
         reason = clipped(str(error), _MAX_REASON)
         raise CheckpointError(f"config.json is not a valid {model_type} config: {reason}") from error
     text = hf.get_text_config()

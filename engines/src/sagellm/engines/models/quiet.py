@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Leave out transformers' progress bars and reports below errors, inside the block."""
+    """Suppress transformers' progress bars and messages below errors inside the block."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

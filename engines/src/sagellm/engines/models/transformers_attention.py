@@ -1,7 +1,7 @@
 """The attention function that transformers' models call instead of their own.
 
-Everything it needs comes with the call: transformers hands keyword arguments that it does not
-know from the model down to its attention layers.
+Everything it needs comes with the call: transformers passes unknown keyword arguments from the model down to
+its attention layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PagedStep:
     kv: torch.Tensor  # (blocks, layers, 2, kv_heads, block_size, dim)
     attention: AttentionBackendProtocol
     plan: object
-    specs: Sequence[AttentionSpec]  # one a layer
+    specs: Sequence[AttentionSpec]  # one per layer
 
 
 def paged_attention(

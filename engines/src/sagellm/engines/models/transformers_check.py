@@ -1,7 +1,7 @@
 """A last check of a model that transformers runs: its result must not depend on how tokens are split.
 
-Layers that keep a state, mix neighbouring tokens or count positions by themselves look harmless
-from outside, and would give wrong text without an error.
+Layers that keep a state, mix neighbouring tokens or count positions themselves look harmless from outside,
+but would produce wrong text without an error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sagellm.engines.models.refusal import refuse_on_error
 _BLOCK_SIZE = 4
 _NUM_TOKENS = 7
 _TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_HALF = 0.2  # rounding, and experts that change places; a state left out gives about 1
+_TOLERANCE_HALF = 0.2  # rounding, and experts that swap ranks; a missing state gives about 1
 
 
 def check_consistency(model: CausalLM, geometry: ModelGeometry, context: BuildContext) -> None:
-    """Run a few tokens at once, then in pieces beside another sequence, and compare the last logits.
+    """Run a few tokens at once, then in pieces alongside another sequence, and compare the last logits.
 
     Raises UnsupportedModelError if the run fails, or if they differ by more than rounding.
     """

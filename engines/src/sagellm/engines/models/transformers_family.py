@@ -25,9 +25,9 @@ from sagellm.engines.models.transformers_probe import probe_attention
 
 
 class TransformersFamily(ModelFamilyProtocol):
-    """Describes decoder-only classes of transformers, which run with our attention in place of their own.
+    """Describes decoder-only classes of transformers, which run with our attention instead of their own.
 
-    Supported is what the probe and the check at loading find to be supported, not a list of names.
+    The probe and the check at loading decide what is supported, not a list of names.
     """
 
     is_fallback = True
@@ -39,8 +39,8 @@ class TransformersFamily(ModelFamilyProtocol):
     def spec(self, config: HFConfig, tensor_names: frozenset[str] = frozenset()) -> ModelSpec:
         """Read sizes and attention from what the class does.
 
-        Its tensors are those that transformers would save, and tied copies that the checkpoint has. What the
-        class itself says may be left over is ignored.
+        Its tensors are those that transformers would save, plus tied copies in the checkpoint. Tensors that
+        the class itself allows to be left over are ignored.
         """
         with refuse_on_error("transformers' class cannot be examined"):
             return _spec(config, tensor_names)

@@ -1,4 +1,4 @@
-"""A class of transformers run over our paged KV. Renaming, merging and tying of weights are its own."""
+"""Runs a class of transformers over our paged KV. It renames, merges and ties its weights itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HIDDEN = "sagellm_hidden"
 
 
 class _HiddenOutput:
-    """What a base model returns, with nothing in it but the hidden states."""
+    """A base model's output that contains only the hidden states."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -46,14 +46,14 @@ class _HiddenOutput:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
-        return None  # caches, attentions and router logits, of which there are none
+        return None  # no caches, attentions or router logits
 
 
 class _GivenHidden(torch.nn.Module):
-    """Takes the base model's place below the head: returns the hidden states that it is given."""
+    """Replaces the base model below the head: returns the hidden states that it is given."""
 
     def forward(self, *_: object, **kwargs: Any) -> _HiddenOutput:
-        """Return them in the form in which base models do."""
+        """Return them in the form that base models use."""
         return _HiddenOutput(kwargs[_HIDDEN])
 
     @property
@@ -63,7 +63,7 @@ class _GivenHidden(torch.nn.Module):
 
 
 class LinearModule(torch.nn.Module):
-    """Takes the place of a torch.nn.Linear."""
+    """Replaces a torch.nn.Linear."""
 
     def __init__(self, linear: LinearMethod, ctx: LinearContext) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _LazyTensor:
 
 
 def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
-    """Load the class, check it, and quantize its linear layers if that is wanted.
+    """Load the class, check it, and quantize its linear layers if requested.
 
     Linear layers are quantized one by one after loading, so the unquantized weights are in memory once.
     Raises UnsupportedModelError if the result depends on how tokens are split over steps.
@@ -98,7 +98,7 @@ def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
     tensors = {name: _LazyTensor(tensor, context.weights) for name, tensor in spec.tensors.items()}
     register()
     ctx = LinearContext(WideRows(context.dtype, context.device))
-    # transformers changes modes of tensors that it makes; those of inference mode forbid it.
+    # transformers changes modes of tensors that it creates, which inference-mode tensors forbid.
     with (
         refuse_on_error(f"transformers cannot load {model_class.__name__}"),
         torch.inference_mode(False),
@@ -151,8 +151,8 @@ def _multiply(linear: LinearMethod, ctx: LinearContext, x: torch.Tensor) -> torc
 class TransformersCausalLM(CausalLM):
     """Runs the flat batch as one row of tokens; attention knows from the plan where sequences end.
 
-    The class' own head is kept whole, with whatever it does to the logits: its base model is
-    replaced by one that passes hidden states through.
+    The class's own head is kept unchanged, with whatever it does to the logits: its base model is replaced by
+    one that passes hidden states through.
     """
 
     def __init__(self, model: Any, specs: Sequence[AttentionSpec], ctx: LinearContext) -> None:
@@ -187,7 +187,7 @@ class TransformersCausalLM(CausalLM):
         return cast(torch.Tensor, output.logits[0])
 
     def metrics(self) -> ModelMetrics:
-        """Return what the model weighs."""
+        """Return the size of the model."""
         return self._metrics
 
 

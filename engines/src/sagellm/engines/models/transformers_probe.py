@@ -1,9 +1,8 @@
-"""Finds out, without a weight in memory, how a class of transformers uses attention.
+"""Finds out, without loading weights, how a class of transformers uses attention.
 
-The class is built on the meta device and run once with an attention function and a mask function
-that only take notes. What they see decides whether the class can run over paged KV: each layer
-must call attention once, with one geometry, under a causal or a sliding mask, and with nothing
-that would change the result.
+The class is built on the meta device and run once with an attention function and a mask function that only
+record their arguments. These decide whether the class can run over paged KV: each layer must call attention
+once, with one geometry, under a causal or a sliding mask, and with nothing that would change the result.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sagellm.engines.models.refusal import refuse_on_error
 _PROBE = "sagellm_probe"
 _NOTES = "sagellm_notes"
 _NUM_TOKENS = 5
-# Arguments that describe what the plan knows already, or that only matter in training.
+# Arguments that describe what the plan already knows, or that only matter in training.
 _HARMLESS = {_NOTES, "dropout", "position_ids", "logits_to_keep", "cache_position", "is_causal", "use_cache"}
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -48,7 +47,7 @@ class _Notes:
 
 
 class _Marker(torch.Tensor):
-    """Stands for a mask on its way from where it is made to where it is used."""
+    """Stands for a mask between its creation and its use."""
 
     mask_function: MaskFunction
 

@@ -1,4 +1,4 @@
-"""What each of a request's parameters may be; whatever else is an InvalidRequestError that names it."""
+"""Valid values of a request's parameters; others raise an InvalidRequestError naming the parameter."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Parameter:
     """A parameter of requests: how flags and HTTP bodies offer it, and its range if it is a number."""
 
     help: str  # of its flag
-    type: Any  # of its flag; that of bodies too for int, float and bool
+    type: Any  # of its flag; also of bodies for int, float and bool
     low: float = 0.0
     high: float = 0.0
     includes_low: bool = True
     is_optional: bool = False  # may be None
-    is_of_checkpoint: bool = False  # generation_config.json may say it
-    body_high: float | None = None  # the highest value in a body, if it is another one
+    is_of_checkpoint: bool = False  # generation_config.json may set it
+    body_high: float | None = None  # the highest value in a body, if it differs
 
 
 def integer(name: str, value: Any, allowed: Parameter) -> int | None:
@@ -70,7 +70,7 @@ def number(name: str, value: Any, allowed: Parameter) -> float:
 
 
 def texts(name: str, values: Any, *, most: int, most_characters: int) -> tuple[str, ...]:
-    """Return texts that are not empty and not too long; one text counts as a list of one."""
+    """Return texts that are neither empty nor too long; a single text counts as a list of one."""
     items = _items(name, (values,) if isinstance(values, str) else values, most)
     for text in items:
         if not isinstance(text, str) or not 0 < len(text) <= most_characters:
@@ -94,7 +94,7 @@ def id_lists(name: str, values: Any, most: int) -> tuple[tuple[int, ...], ...]:
 
 
 def biases(name: str, values: Any) -> dict[int, float]:
-    """Return a copy of a mapping of token ids to what is added to their logits."""
+    """Return a copy of a mapping from token ids to what is added to their logits."""
     given = {} if values is None else values
     if not isinstance(given, Mapping):
         raise InvalidRequestError(f"{name} is {shown(values)}; it must be a mapping of token ids to numbers")
@@ -113,7 +113,7 @@ def arguments(name: str, values: Any) -> dict[str, Any]:
 
 def _bias(name: str, token: Any, value: Any) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:  # NaN is not in between
+    if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:  # also rejects NaN
         raise InvalidRequestError(
             f"{name} of token {token} is {shown(value)}; it must be a number from {-MAX_BIAS} to {MAX_BIAS}"
         )

@@ -1,10 +1,10 @@
 """Temperature, min-p, top-k and top-p on whole rows of logits, applied in this order.
 
-Each takes logits (rows, vocab) float32 and one setting a row — a tensor (rows,), best on the CPU, where
-looking at it waits for nothing — or one number for all. Each returns logits in which what is filtered
-is -inf, as transformers' warper of the same name does; rows without the filter are passed over, and where
-no row has it the logits themselves are returned. The sampler reads whole rows only where the few largest
-candidates do not decide (candidates.py).
+Each takes logits (rows, vocab) float32 and one setting per row — a tensor (rows,), best on the CPU, where
+reading it does not synchronize — or one number for all. Each returns logits with filtered entries at -inf,
+like transformers' warper of the same name; rows without the filter are skipped, and if no row has it the
+logits themselves are returned. The sampler reads whole rows only if the few largest candidates do not decide
+(candidates.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def apply_min_p_filtering(logits: torch.Tensor, min_p: PerRow) -> torch.Tensor:
 
 
 def apply_top_k_filtering(logits: torch.Tensor, top_k: PerRow) -> torch.Tensor:
-    """Keep the k largest logits of each row and whatever equals the k-th; 0, -1 and k ≥ vocab keep all."""
+    """Keep the k largest logits of each row and any equal to the k-th; 0, -1 and k ≥ vocab keep all."""
     counts = _per_row(logits, top_k).long()
     rows = _active((counts > 0) & (counts < logits.shape[1]))
     if rows is None:
@@ -52,9 +52,9 @@ def apply_top_k_filtering(logits: torch.Tensor, top_k: PerRow) -> torch.Tensor:
 def apply_top_p_filtering(logits: torch.Tensor, top_p: PerRow) -> torch.Tensor:
     """Keep the fewest most likely tokens of each row whose probabilities reach p (arXiv 1904.09751).
 
-    The token that crosses p stays, and so does the most likely one. Of equally likely tokens at the
-    border those with the higher ids stay, which is what a stable sort in transformers' warper gives.
-    Exact selection without a sort, about 1 ms a row of 151,936.
+    The token that crosses p stays, and so does the most likely one. Among equally likely tokens at the
+    border, those with the higher ids stay, as with the stable sort in transformers' warper. Exact selection
+    without a sort, about 1 ms per row of 151,936.
     """
     shares = _per_row(logits, top_p)
     rows = _active(shares < 1.0)
@@ -72,12 +72,12 @@ def apply_top_p_filtering(logits: torch.Tensor, top_p: PerRow) -> torch.Tensor:
 
 
 def dropped_share(top_p: float) -> float:
-    """Return 1 - p, rounded to float32 as where transformers compares it; below 0 where p filters nothing."""
+    """Return 1 - p, rounded to float32 as in transformers' comparison; negative if p filters nothing."""
     return float(np.float32(1.0 - top_p)) if top_p < 1.0 else -1.0
 
 
 def _per_row(logits: torch.Tensor, setting: PerRow) -> torch.Tensor:
-    """Return a setting as one number a row; Python's numbers keep their precision."""
+    """Return a setting as one number per row; Python numbers keep their precision."""
     dtype = None if isinstance(setting, torch.Tensor) else torch.float64
     return torch.as_tensor(setting, dtype=dtype).expand(logits.shape[0])
 
@@ -88,7 +88,7 @@ def _active(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def _masked(logits: torch.Tensor, rows: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the logits with what is removed from the given rows (count, vocab) at -inf."""
+    """Return a copy of the logits with the removed entries (count, vocab) of the given rows at -inf."""
     if len(rows) == logits.shape[0]:
         return logits.masked_fill(removed, -torch.inf)
     filtered = logits.clone()

@@ -12,9 +12,9 @@ def softmax_into(
 ) -> torch.Tensor:
     """Return softmax(scores / temperature) in the scratch space, (rows, vocab rounded up to 128s).
 
-    What is beyond the vocabulary has probability 0. `temperature` is (rows, 1), None for 1. Each row's
-    result depends on that row alone. float32 sums over long rows leave the probabilities of a row with
-    a common error of up to 3e-5, so whoever needs better divides by `block_masses(…).sum(1)`.
+    Entries beyond the vocabulary have probability 0. `temperature` is (rows, 1), None for 1. Each row's
+    result depends on that row alone. float32 sums over long rows leave the probabilities of a row with a
+    common error of up to 3e-5; for higher precision, divide by `block_masses(…).sum(1)`.
     """
     rows, vocab_size = scores.shape
     width = padded(vocab_size)
@@ -35,25 +35,25 @@ def padded(vocab_size: int) -> int:
 
 
 def block_masses(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each 128 neighbours of (rows, padded vocab), in float64."""
+    """Return the sum of every 128 neighbours of (rows, padded vocab), in float64."""
     return probabilities.view(probabilities.shape[0], -1, BLOCK).sum(-1).double()
 
 
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one id and the total weight of each row of (rows, padded vocab), given numbers (rows, 1).
 
-    The number times the total falls into one block of the cumulative sum, and what is left of it to one
-    token there. A token of weight 0 is never drawn. A total of NaN shows a row that is not a distribution.
+    The number times the total falls into one block of the cumulative sum, and the remainder selects one token
+    there. A token of weight 0 is never drawn. A NaN total means that the row is not a distribution.
     """
     rows = probabilities.shape[0]
     blocks = probabilities.view(rows, -1, BLOCK)
     up_to = block_masses(probabilities).cumsum(1)
     target = uniform * up_to[:, -1:]
-    # The first block whose sum goes beyond the target has weight, or its sum would not.
+    # The first block whose cumulative sum exceeds the target must have weight.
     block = torch.searchsorted(up_to, target, right=True).clamp(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, up_to.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(1)
-    # A block's float32 sum may be a hair above its float64 one: then it is the last token that has weight.
+    # A block's float32 sum may be a hair above its float64 one: then take the last token that has weight.
     last = torch.searchsorted(inside, inside[:, -1:].contiguous())
     place = torch.minimum(torch.searchsorted(inside, target - before, right=True), last)
     return (block * BLOCK + place)[:, 0], up_to[:, -1]

@@ -15,7 +15,7 @@ def log_partition(logits: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """Return log(sum(exp(logits))) of each row, (rows, 1) float64, within 1e-6."""
     probabilities = softmax_into(scratch, logits)
     maxima, ids = first_argmax(logits)
-    # exp(max) / p(max) is the sum that softmax divided by; the second sum takes its rounding out.
+    # exp(max) / p(max) is the sum that softmax divided by; the second sum corrects its rounding.
     share = probabilities.gather(1, ids[:, None]).double() / block_masses(probabilities).sum(1, keepdim=True)
     return maxima.double()[:, None] - share.log()
 
@@ -28,8 +28,8 @@ def width(num_top: int) -> int:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Return (rows, 2 + 2 * num_top) float64: the log-probability of each row's token and its rank, then
-    the log-probabilities of the most likely tokens, then the ids of these.
+    """Return (rows, 2 + 2 * num_top) float64: the log-probability of each row's token and its rank, then the
+    log-probabilities of the most likely tokens, then their ids.
     """
     partition = log_partition(logits, scratch)
     chosen = logits.gather(1, token_ids[:, None])
@@ -42,7 +42,7 @@ def token_logprobs(
 
 
 def with_logprobs(token_id: int, columns: npt.NDArray[np.float64], num_top: int) -> SampledToken:
-    """Return a token with what its row of `token_logprobs` says, which may hold more than it asked for."""
+    """Return a token with its row of `token_logprobs`, which may hold more than was requested."""
     held = (len(columns) - 2) // 2
     num_top = min(num_top, held)
     top = zip(columns[2 + held : 2 + held + num_top], columns[2 : 2 + num_top], strict=True)

@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Cut(NamedTuple):
-    """What a row keeps: all entries above `value`, and those equal to it but the first `num_dropped`."""
+    """What a row keeps: all entries above `value`, and those equal to it except the first `num_dropped`."""
 
     value: float
     num_dropped: int
@@ -20,10 +20,10 @@ class Cut(NamedTuple):
 def mass_cut(row: Floats, weights: Floats, dropped_share: float) -> Cut:
     """Find the smallest entries of a row (vocab,) that together weigh at most a share of the whole.
 
-    `weights` (vocab,) must not fall where the entries rise. Of equal entries the ones with the lower
-    ids are dropped first. The largest entry is never dropped. A radix selection: a histogram over the
-    first 11 bits of the floats, then over the next 11 and the last 10 inside the one bin in which the
-    bins before crossed the share. About 0.5 ms for 151,936 entries.
+    `weights` (vocab,) must be non-decreasing in the entries. Among equal entries, those with the lower ids
+    are dropped first. The largest entry is never dropped. A radix selection: a histogram over the first 11
+    bits of the floats, then over the next 11 and the last 10 inside the one bin where the cumulative sum
+    crosses the share. About 0.5 ms for 151,936 entries.
     """
     values, keys, mass = row, _ordered_bits(row), weights.astype(np.float64)
     limit = dropped_share * float(mass.sum())
@@ -44,5 +44,5 @@ def mass_cut(row: Floats, weights: Floats, dropped_share: float) -> Cut:
 def _ordered_bits(row: Floats) -> npt.NDArray[np.uint32]:
     """Return keys in the order of the values; -0.0 and 0.0 share one."""
     bits = (row + np.float32(0.0)).view(np.int32)
-    # A negative float turns all its bits over, any other the sign bit alone.
+    # Negative floats flip all bits, others only the sign bit.
     return (bits ^ ((bits >> 31) | np.int32(-(1 << 31)))).view(np.uint32)

@@ -1,4 +1,4 @@
-"""How the token of a row is sampled."""
+"""How a row's token is sampled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SamplingMethod(NamedTuple):
 
     greedy    the largest logit
     whole     a draw from all tokens
-    bounded   a draw from candidates, as min-p or top-k keeps few tokens
-    nucleus   a draw from candidates, where top-p has to know the mass of all tokens
-    filtered  the filters one after another on all tokens, where the candidates do not decide
+    bounded   a draw from candidates, because min-p or top-k keeps few tokens
+    nucleus   a draw from candidates, for which top-p needs the mass of all tokens
+    filtered  the filters one after another on all tokens, if the candidates do not decide
     """
 
     name: Literal["greedy", "whole", "bounded", "nucleus", "filtered"]
@@ -27,7 +27,7 @@ class SamplingMethod(NamedTuple):
 
 
 def choose_method(params: SamplingParams, vocab_size: int, *, exhaustive: bool) -> SamplingMethod:
-    """Choose by the parameters alone: what else is in the batch must not decide."""
+    """Choose by the parameters alone: the rest of the batch must not matter."""
     if params.is_greedy:
         return SamplingMethod("greedy")
     has_top_k = 0 < params.top_k < vocab_size

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, checked once when it is made."""
+"""The sampling parameters of a request, checked once when created."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def _declared(default: Any, parameter: Parameter) -> Any:
 class SamplingParams:
     """How one request's tokens are chosen and when it ends. Names and defaults are vLLM's.
 
-    Each field's `Parameter` is all that flags, HTTP bodies and range checks know of it.
+    Flags, HTTP bodies and range checks are all derived from each field's `Parameter`.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 filter nothing. `seed` None takes one
-    from the engine. `max_tokens` None goes to the model's limit. `logprobs` is how many of the most
-    likely tokens to report with each sampled one; None reports nothing. Presence and frequency
-    penalties see the output, the repetition penalty the prompt too. Stop tokens and the end of
-    sequence cannot be chosen before `min_tokens`, nor can a stop string end the request.
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 filter nothing. With `seed` None, the engine
+    chooses one. `max_tokens` None means up to the model's limit. `logprobs` is how many of the most likely
+    tokens to report with each sampled one; None reports nothing. Presence and frequency penalties see the
+    output, the repetition penalty the prompt too. Stop tokens and the end of sequence cannot be chosen before
+    `min_tokens`, nor can a stop string end the request.
 
-    `prompt_logprobs` reports the tokens of the prompt as `logprobs` does those of the output.
-    `logit_bias` is added to the logits of tokens, -100 to 100; nothing but `allowed_token_ids` is
-    chosen, where given; `bad_words` are not generated, neither at the beginning of a text nor after
-    a space. `bad_words_token_ids` are the same in token ids: the engine fills them in from
-    `bad_words`, and without a tokenizer they can be given. `extra_args` are
-    arguments of third-party logits processors; only those that an active one declares are accepted.
+    `prompt_logprobs` does for the tokens of the prompt what `logprobs` does for those of the output.
+    `logit_bias` is added to the logits of tokens, -100 to 100; if `allowed_token_ids` is given, no other
+    token is chosen; `bad_words` are not generated, neither at the beginning of a text nor after a space.
+    `bad_words_token_ids` are the same as token ids: the engine fills them in from `bad_words`, and they can
+    be given directly without a tokenizer. `extra_args` are arguments of third-party logits processors; only
+    those that an active one declares are accepted.
 
-    Raises InvalidRequestError for whatever is out of range, of the wrong type or not finite.
+    Raises InvalidRequestError for values out of range, of the wrong type or not finite.
     """
 
     max_tokens: int | None = _integer(16, "most tokens to generate", 1, checks.MAX_COUNT, is_optional=True)
@@ -71,7 +71,7 @@ class SamplingParams:
         1.0,
         "randomness; 0 always takes the most likely token",
         0.0,
-        1e6,  # what has no natural end stays in float32
+        1e6,  # no natural limit, but must fit float32
         body_high=100,
         is_of_checkpoint=True,
     )
@@ -141,7 +141,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = _flag(False, "keep the stop text in the output", bool)
     detokenize: bool = True
 
-    if not TYPE_CHECKING:  # a type checker knows the names from the fields
+    if not TYPE_CHECKING:  # type checkers take the names from the fields
 
         def __new__(cls, *_: object, **given: object):  # noqa: D102
             for name in given.keys() - cls.__dataclass_fields__.keys():
@@ -178,7 +178,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     def validate_for(self, vocab_size: int) -> None:
-        """Check what depends on the model. Raises InvalidRequestError for tokens that it does not know."""
+        """Check what depends on the model. Raises InvalidRequestError for tokens unknown to it."""
         named: dict[str, Collection[int]] = {
             "stop_token_ids": self.stop_token_ids or (),
             "logit_bias": self.logit_bias or (),

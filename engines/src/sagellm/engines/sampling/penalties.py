@@ -1,4 +1,4 @@
-"""Penalties for tokens that occurred before."""
+"""Penalties for tokens that have already occurred."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def apply_penalties(
     prompt_token_ids: Sequence[Sequence[int]],
     output_token_ids: Sequence[Sequence[int]],
 ) -> torch.Tensor:
-    """Change logits (rows, vocab) in place and return them; one entry of each sequence a row.
+    """Change logits (rows, vocab) in place and return them; each argument has one entry per row.
 
     First the repetition penalty (Keskar et al. 2019, as in transformers): the logit of each token of
     prompt or output is divided by it where positive, else multiplied. Then, as in the OpenAI API,
-    `frequency_penalty` times the count in the output and `presence_penalty` once. Ids beyond the
-    vocabulary are passed over. Costs O(prompt + output) for rows with penalties, nothing for others.
+    `frequency_penalty` times the count in the output and `presence_penalty` once. Ids beyond the vocabulary
+    are skipped. Costs O(prompt + output) for rows with penalties, nothing for others.
     """
     _penalise_repetition(logits, params, prompt_token_ids, output_token_ids)
     _penalise_output(logits, params, output_token_ids)
@@ -75,7 +75,7 @@ def _ids(token_ids: Sequence[int], vocab_size: int) -> TokenArray:
     if isinstance(token_ids, TokenIds):
         ids: TokenArray = np.frombuffer(token_ids.data, dtype=np.int32).astype(np.int64)
     else:
-        ids = np.array(token_ids, dtype=np.int64)  # a copy: a view would forbid an array('i') to grow
+        ids = np.array(token_ids, dtype=np.int64)  # a copy: a view would prevent an array('i') from growing
     return ids[ids < vocab_size]
 
 

@@ -1,8 +1,8 @@
 """Uniform random numbers that depend on a seed and a position and on nothing else.
 
 The generator is Philox4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011). It is counter-based: there is no state to keep, save or step, so a sequence
-draws the same numbers alone, in any batch, and after it was preempted.
+1, 2, 3", SC 2011). It is counter-based: there is no state to keep, save or step, so a sequence draws the same
+numbers alone, in any batch, and after preemption.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK_64 = (1 << 64) - 1
 def philox(counters: Words, keys: Words) -> Words:
     """Return four random 32-bit words for each column of counters (4, rows) and keys (2, rows).
 
-    All words are held in uint64; about 60 µs for up to some hundred rows.
+    All words are held in uint64; about 60 µs for up to a few hundred rows.
     """
     first, second, third, fourth = counters
     key = keys
@@ -42,7 +42,7 @@ def philox(counters: Words, keys: Words) -> Words:
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) for each pair of seed and position, with 53 random bits.
 
-    Seeds count modulo 2⁶⁴, so that a negative one is as good as any.
+    Seeds are taken modulo 2⁶⁴, so negative ones are valid.
     """
     seed = np.array([value & _MASK_64 for value in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""What goes into the sampler beside the logits, and what comes out of it."""
+"""The sampler's inputs besides the logits, and its outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LogitsStates = tuple[tuple[int, Any], ...]
 
 @dataclass(slots=True)
 class SamplingRow:
-    """What the sampler has to know about the sequence of one row of logits."""
+    """What the sampler needs to know about the sequence of one row of logits."""
 
     params: SamplingParams
     seed: int
@@ -33,7 +33,7 @@ class SamplingRow:
 
 
 class BadLogitsError(EngineError):
-    """No token can be drawn from some rows; `rows` are their indices. The others are sound."""
+    """No token can be drawn from some rows, whose indices are `rows`. The others are sound."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = tuple(rows)

@@ -1,4 +1,4 @@
-"""Chooses one token a row from a batch of logits."""
+"""Chooses one token per row from a batch of logits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sagellm.engines.sampling.selection import Candidates, first_argmax, largest
 from sagellm.engines.sampling.stop import check_stop_conditions
 
 _CHUNK_ELEMENTS = 1 << 23
-"""Rows are sampled in chunks of so many logits (32 MiB), which bounds the scratch space."""
+"""Rows are sampled in chunks of this many logits (32 MiB), which bounds the scratch space."""
 
 _NUM_COLUMNS = 3
 """Columns of the results before log-probabilities."""
 
 
 class _Drawn(NamedTuple):
-    """One result a row; `check` is finite where the row is a distribution."""
+    """One result per row; `check` is finite if the row is a distribution."""
 
     token_ids: torch.Tensor
     check: torch.Tensor
@@ -41,12 +41,12 @@ class _Drawn(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    scores: torch.Tensor  # (rows, vocab) after penalties and processors; not to be written
+    scores: torch.Tensor  # (rows, vocab) after penalties and processors; read-only
     params: list[SamplingParams]
     uniform: torch.Tensor  # (rows, 1) float64
 
     def setting(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return one number a row as (rows, 1) on the device."""
+        """Return one number per row as (rows, 1) on the device."""
         return torch.tensor(values, dtype=dtype).to(self.scores.device)[:, None]
 
     def temperature(self) -> torch.Tensor:
@@ -58,9 +58,9 @@ class Sampler:
     """Greedy choice and exact random draws, vectorised over the rows of a batch.
 
     Penalties come first, then the logits processors in their order, temperature, min-p, top-k and top-p.
-    A row's token depends on its logits, its parameters, its seed and its position alone. Log-probabilities
-    are those of the logits as they came, before all of this. Never sorts a vocabulary and reads as little
-    of it as the parameters allow. Keeps scratch space between calls, so one thread at a time.
+    A row's token depends only on its logits, parameters, seed and position. Log-probabilities are those of
+    the unmodified logits. Never sorts a vocabulary and reads as little of it as the parameters allow. Keeps
+    scratch space between calls, so it is not thread-safe.
     """
 
     apply_penalties = staticmethod(apply_penalties)
@@ -75,7 +75,7 @@ class Sampler:
     ) -> None:
         self._processors = tuple(processors)
         self._labels = tuple(labels) or tuple(type(each).__name__ for each in self._processors)
-        self.extra_args = tuple(extra_args)  # the entries of a request's `extra_args` that these read
+        self.extra_args = tuple(extra_args)  # the entries of a request's `extra_args` that they read
         self._space = torch.empty(0)
         self._methods = {
             "greedy": self._greedy,
@@ -86,7 +86,7 @@ class Sampler:
         }
 
     def start(self, request: LogitsRequest) -> LogitsStates:
-        """Return what the processors keep of a sequence, once, before it is sampled for the first time.
+        """Return the processors' states for a sequence, once, before it is first sampled.
 
         Raises PluginError, which names the processor, if one fails.
         """
@@ -105,10 +105,10 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Return one token for each row of logits (rows, vocab), float32 on any device, left unchanged.
 
-        The device is waited for once; a second time where a filter keeps more than the most likely few
-        dozen or hundred tokens. Raises BadLogitsError, which names the rows, for NaN, infinity or a row
-        without any finite logit, and PluginError, which names the processor, if one fails; no token of the
-        batch is then returned.
+        Synchronizes with the device once; twice if a filter keeps more than the most likely few dozen or
+        hundred tokens. Raises BadLogitsError, which names the rows, for NaN, infinity or a row without any
+        finite logit, and PluginError, which names the processor, if one fails; then no token of the batch is
+        returned.
         """
         if logits.ndim != 2 or len(rows) != logits.shape[0]:
             raise EngineError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows to sample")
@@ -135,7 +135,7 @@ class Sampler:
         ]
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-        """Return tokens that are known, one a row of logits (rows, vocab), with their log-probabilities.
+        """Return given tokens, one per row of logits (rows, vocab), with their log-probabilities.
 
         Raises BadLogitsError, which names the rows, for NaN or infinity.
         """
@@ -154,7 +154,7 @@ class Sampler:
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], num_top: int, *, exhaustive: bool
     ) -> npt.NDArray[np.float64]:
         """Return (rows, 3 or more): token, check, whether decided, then log-probabilities."""
-        # Rows that are changed stay apart, so that no other row is copied.
+        # Changed rows are kept apart, so that no other row is copied.
         methods: dict[tuple[SamplingMethod, bool], list[int]] = {}
         for index, row in enumerate(rows):
             method = choose_method(row.params, logits.shape[1], exhaustive=exhaustive)
@@ -170,7 +170,7 @@ class Sampler:
         reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         for part in self._parts(reported, logits):
             part_logits = select(logits, part)
-            # A row that is not a distribution may have any number for its token.
+            # A row that is not a distribution may have any token id.
             token_ids = results[part, 0].long().clamp(max=logits.shape[1] - 1)
             columns = token_logprobs(part_logits, token_ids, num_top, self._scratch(part_logits))
             results[part, _NUM_COLUMNS:] = columns
@@ -179,7 +179,7 @@ class Sampler:
     def _chunk(
         self, logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow], *, is_changed: bool
     ) -> _Chunk:
-        """Select rows of the logits; copies them only where it has to."""
+        """Select rows of the logits, copying only if necessary."""
         members = [rows[index] for index in part]
         scores = (
             changed(logits, part, rows, self._processors, self._labels)

@@ -1,6 +1,6 @@
 """Largest entries of long rows, without sorting them.
 
-A row is read once, as maxima of 128 neighbours; what follows touches only the blocks that can matter.
+A row is read once, as maxima of 128 neighbours; later steps touch only the blocks that can matter.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 
 BLOCK = 128
 _MANY = 2048
-"""Above so many, selecting by blocks reads more than torch's own selection."""
+"""Above this many, selecting by blocks reads more than torch's own selection."""
 
 
 class Candidates(NamedTuple):
-    """The largest entries of each row, largest first; of equal ones the one with the higher id first."""
+    """The largest entries of each row, largest first; equal ones by falling id."""
 
     values: torch.Tensor  # (rows, count)
     ids: torch.Tensor  # (rows, count) int64
 
 
 def block_maxima(scores: torch.Tensor) -> torch.Tensor:
-    """Return (rows, blocks): the maximum of each 128 neighbours; the last block may be shorter.
+    """Return (rows, blocks): the maximum of every 128 neighbours; the last block may be shorter.
 
     NaN anywhere in a block makes its maximum NaN.
     """
@@ -40,7 +40,7 @@ def first_argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = scores.max(-1)
         return values, ids
     values, blocks = block_maxima(scores).max(-1)
-    # The window of a short last block begins in the block before, whose entries are all smaller.
+    # The window of a short last block begins in the previous block, whose entries are all smaller.
     start = (blocks * BLOCK).clamp(max=vocab_size - BLOCK)
     window = start[:, None] + torch.arange(BLOCK, device=scores.device)
     return values, start + scores.gather(1, window).argmax(-1)
@@ -49,7 +49,7 @@ def first_argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def largest(scores: torch.Tensor, count: int) -> Candidates:
     """Return the `count` largest entries of each row of scores (rows, vocab).
 
-    Where equal entries do not all fit, which of them are chosen is unspecified.
+    If equal entries do not all fit, it is unspecified which are chosen.
     """
     vocab_size = scores.shape[1]
     count = min(count, vocab_size)

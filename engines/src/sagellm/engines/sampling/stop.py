@@ -30,7 +30,7 @@ def check_stop_conditions(
     """Say whether the last output token ends the sequence.
 
     `max_tokens` is what the request may generate at most, its own limit and the model's. A stop token is
-    reported, the model's end of sequence is not, as in vLLM. Stop strings are StopStringMatcher's.
+    reported, the model's end of sequence is not, as in vLLM. StopStringMatcher handles stop strings.
     """
     if not output_token_ids:
         return _GOES_ON
@@ -51,12 +51,12 @@ class Emitted(NamedTuple):
 
 
 class StopStringMatcher:
-    """Finds stop strings in text that comes in pieces, and lets through what cannot belong to one.
+    """Finds stop strings in text that arrives in pieces, and passes on what cannot belong to one.
 
-    The string whose last character comes first wins — how the text is cut into tokens does not matter —
-    and of several that end there the longest. The text ends before it, or after it with
-    `include_stop`. Held back is only what could still become a stop string. Costs O(1) a character and
-    stop string (Knuth, Morris and Pratt 1977), whatever the strings.
+    The string whose last character comes first wins, however the text is cut into tokens; among several that
+    end there, the longest. The text ends before it, or after it with `include_stop`. Only text that could
+    still become a stop string is held back. Costs O(1) per character and stop string (Knuth, Morris and Pratt
+    1977), whatever the strings.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -64,10 +64,10 @@ class StopStringMatcher:
             raise InvalidInputError(
                 f"stop strings are {stops!r}; they must be a list of texts that are not empty"
             )
-        # Of two that end at one character the longer is found first.
+        # If two end at the same character, the longer is found first.
         self._stops = sorted(stops, key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # characters of each that the text so far ends with
+        self._matched = [0] * len(self._stops)  # length of each one's prefix that the text so far ends with
         self._include_stop = include_stop
         self._held = ""
         self._stop: str | None = None
@@ -75,8 +75,8 @@ class StopStringMatcher:
     def append(self, text: str, *, may_stop: bool = True) -> Emitted:
         """Take more text and return what may be shown now.
 
-        With `may_stop` False, as before `min_tokens`, a stop string that this text completes is text like
-        any other. After a stop everything is dropped.
+        With `may_stop` False, as before `min_tokens`, a stop string that this text completes is treated as
+        ordinary text. After a stop everything is dropped.
         """
         if self._stop is not None:
             return Emitted("", self._stop)
@@ -92,12 +92,12 @@ class StopStringMatcher:
         return Emitted(buffer[:split])
 
     def finish(self) -> str:
-        """Return what was held back, as no more text comes."""
+        """Return what was held back; no more text will come."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Move every string on by one character; return the longest one that is complete."""
+        """Advance every string by one character; return the longest one that is complete."""
         complete = None
         for which, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             matched = self._matched[which]
@@ -113,7 +113,7 @@ class StopStringMatcher:
 
 @lru_cache(maxsize=256)  # one request may have thousands of continuations with the same strings
 def _borders(text: str) -> list[int]:
-    """Return for each beginning of the text how much of its start is also its end, itself excluded."""
+    """Return, for each prefix of the text, the length of its longest proper prefix that is also a suffix."""
     borders = [0] * len(text)
     length = 0
     for index in range(1, len(text)):

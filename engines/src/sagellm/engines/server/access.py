@@ -1,4 +1,4 @@
-"""The access log: one line per request, without anything that was asked or answered."""
+"""The access log: one line per request, without any content of requests or answers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class AccessLog:
 
     Method, path without its query, status, the error's code, tokens, seconds, the answer's id. Successful
     probes and scrapes are logged at DEBUG, all else at INFO. Endpoints that generate leave their timers in
-    `scope["state"]["timers"]`, and what failed in `scope["state"]["failure"]`. A status in
-    `scope["state"]` was sent in place of the application's.
+    `scope["state"]["timers"]`, and a failure in `scope["state"]["failure"]`. A status in `scope["state"]` was
+    sent instead of the application's.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -57,7 +57,7 @@ class AccessLog:
 
 
 def log_refused(method: str, path: str, error: APIError) -> None:
-    """Log a request that was refused before it reached the application; "-" stands for what is not known."""
+    """Log a request that was refused before it reached the application; "-" stands for unknown values."""
     scope = {"method": method or "-", "path": path or "-", "state": {"failure": error.code}}
     logger.info("%s", access_line(scope, error.status))
 
@@ -68,7 +68,7 @@ def access_line(scope: MutableMapping[str, Any], status: int, seconds: float | N
     timers: Sequence[RequestTimer] = state.get("timers", ())
     status = state.get("status", status)
     parts = [f"{_shown(scope['method'])} {_shown(scope['path'])} {status or 'left'}"]
-    if failure := state.get("failure"):  # of a stream, too, whose status was sent before
+    if failure := state.get("failure"):  # also of a stream, whose status was already sent
         parts.append(_shown(failure))
     if timers:
         num_prompt, num_cached, num_output = (

@@ -32,7 +32,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def tenant_of(key: bytes) -> str:
-    """Name the tenant of a key without telling the key."""
+    """Name the tenant of a key without revealing the key."""
     return sha256(b"sagellm tenant\0" + key).hexdigest()[:32]
 
 
@@ -44,7 +44,7 @@ class Keys:
         self._tenants = [(sha256(key).digest(), tenant_of(key)) for key in encoded]
 
     def namespace(self, headers: list[bytes]) -> Namespace | None:
-        """Return whose the Authorization headers are, None if nobody's. Takes as long for any key."""
+        """Return the namespace of the Authorization headers, None for an invalid key. Takes constant time."""
         if not self._tenants:
             return DEFAULT
         value = headers[0] if len(headers) == 1 and len(headers[0]) <= _MAX_HEADER_BYTES else b""
@@ -115,7 +115,7 @@ class AccessControl:
             if not hosts or origin.partition(b"://")[2] != hosts[0]
         ]
         for origin in foreign:
-            if scope["path"] in LOOPBACK_PATHS:  # only this machine may see them, so pages of no other site
+            if scope["path"] in LOOPBACK_PATHS:  # only for this machine, so not for pages of other sites
                 raise APIError(
                     403, f"{scope['path']} is not answered for pages of other sites", code="bad_origin"
                 )

@@ -1,4 +1,4 @@
-"""How much the server takes on: a bounded number of live sequences, and none while it drains."""
+"""Admission control: a bounded number of live sequences, and no new ones while draining."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Admission:
 
     @contextmanager
     def seat(self) -> Iterator[Seat]:
-        """Hold a seat for a request while it is read; it asks for the rest itself.
+        """Hold a seat for a request while it is read; the request takes further seats itself.
 
         Raises APIError, 429 when full and 503 when draining.
         """
@@ -48,11 +48,11 @@ class Admission:
         self._idle.clear()
 
     def start_draining(self) -> None:
-        """Take no more requests; those that run go on."""
+        """Accept no more requests; running ones continue."""
         self.is_draining = True
 
     def stop_all(self) -> None:
-        """End every live request: its time to drain is over."""
+        """End every live request: the time to drain is over."""
         error = APIError(503, "the server is shutting down", code="shutting_down")
         for seat in self._seats:
             if seat.stop is not None:
@@ -64,7 +64,7 @@ class Admission:
 
 
 class Seat:
-    """What one request holds of the server."""
+    """The seats that one request holds."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -72,7 +72,7 @@ class Seat:
         self.stop: Callable[[Exception], None] | None = None  # ends the request, once it runs
 
     def take(self, num_sequences: int) -> None:
-        """Hold this many in all. A request with more sequences than there are seats is taken when alone."""
+        """Hold this many in total. A request with more sequences than seats is admitted only when alone."""
         others = self._admission.num_live - self.num_held
         self._admission._take(num_sequences - self.num_held, others=others)
         self.num_held = num_sequences

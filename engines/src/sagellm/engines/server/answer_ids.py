@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 COMPLETION, CHAT = "cmpl", "chatcmpl"
-"""What stands before the id of an answer, by endpoint."""
+"""Prefix of an answer's id, by endpoint."""
 
 
 def request_of(answer_id: str) -> str:

@@ -51,7 +51,7 @@ def create_app(
     max_num_seqs: int = 256,
     text_runner: TextRunner | None = None,
 ) -> FastAPI:
-    """Build the application around an engine that is loaded.
+    """Build the application around a loaded engine.
 
     `text_runner` runs the model's template and tokenizer; None runs them in this process, without a time
     limit. `max_num_seqs` plus `settings.max_queued_requests` bounds the live requests.
@@ -163,7 +163,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 async def _answer(_: Request, error: Exception) -> Response:
-    """Answer what the routing refuses, in the form of all other errors."""
+    """Answer requests that the routing refuses, in the same form as all other errors."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     known = {404: "there is no such path", 405: "this path does not take this method"}
     return _json(APIError(status, known.get(status, "the request is refused")).body, status)

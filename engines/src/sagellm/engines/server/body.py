@@ -17,14 +17,14 @@ MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # each costs a hundred times its bytes to read
 MAX_HELD_BYTES = 256 << 20
-"""Of all bodies being read."""
+"""Total for all bodies being read."""
 LONG_BODY_BYTES = 64 << 10
 """Longer bodies are parsed on another thread, so that they do not delay other streams."""
 
 MAX_PARAMETERS = 256
 
-# Strings are skipped whole, and possessively: each byte is looked at once, whatever it is. A match ends
-# after some strings even without a bracket, so that other threads have their turn.
+# Strings are skipped whole, and possessively: each byte is read exactly once. A match ends after some strings
+# even without a bracket, so that other threads can run.
 TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?+){0,4096}+([\[\]{}]?)', re.DOTALL)
 BRACKET_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
@@ -135,7 +135,7 @@ def object_fault(body: bytes | bytearray | memoryview, name: str) -> str | None:
     """Return why the parameters, lists and objects in a JSON object are refused, or None."""
     depth = num_opened = num_strings = 0
     for found in TO_BRACKET.finditer(body):
-        if depth == 1:  # names, and values that are texts
+        if depth == 1:  # names, and string values
             num_strings += sum(
                 1 for _ in islice(_STRING.finditer(body, *found.span()), 2 * MAX_PARAMETERS + 1)
             )

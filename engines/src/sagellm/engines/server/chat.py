@@ -34,13 +34,13 @@ class ChatShape(Shape):
         }
 
     def extras(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the prompt's log-probabilities, where asked for."""
+        """Return the prompt's log-probabilities, if requested."""
         if self.job.params.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(prompt_entries(requests[0]))}
 
     def render(self, cursor: Cursor, output: CompletionOutput) -> bytes:
-        """Return an event with the new text, the first time after one with the role."""
+        """Return an event with the new text, preceded the first time by one with the role."""
         text = output.text[cursor.num_characters :]
         token_ids = output.token_ids[cursor.num_tokens :] if output.logprobs is not None else ()
         if not text and not token_ids and output.finish_reason is None and cursor.has_started:

@@ -15,7 +15,7 @@ _HIDDEN_END = b',"finish_reason":"length","stop_reason":null}]'
 
 
 class CompletionShape(Shape):
-    """Text completions, with the prompt before them where the caller wants an echo."""
+    """Text completions, preceded by the prompt if the caller wants an echo."""
 
     object_name = chunk_name = "text_completion"
     id_prefix = COMPLETION

@@ -54,7 +54,7 @@ class APIError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of the answer beside its type and length."""
+        """The headers of the answer besides its type and length."""
         if self.status in (429, 503):
             return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
         if self.status == 401:
@@ -63,12 +63,12 @@ class APIError(Exception):
 
 
 def printable(text: str) -> str:
-    """Return text that does nothing to a terminal or a log, though a caller wrote parts of it."""
+    """Return text that is safe for terminals and logs even if a caller wrote parts of it."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 
 
 def unsupported(name: str, why: str = "") -> APIError:
-    """Refuse a parameter that others have and we have not."""
+    """Refuse a parameter that other servers support but this one does not."""
     reason = f": {why}" if why else ""
     message = f"the parameter {name!r} is not supported{reason}; leave it out"
     return APIError(400, message, param=name, code="unsupported_parameter")
@@ -80,7 +80,7 @@ def invalid(name: str, message: str, *, code: str = "invalid_value") -> APIError
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Return the response for any error. One that the caller did not cause is logged and not described.
+    """Return the response for any error. Errors that the caller did not cause are logged and not described.
 
     An APIError loses its traceback, whose frames would keep the request's body alive until the next garbage
     collection.

@@ -1,4 +1,4 @@
-"""An answer that comes as server-sent events: it begins with the first one, and never ends in silence."""
+"""Answers as server-sent events: an answer begins with its first event, and never ends silently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EventReply:
 
     @flaky("http.events")
     async def write(self, events: bytes) -> None:
-        """Send events that are complete, each with its blank line."""
+        """Send complete events, each with its blank line."""
         if not self._has_started:
             self._has_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -41,7 +41,7 @@ class EventReply:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: APIError) -> None:
-        """Send an error: with its status if nothing was sent, else as an event, and the end."""
+        """Send an error, with its status if nothing was sent yet, else as an event; then the end."""
         if not self._has_started:
             await send_error(self._send, error)
             return

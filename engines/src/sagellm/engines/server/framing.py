@@ -14,7 +14,7 @@ from enum import Enum, auto
 from sagellm.engines.server.errors import APIError
 
 MAX_HEADER_BYTES = 16 << 10
-"""Of the request line and headers together, and of the trailers."""
+"""Limit on the request line and headers together, and on the trailers."""
 MAX_HEADERS = 100
 
 _HEAD_END = b"\r\n\r\n"

@@ -1,4 +1,4 @@
-"""What the server needs of an engine; AsyncLLMEngine has this face, and so has the front over a socket."""
+"""The interface that the server needs from an engine, which AsyncLLMEngine and the socket front have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Stream(Protocol):
-    """The outputs of one request, each whole so far, perhaps the same growing object each time.
+    """The outputs of one request, each cumulative and possibly the same growing object.
 
     Iterating ends after the last output. It raises EngineDeadError when the engine's process is gone,
-    and EngineError for any other fault of the engine as a whole.
+    and EngineError for any other failure of the engine as a whole.
     """
 
     def __aiter__(self) -> Stream: ...
@@ -30,10 +30,10 @@ class Stream(Protocol):
 
 
 class EngineFront(Protocol):
-    """Takes requests from the server's event loop, and from no other thread.
+    """Takes requests, only from the server's event loop.
 
-    `add_request` raises InvalidRequestError and has then kept nothing. `metrics` answers between two
-    steps, which may take long; `is_responsive` says at any time whether the engine is alive.
+    `add_request` keeps nothing if it raises InvalidRequestError. `metrics` answers between two steps, which
+    may take long; `is_responsive` says at any time whether the engine is alive.
     """
 
     @property
@@ -43,17 +43,17 @@ class EngineFront(Protocol):
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request that says nothing gets."""
+        """The parameters of a request that gives none."""
         ...
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration, with what was chosen for "auto"."""
+        """The configuration, with the values chosen for "auto"."""
         ...
 
     @property
     def model_name(self) -> str:
-        """The model as the engine was told to load it."""
+        """The name under which the engine loaded the model."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class EngineFront(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine was started again because it had ended or made no progress."""
+        """How often the engine was restarted because it had ended or made no progress."""
         ...
 
     async def add_request(

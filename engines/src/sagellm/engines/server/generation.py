@@ -1,4 +1,4 @@
-"""The two endpoints that generate: from a request over its job to the answer."""
+"""The two endpoints that generate: from a request, via its job, to the answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Body)
 
 _MANY_SCORED = 256
-"""Tokens with log-probabilities from which on an answer is written on another thread."""
+"""Tokens with log-probabilities above which an answer is encoded on another thread."""
 
 logger = get_logger(__name__)
 
@@ -46,14 +46,14 @@ class Generation(ABC, Generic[B]):
 
     @abstractmethod
     async def prompts(self, body: B) -> list[EncodedPrompt]:
-        """Return what is to be continued."""
+        """Return the prompts to continue."""
 
     @abstractmethod
     def params(self, body: B, defaults: SamplingParams) -> SamplingParams:
-        """Return how."""
+        """Return the sampling parameters."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; every fault of it ends here."""
+        """Answer a request; all of its errors are handled here."""
         arrived = time.perf_counter()
         reply = EventReply(send)
         try:
@@ -84,7 +84,7 @@ class Generation(ABC, Generic[B]):
             await reply.fail(told)
 
     def _namespace(self, own: Namespace, body: B) -> Namespace:
-        """Return where the prompt's KV is shared: with the caller's others, fewer of them, or in public."""
+        """Return where the prompt's KV is shared: among the caller's requests, some of them, or publicly."""
         public, name = self.service.public_namespaces, body.cache_namespace
         if name is None:
             return own._replace(salt=body.cache_salt or "")
@@ -127,7 +127,7 @@ class Completions(Generation[CompletionBody]):
     shape = CompletionShape
 
     async def prompts(self, body: CompletionBody) -> list[EncodedPrompt]:
-        """Return one prompt or many; an echo needs their text."""
+        """Return one prompt or many, with their text for an echo."""
         encoder = self.service.encoder
         prompts = await encoder.encode_completion(body)
         return [await encoder.with_text(prompt) for prompt in prompts] if body.echo else prompts
@@ -154,7 +154,7 @@ class Chats(Generation[ChatBody]):
 
 async def _whole(run: Run, shape: Shape, send: Send) -> None:
     last = await _last_outputs(run)
-    if sum(map(_num_scored, last)) > _MANY_SCORED:  # seconds of work for the most that may be asked for
+    if sum(map(_num_scored, last)) > _MANY_SCORED:  # seconds of work for the largest allowed request
         answer = await asyncio.to_thread(shape.encoded, last)
     else:
         answer = shape.encoded(last)
@@ -162,7 +162,7 @@ async def _whole(run: Run, shape: Shape, send: Send) -> None:
 
 
 def _num_scored(request: RequestOutput) -> int:
-    """Return of how many tokens an answer has log-probabilities."""
+    """Return for how many tokens an answer has log-probabilities."""
     return len(request.prompt_logprobs or ()) + sum(len(output.logprobs or ()) for output in request.outputs)
 
 

@@ -23,7 +23,8 @@ class EngineProbe:
     async def ask(self) -> None:
         """Update `last`, unless the engine does not answer within 4 s.
 
-        An unresponsive engine is not asked, as the page is needed most then. A restart resets `last`.
+        An unresponsive engine is not asked, because that is when the page is needed most. A restart resets
+        `last`.
         """
         if self._num_restarts != self._front.num_restarts:
             self._num_restarts, self.last = self._front.num_restarts, EngineMetrics()
@@ -32,5 +33,5 @@ class EngineProbe:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._front.metrics())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
-        with suppress(Exception):  # also when it is late
+        with suppress(Exception):  # even if it is late
             self.last = await asyncio.wait_for(asyncio.shield(self._asking), TIMEOUT_S)

@@ -29,7 +29,7 @@ _TCP_CLOSE = 7
 class BoundedHTTP(HttpToolsProtocol):
     """HTTP/1.1 with time limits for heads and for clients that read too slowly, and bounded headers.
 
-    What is refused here never reaches the application, so it is logged here if `is_logged`.
+    Refused requests never reach the application, so they are logged here if `is_logged`.
     """
 
     def __init__(self, *args: Any, connections: Connections, is_logged: bool, **options: Any) -> None:
@@ -160,7 +160,7 @@ class BoundedHTTP(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-            self.cycle.scope["state"]["status"] = error.status  # whatever the application still answers
+            self.cycle.scope["state"]["status"] = error.status  # whatever the application answers later
         head = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
         kind = b"Connection: close\r\nContent-Type: application/json\r\n"
         self.transport.write(head + kind + b"Content-Length: %d\r\n\r\n" % len(error.encoded) + error.encoded)

@@ -105,7 +105,7 @@ def _require_type(shown: str, value: memoryview, kind: type) -> None:
     if first_byte(value) in _FIRST_BYTES[kind]:
         return
     try:
-        msgspec.json.decode(value, type=kind)  # refuses it at its first byte
+        msgspec.json.decode(value, type=kind)  # refuses a wrong type at its first byte
     except msgspec.ValidationError as error:
         raise explain(error, shown) from None
 
@@ -115,7 +115,7 @@ def _require_nothing(shown: str, name: str, value: memoryview, known: Known) -> 
     if refusal is None:
         near = nearest(name[:64], [*known.fields, *known.ignored, *known.refused])
         raise invalid(shown, f"unknown parameter {shown!r}.{near}", code="unknown_parameter")
-    is_long = len(value) > _MAX_NEUTRAL_BYTES  # more than any value that asks for nothing
+    is_long = len(value) > _MAX_NEUTRAL_BYTES  # longer than any value that requests nothing
     if is_long or not asks_for_nothing(refusal, _decode_short(value)):
         raise unsupported(shown, refusal.why)
 

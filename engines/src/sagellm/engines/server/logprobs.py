@@ -21,7 +21,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Write the log-probabilities of completions; `offset` is where the first token's text begins.
 
-    The first token of a prompt has none: its entry is None, and `text_of` says its text.
+    The first token of a prompt has none: its entry is None, and `text_of` returns its text.
     """
     tokens: list[str] = []
     offsets: list[int] = []
@@ -64,7 +64,7 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | No
 
 
 def finite(logprob: float) -> float:
-    """Return a number that JSON has."""
+    """Return a number that JSON can represent."""
     return logprob if logprob > _LOWEST else _LOWEST
 
 
@@ -88,6 +88,6 @@ def _top_texts(token_id: int, entry: Entry, num_top: int) -> dict[str, float]:
 
 def _chat_token(one: Logprob) -> dict[str, Any]:
     text = one.decoded_token
-    # A token that is no whole character decodes to a replacement; its bytes are not those.
+    # A token that is not a whole character decodes to a replacement, whose bytes differ from its own.
     raw = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
     return {"token": text, "logprob": finite(one.logprob), "bytes": raw}

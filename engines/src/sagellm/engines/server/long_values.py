@@ -22,7 +22,7 @@ _COMMA = re.compile(rb",")
 _OPEN = re.compile(rb"\s*\[")
 _CLOSE = re.compile(rb"\]")
 _EMPTY = re.compile(rb"\[\s*\]")
-_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that begin no character
+_CONTINUATION = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
 _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
@@ -114,5 +114,5 @@ def _min_characters(text: memoryview) -> int:
         part = bytes(text[start : start + LONG_BODY_BYTES])
         num_escapes, num_codes = part.count(b"\\"), part.count(b"\\u")
         num_characters += len(part.translate(None, _CONTINUATION)) - num_escapes - 5 * num_codes
-        num_characters -= 5 if part.endswith(b"\\") else 0  # the code may stand in the next part
+        num_characters -= 5 if part.endswith(b"\\") else 0  # the code may be in the next part
     return num_characters

@@ -1,4 +1,4 @@
-"""What /metrics shows: vLLM's names and meanings with the prefix `sagellm:`, so that its dashboards work."""
+"""The /metrics page: vLLM's names and meanings with the prefix `sagellm:`, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # v
 
 
 class ServerMetrics(Collector):
-    """Counts on the event loop; everything else happens when somebody looks."""
+    """Counts on the event loop; everything else happens when the page is requested."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = (model_name, "0")
@@ -101,13 +101,13 @@ class ServerMetrics(Collector):
     def render(
         self, engine: EngineMetrics, config: EngineConfig, *, is_up: bool = True, num_restarts: int = 0
     ) -> bytes:
-        """Return the page, with what the engine says of itself."""
+        """Return the page, including the engine's metrics."""
         self._engine, self._config = engine, config
         self._is_up, self._num_restarts = is_up, num_restarts
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Name nothing ahead of time."""
+        """Declare no metrics in advance."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -231,7 +231,7 @@ class RequestTimer:
             self._finish(output)
 
     def end(self, reason: str) -> None:
-        """Say that the request ended without a last output; the first end counts."""
+        """Record that the request ended without a last output; only the first end counts."""
         if not self._is_ended:
             self._is_ended = True
             self._metrics.num_ended[reason] += 1
@@ -266,6 +266,6 @@ class RequestTimer:
 
 
 def read(module: Any, name: str) -> float:
-    """Return a module's figure; what is not told is 0."""
+    """Return a module's figure, 0 if it has none."""
     value = getattr(module, name, 0)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -14,7 +14,7 @@ _PREFLIGHT_MAX_AGE_S = 600
 
 
 class Origins:
-    """The origins of `--allowed-origins`, compared as a whole. Browsers send no cookies of theirs."""
+    """The origins of `--allowed-origins`, compared in full. Browsers send no cookies for them."""
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allows_any = ANY in allowed
@@ -25,7 +25,7 @@ class Origins:
         return self._allows_any or origin.lower() in self._allowed
 
     def headers(self, origin: bytes) -> Headers:
-        """Return the headers that let a browser pass an answer to a page of an allowed origin."""
+        """Return the headers that let a browser show an answer to a page of an allowed origin."""
         return [
             (b"access-control-allow-origin", ANY.encode() if self._allows_any else origin),
             (b"access-control-expose-headers", _EXPOSED),

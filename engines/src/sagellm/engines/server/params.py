@@ -1,4 +1,4 @@
-"""From a body to SamplingParams, and the budgets that bound what one body may ask for in all."""
+"""From a body to SamplingParams, and the budgets that bound the total work of one body."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Reader = Callable[[memoryview, PromptLimits, dict[str, None]], Any]
 """Decodes the JSON of a field; adds ignored names to the dict."""
 
 MAX_FIELD_BYTES = 256 << 10
-"""Of each field except prompts, messages and tokens: 64 stop strings of 1,024 characters fit."""
+"""Limit on each field except prompts, messages and tokens: 64 stop strings of 1,024 characters fit."""
 
 _decode = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_names = msgspec.json.Decoder(dict[str, Raw] | None).decode
@@ -78,7 +78,7 @@ def parse_now(data: bytes | bytearray, kind: type[B], limits: PromptLimits | Non
         raise APIError(400, "the body must be a JSON object", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _explain_json(data) from error
-    ignored: dict[str, None] = {}  # a set in the order of the body
+    ignored: dict[str, None] = {}  # an ordered set
     readers = _READERS[kind]
     given = read_names(values, Known(kind.__struct_fields__, IGNORED, UNSUPPORTED), "", ignored)
     fields = {}

@@ -1,4 +1,4 @@
-"""Turns prompts and messages into token ids, by a TextRunner, and checks their lengths."""
+"""Turns prompts and messages into token ids, using a TextRunner, and checks their lengths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedPrompt:
-    """The tokens of a prompt, and its text where the caller gave one."""
+    """The tokens of a prompt, and its text if the caller gave one."""
 
     token_ids: Sequence[int]
     text: str | None = None
@@ -58,9 +58,9 @@ class PromptEncoder:
         return self._template.exists
 
     async def try_template(self) -> None:
-        """Render a question, and log why that fails: a broken template is the operator's to mend.
+        """Render a question, and log any failure: fixing a broken template is up to the operator.
 
-        Said when the server starts, as callers are only told that their messages are refused.
+        Done when the server starts, because callers only learn that their messages are refused.
         """
         if not self.has_template:
             return
@@ -72,11 +72,11 @@ class PromptEncoder:
                 "a plain question fails, so chats may be refused (400); completions work: %s",
                 printable(str(error)),
             )
-        except EngineError as error:  # all are busy, or it ends
+        except EngineError as error:  # all workers are busy, or the server is ending
             logger.debug("the chat template was not tried: %s", error)
 
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
-        """Return the prompts of a completion: one of a text or of ids, many of a list. Raises APIError."""
+        """Return the prompts of a completion: one for a text or ids, many for a list. Raises APIError."""
         prompts = _prompts(body.prompt)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts:  # they are all of one kind
@@ -88,13 +88,13 @@ class PromptEncoder:
         ]
 
     async def with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
-        """Return a prompt that has its text. Raises APIError."""
+        """Return a prompt with its text. Raises APIError."""
         if prompt.text is not None:
             return prompt
         return replace(prompt, text=await self._decode(list(prompt.token_ids), "prompt"))
 
     async def with_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that have bad words as tokens, and not as text. Raises APIError."""
+        """Return parameters with bad words as tokens instead of text. Raises APIError."""
         if not params.bad_words or self._tokenizer is None:  # without a tokenizer the engine refuses them
             return params
         with _errors_of("bad_words"):
@@ -198,7 +198,7 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool | None,
     ) -> list[int]:
-        """Apply the model's template. What looks like a control token in a message stays text."""
+        """Apply the model's template. Text that looks like a control token in a message stays text."""
         read = [ChatMessage(message.role, message.text, message.name) for message in messages]
         num_characters = sum(len(message.content) for message in read)
         self._check_length(num_characters, "messages")

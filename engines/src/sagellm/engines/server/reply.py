@@ -1,4 +1,4 @@
-"""Answers that are whole: a status, a few headers, JSON."""
+"""Complete answers: a status, a few headers, JSON."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class ResponseHeaders:
 
     Leaves the request's own id in `scope["state"]["id"]`, and in `scope["state"]["headers"]` a list to
     which the layers inside add headers until the answer begins. The id that a client sends as
-    X-Request-Id is returned if it is safe in headers and logs, otherwise the own id. Errors that no inner
-    layer handles are answered here, so every response has these headers.
+    X-Request-Id is returned if it is safe in headers and logs, otherwise the server's own id. Errors that no
+    inner layer handles are answered here, so every response has these headers.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 class Run:
-    """What a job has going in the engine. Reading raises ClientGoneError when the client goes."""
+    """A job's requests in the engine. Reading raises ClientGoneError when the client disconnects."""
 
     def __init__(self, receive: Receive, timers: Sequence[RequestTimer]) -> None:
         self._streams: list[Stream] = []
@@ -43,22 +43,22 @@ class Run:
             self._streams.append(stream)
             if self._stopped is not None:
                 raise self._stopped
-            await asyncio.sleep(0)  # thousands of prompts must not stop the others
+            await asyncio.sleep(0)  # thousands of prompts must not block other requests
 
     def stop(self, error: Exception) -> None:
-        """End the reading with an error, whatever has not come."""
+        """End the reading with an error, even if outputs are missing."""
         if self._stopped is None:
             self._stopped = error
         for stream in self._streams:
             stream.close()
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield the position of a prompt and its output, whole so far, until all are finished."""
+        """Yield the position of a prompt and its cumulative output, until all are finished."""
         source = self._one() if len(self._streams) == 1 else self._merged()
         still_open = set(range(len(self._streams)))
         async for index, output in source:
             if index not in still_open:
-                continue  # one object grows: its end may have been seen already when it was told of before
+                continue  # one object grows: its end may have been seen with an earlier notification
             self._timers[index].take(output)
             if output.finished:
                 still_open.remove(index)
@@ -69,11 +69,11 @@ class Run:
             raise EngineError("a stream ended before its request")
 
     async def close(self, reason: str) -> None:
-        """Abort what has not ended; it counts as ended for this reason."""
+        """Abort unfinished requests, which count as ended for this reason."""
         self._watch.cancel()
         for stream in self._streams:
             stream.close()
-        for timer in self._timers[: len(self._streams)]:  # what was refused never was a request
+        for timer in self._timers[: len(self._streams)]:  # refused prompts never became requests
             timer.end(reason)
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
@@ -86,7 +86,7 @@ class Run:
             yield 0, output
 
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Read all streams, each on a task of its own; of each the latest output is kept."""
+        """Read all streams, each in its own task; only the latest output of each is kept."""
         latest: dict[int, RequestOutput] = {}
         faults: list[Exception] = []
         has_news = asyncio.Event()
@@ -119,7 +119,7 @@ class Run:
 
 @asynccontextmanager
 async def running(receive: Receive, timers: Sequence[RequestTimer]) -> AsyncIterator[Run]:
-    """Hold a run; whatever happens, nothing of it is left in the engine."""
+    """Hold a run; whatever happens, none of its requests stay in the engine."""
     run = Run(receive, timers)
     reason = "error"
     try:

@@ -21,7 +21,7 @@ from sagellm.engines.server.http_protocol import BoundedHTTP
 from sagellm.engines.server.listener import Listener
 
 _LAST_WORDS_S = 2.0
-"""How long requests have to end with an error after the time to drain is over."""
+"""How long requests have to end with an error after the drain timeout."""
 
 
 class HTTPServer(uvicorn.Server):
@@ -36,7 +36,7 @@ class HTTPServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the given sockets, or on the configured address."""
-        if sys.platform == "win32":  # whose loop has no add_reader
+        if sys.platform == "win32":  # its event loop has no add_reader
             await super().startup(sockets)
             return
         config = self.config
@@ -68,7 +68,7 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end; those that outlast the timeout end with an error."""
+        """Let requests finish; those that exceed the timeout end with an error."""
         timeout_s = self.config.timeout_graceful_shutdown or 0
         admission = self._admission
         if admission.num_live and self._on_drain is not None:
@@ -78,7 +78,7 @@ class HTTPServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-        admission.stop_all()  # a second signal leaves some running
+        admission.stop_all()  # after a second signal some are still running
         with suppress(TimeoutError):
             await asyncio.wait_for(admission.wait_idle(), _LAST_WORDS_S)
 
@@ -105,7 +105,7 @@ def make_server(
         "server_header": False,
         "access_log": False,
         "log_config": None,
-        "log_level": "error",  # any client can cause the warnings
+        "log_level": "error",  # any client could cause warnings
         "lifespan": "off",
         "timeout_graceful_shutdown": round(settings.shutdown_timeout + _LAST_WORDS_S),
     }

@@ -20,7 +20,7 @@ MAX_PARTS = 256
 MAX_LIST = 1024
 MAX_TEMPLATE_NUMBER = 1_000_000
 """A template could repeat something that often."""
-_EXACT = 2**53 - 1  # integers that a JSON reader keeps, whatever it is written in
+_EXACT = 2**53 - 1  # integers that any JSON reader represents exactly
 _INT32 = 2**31 - 1
 
 ModelName = Annotated[str, Meta(max_length=1024)]
@@ -44,7 +44,7 @@ TemplateOptions = Annotated[dict[Identifier, TemplateOption], Meta(max_length=16
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream has beside its chunks."""
+    """What a stream has besides its chunks."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -61,7 +61,7 @@ def _field(name: str, each: Parameter) -> tuple[str, Any, None]:
 if TYPE_CHECKING:
 
     class _Numbers(msgspec.Struct, kw_only=True):
-        n: int | None = None  # and others, which are read by name
+        n: int | None = None  # this and the others are read by name
 
 else:
     # The numbers and booleans of SamplingParams that mean the same in a body.
@@ -77,7 +77,7 @@ else:
 
 
 class SamplingBody(_Numbers, kw_only=True):
-    """What both endpoints take. None is what an absent field means."""
+    """The fields that both endpoints accept; None stands for an absent field."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -97,7 +97,7 @@ class SamplingBody(_Numbers, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """The body of POST /v1/completions. A prompt of token ids is a list of one."""
+    """The body of POST /v1/completions. A prompt of token ids becomes a list of one."""
 
     prompt: str | list[str] | list[TokenIds]
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None

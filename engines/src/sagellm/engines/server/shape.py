@@ -1,4 +1,4 @@
-"""What the two endpoints differ in: how a body becomes a job, and how outputs are written."""
+"""Where the two endpoints differ: how a body becomes a job, and how outputs are written."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Job:
     params: SamplingParams
     model: str
     is_streamed: bool
-    num_choices: int  # of each prompt; `params.n` are generated, and the likeliest of them are shown
+    num_choices: int  # per prompt; `params.n` are generated, and the likeliest of them are shown
     includes_usage: bool = False
     has_usage_in_chunks: bool = False
     echoes: bool = False
     hides_output: bool = False  # max_tokens was 0
-    hides_logprobs: bool = False  # they are there to rank by
+    hides_logprobs: bool = False  # they serve only for ranking
     text_of: Callable[[int], str] = str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of its requests in the engine, one a prompt."""
+        """The ids of its requests in the engine, one per prompt."""
         return [f"{self.id}-{index}" for index in range(len(self.prompts))]
 
 
@@ -48,7 +48,7 @@ class Job:
 class Cursor:
     """How much of one continuation has been written."""
 
-    prefix: bytes  # of each of its chunks, up to what is new
+    prefix: bytes  # of each of its chunks, up to the new part
     prompt: EncodedPrompt
     num_characters: int = 0
     num_tokens: int = 0
@@ -83,11 +83,11 @@ class Shape(ABC):
 
     @abstractmethod
     def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
-        """Return a finished continuation as it stands in a whole answer."""
+        """Return a finished continuation as it appears in a complete answer."""
 
     @abstractmethod
     def render(self, cursor: Cursor, output: CompletionOutput) -> bytes:
-        """Return what is new in a continuation as events, or nothing. Called for each token: cheap."""
+        """Return what is new in a continuation as events, or nothing. Called per token, so it is cheap."""
 
     def cursors(self) -> list[Cursor]:
         """Return a cursor for each continuation of each prompt, in order."""
@@ -103,7 +103,7 @@ class Shape(ABC):
         ]
 
     def encoded(self, requests: Sequence[RequestOutput]) -> bytes:
-        """Return the whole answer as JSON; each choice is encoded by itself, as one may have megabytes."""
+        """Return the complete answer as JSON; each choice is encoded separately, as it may have megabytes."""
         num = self.job.num_choices
         choices = [
             Raw(encode_json(self.choice(position * num + rank, output, request)))
@@ -120,7 +120,7 @@ class Shape(ABC):
         )
 
     def extras(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return what else stands in a whole answer."""
+        """Return the further fields of a complete answer."""
         return {}
 
     def usage_event(self, requests: Sequence[RequestOutput]) -> bytes:
@@ -139,7 +139,7 @@ class Shape(ABC):
 
 
 def likeliest(outputs: Sequence[CompletionOutput], num: int) -> Sequence[CompletionOutput]:
-    """Return the `num` with the highest mean log-probability per token, best first; all as they are."""
+    """Return the `num` with the highest mean log-probability per token, best first; all stay in order."""
     if len(outputs) == num:
         return outputs
     for output in outputs:
@@ -165,7 +165,7 @@ def usage(requests: Sequence[RequestOutput], job: Job) -> dict[str, Any]:
 
 
 def end_of(output: CompletionOutput) -> bytes:
-    """Return the end of a choice in a chunk: why it ended, or that it goes on.
+    """Return the end of a choice in a chunk: why it ended, or that it continues.
 
     Raises EngineError or APIError for a continuation that failed.
     """
@@ -182,7 +182,7 @@ def prompt_entries(request: RequestOutput) -> Sequence[Entry | None]:
 
 
 def raise_if_failed(output: CompletionOutput) -> None:
-    """Raise for a continuation that ended with an error or that somebody aborted."""
+    """Raise for a continuation that ended with an error or was aborted."""
     if output.finish_reason == "error":
         raise EngineError(output.error or "a sequence failed")
     if output.finish_reason == "abort":

@@ -21,7 +21,7 @@ B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 logger = get_logger(__name__)
 
-_MANY_TOKENS = 4096  # that are worth writing on another thread
+_MANY_TOKENS = 4096  # that are worth encoding on another thread
 
 _TOLD_SETTINGS = frozenset(
     {
@@ -47,7 +47,7 @@ _TOLD_SETTINGS = frozenset(
 
 
 class _Tokenizing(ABC, Generic[B]):
-    """One endpoint, an ASGI application. A call takes a seat, as requests that generate do."""
+    """One endpoint, an ASGI application. A call takes a seat, like requests that generate."""
 
     kind: type[B]
 
@@ -119,7 +119,7 @@ def tokenizer_info(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it; an added token becomes its text."""
+    """Return a value that JSON can hold; an added token becomes its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Parameters that OpenAI's or vLLM's documentation lists and that do nothing here.
+"""Parameters in OpenAI's or vLLM's documentation that have no effect here.
 
-What would change the answer is refused by name, unless its value asks for nothing: null, or one of the
-values in the table. What would not change it is ignored if its type is right, and the answer lists it.
+Parameters that would change the answer are refused by name, unless their value requests nothing: null, or one
+of the values in the table. Others are ignored if their type is right, and listed in the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CODE = "no code or template comes from a request"
 
 
 class Refusal(NamedTuple):
-    """Why a parameter is not supported, and the values of it that ask for nothing."""
+    """Why a parameter is not supported, and its values that request nothing."""
 
     why: str = ""
     neutral: tuple[Any, ...] = ()
@@ -36,7 +36,7 @@ IGNORED: Mapping[str, type] = {
     "store": bool,
     "user": str,
 }
-"""Ignored in a body if of this type: they say who asks, what to keep or how soon to answer."""
+"""Ignored in a body if of this type: they say who asks, what to store or how soon to answer."""
 
 IGNORED_IN_MESSAGES: Mapping[str, type] = {"annotations": list, "reasoning": str, "reasoning_content": str}
 """Ignored in messages: what accompanied an answer. Chat templates leave it out of earlier turns."""
@@ -95,7 +95,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "return_hidden_states": Refusal("", (False,)),
     "separate_reasoning": Refusal("this server has no reasoning parser"),
     "session_params": Refusal(_STORE),
-    # one endpoint's parameters, at the other one
+    # one endpoint's parameters, sent to the other
     "best_of": Refusal("only POST /v1/completions ranks continuations; use n", (1,)),
     "chat_template_kwargs": Refusal("only POST /v1/chat/completions has a template", ({},)),
     "echo": Refusal("only POST /v1/completions repeats the prompt", (False,)),
@@ -116,7 +116,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Refusal] = {
 
 
 def asks_for_nothing(refusal: Refusal, value: Any) -> bool:
-    """Say whether a value is what the absent parameter means."""
+    """Say whether a value means the same as omitting the parameter."""
     return value is None or any(
         type(value) is type(neutral) and value == neutral for neutral in refusal.neutral
     )

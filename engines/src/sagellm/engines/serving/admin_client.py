@@ -1,4 +1,4 @@
-"""Asks a running engine how it is. Imports no torch, so that admin commands start at once."""
+"""Queries a running engine. Does not import torch, so that admin commands start quickly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _READ_BYTES = 1 << 20
 
 
 class AdminClient:
-    """Runs operations in a core; it has no requests. A core that goes away raises EngineDeadError.
+    """Runs operations in a core, without requests. Raises EngineDeadError if the core goes away.
 
-    It blocks until what it waits for is there. `hello` is the core's first message: what it runs.
+    Calls block. `hello` is the core's first message: what it runs.
     """
 
     kinds: ClassVar[Any] = Hello | Failed | Reply
@@ -36,7 +36,7 @@ class AdminClient:
     def connect(cls, path: Path, *, timeout_s: float | None = None) -> Self:
         """Connect to a core's socket and wait until its model is loaded.
 
-        Raises EngineDeadError if nobody listens, EngineError if the core cannot start or does not answer.
+        Raises EngineDeadError if nothing listens, EngineError if the core cannot start or does not answer.
         """
         peer = socket.socket(socket.AF_UNIX)
         peer.settimeout(timeout_s)
@@ -67,7 +67,7 @@ class AdminClient:
         return read_metrics(self.call("metrics"))
 
     def close(self) -> None:
-        """Hang up; the core ends what is still running for this connection."""
+        """Disconnect; the core ends whatever is still running for this connection."""
         self._peer.close()
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class AdminClient:
             raise EngineDeadError(f"the engine is gone: {error}") from error
 
     def _receive(self) -> list[Any]:
-        """Wait for messages that answer no call, and return them."""
+        """Wait for messages that do not answer a call, and return them."""
         while not self._others:
             self._read()
         messages, self._others = self._others, []

@@ -27,10 +27,10 @@ _PROGRAM = ["-m", "sagellm.engines.serving.core_process"]
 
 
 class Stall:
-    """Finds out that something makes no progress, by a number that changes when it does.
+    """Detects a lack of progress, by a number that changes when there is progress.
 
-    Time counts only in ticks of this process: where both were stopped for an hour, and go on together,
-    one tick has passed. A limit of 0 is none.
+    Time counts only in ticks of this process: if both were stopped for an hour and resume together, one tick
+    has passed. A limit of 0 means no limit.
     """
 
     def __init__(self, limit_s: float, tick_s: float) -> None:
@@ -39,7 +39,7 @@ class Stall:
         self._stalled_s = 0.0
 
     def is_over(self, progress: int | None) -> bool:
-        """Take what the number is at this tick, None if nobody knows; say whether the limit is reached."""
+        """Take the number at this tick, None if unknown; say whether the limit is reached."""
         is_same = progress is not None and progress == self._last
         self._stalled_s = self._stalled_s + self._tick_s if is_same else 0.0
         self._last = progress
@@ -69,7 +69,7 @@ class CoreHandle:
 
     @property
     def num_cpu_ticks(self) -> int | None:
-        """How much the process has computed: it does not beat while it loads. None if that is not known."""
+        """The process's CPU time, as it does not beat while it loads; None if unknown."""
         return _num_cpu_ticks(self.pid)
 
     @classmethod
@@ -79,10 +79,10 @@ class CoreHandle:
     ) -> CoreHandle:
         """Start a core and connect to it; it sends Hello or Failed once its model is loaded or has failed.
 
-        Raises EngineDeadError if the process ends, or comes no further, before it listens.
+        Raises EngineDeadError if the process ends or stalls before it listens.
         """
         try:
-            own_folder(socket.parent)  # sessions and temporary files are cleaned up behind a server's back
+            own_folder(socket.parent)  # the system may have removed it while the server ran
         except ConfigError as error:
             raise EngineDeadError(f"its process cannot be started: {error}") from error
         socket.unlink(missing_ok=True)  # of a core that was killed
@@ -121,7 +121,7 @@ class CoreHandle:
     async def stop(self) -> None:
         """Terminate the process; kill it if it is unresponsive, takes 10 s, or this is cancelled."""
         self._transport.close()
-        if self.heartbeat.age_s > RESPONSIVE_S:  # it would not handle the signal
+        if self.heartbeat.age_s > RESPONSIVE_S:  # it would not handle SIGTERM
             self.kill()
         self._process.terminate()
         deadline = time.monotonic() + _STOP_S

@@ -36,7 +36,7 @@ def main() -> None:
     """Listen, load, serve. Exit code 1 if the model cannot be loaded."""
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     configure(order["log_level"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the front's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is handled by the front
     try:
         listener = listen(Path(order["socket"]))
     except OSError as error:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen on a socket that its owner alone may use."""
+    """Listen on a socket that only its owner may use."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)

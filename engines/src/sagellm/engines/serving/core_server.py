@@ -98,7 +98,7 @@ class CoreServer:
         self._operations = operations
         self._beat = beat
         self._owner: dict[SequenceId, _Connection] = {}
-        self._backlog: dict[_Connection, None] = {}  # those with unhandled messages, in turn
+        self._backlog: dict[_Connection, None] = {}  # those with unhandled messages, in order of turns
         self._connections: set[_Connection] = set()
         self._selector = flaky_selector("core.select", selectors.DefaultSelector())
         self._listener = listener
@@ -127,7 +127,7 @@ class CoreServer:
         if self._core.has_unfinished():
             try:
                 outputs = self._core.step()
-            except SystemExit as error:  # it would end this process without a word
+            except SystemExit as error:  # it would end this process silently
                 raise EngineError(f"the engine called sys.exit({error.code!r}) in a step") from error
             self._send_outputs(outputs)
 

@@ -1,4 +1,4 @@
-"""The front: takes prompts in, sends them to the core's process, turns its tokens into text."""
+"""The front: accepts prompts, sends them to the core's process, and turns its tokens into text."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Front:
     """Serves any number of consumers from one core, which it starts and, when it dies, starts again.
 
-    Its face is AsyncLLMEngine's. When the core dies, every stream ends with EngineDeadError; requests
-    that come while it loads wait for it.
+    Its interface is AsyncLLMEngine's. When the core dies, every stream ends with EngineDeadError; requests
+    that arrive while it loads wait for it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Front:
 
     @classmethod
     async def start(cls, config: EngineConfig, socket: Path, **options: Any) -> Self:
-        """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
+        """Start the core and wait until its model is loaded. Raises EngineError with the core's reason."""
         front = cls(config, socket, **options)
         try:
             await front.supervisor.start()
@@ -74,7 +74,7 @@ class Front:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request without parameters gets."""
+        """The parameters of a request that gives none."""
         return self._driver.input.default_params
 
     @property
@@ -84,7 +84,7 @@ class Front:
 
     @property
     def model_name(self) -> str:
-        """What the model was named as."""
+        """The name under which the model was given."""
         return self.config.model.name
 
     @property
@@ -99,7 +99,7 @@ class Front:
 
     @property
     def num_restarts(self) -> int:
-        """How often the core was started again."""
+        """How often the core was restarted."""
         return self.supervisor.num_restarts
 
     @property
@@ -161,7 +161,7 @@ class Front:
         return read_metrics(await self.call("metrics"))
 
     async def close(self, *, at_once: bool = False) -> None:
-        """End every request and the core, `at_once` without waiting for the step that runs."""
+        """End every request and the core; with `at_once`, do not wait for the running step."""
         self._fail_all(EngineDeadError("the engine is shutting down"))
         await self.supervisor.close(at_once=at_once)
 

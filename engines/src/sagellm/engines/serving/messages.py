@@ -16,7 +16,7 @@ from sagellm.engines.serving.frames import FrameReader as FrameReader, encode as
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """To the core: end these sequences; those that have ended are passed over."""
+    """To the core: end these sequences; those that have already ended are skipped."""
 
     sequence_ids: list[SequenceId]
     finish_reason: FinishReason
@@ -31,7 +31,7 @@ class Call(msgspec.Struct, frozen=True, tag="call", array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
-    """From the core, first of all: what it runs. Its model is loaded."""
+    """From the core, its first message: what it runs. Its model is loaded."""
 
     config: dict[str, Any]  # dotted keys, with what was chosen for "auto"
     limits: RequestLimits

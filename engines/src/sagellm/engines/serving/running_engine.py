@@ -67,7 +67,7 @@ class RunningEngine:
     url: str
     model: str
     state: EngineState = "ready"
-    started_s: float = field(default_factory=time.monotonic)  # of the clock that all processes share
+    started_s: float = field(default_factory=time.monotonic)  # on the clock that all processes share
 
     @property
     def socket(self) -> Path:
@@ -111,7 +111,7 @@ class RunningEngine:
 
     @classmethod
     def all(cls) -> list[Self]:
-        """Return the engines that run."""
+        """Return the running engines."""
         return [engine for engine in cls._read_all() if engine.is_alive]
 
     @classmethod

@@ -126,7 +126,7 @@ def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
 
 
 async def _load(front: Front, text_runner: ProcessTextRunner | None, encoding_timeout_s: float) -> None:
-    """Have the core load the model, and the text workers the tokenizer meanwhile."""
+    """Load the model in the core and, meanwhile, the tokenizer in the text workers."""
     from sagellm.engines.text.limits import TextLimits
 
     if text_runner is not None:
@@ -213,7 +213,7 @@ def _interrupted_by_signals() -> Iterator[None]:
 def _ended_by_signals(lock: EngineLock, tell: Callable[[], None]) -> Iterator[None]:
     """Have SIGINT and SIGTERM end this process, after `tell`; it has no children yet.
 
-    An exception would arise in whatever is being imported, and some native modules abort at one.
+    An exception would be raised inside whatever is being imported, and some native modules then abort.
     """
 
     def end(*_: object) -> None:
@@ -250,7 +250,7 @@ def _cancelled_by_signals() -> Iterator[None]:
         yield
     finally:
         for number in _ENDING:
-            loop.remove_signal_handler(number)  # this resets it to the default
+            loop.remove_signal_handler(number)  # this restores the default handler
             signal.signal(number, handlers[number])
 
 

@@ -1,4 +1,4 @@
-"""The engine client over a socket, for callers that wait: scripts and tests."""
+"""The blocking engine client over a socket, for scripts and tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sagellm.engines.serving.messages import Abort, FromCore, Step
 
 
 class SocketClient(AdminClient, BlockingClient):
-    """Runs requests in a core of another process. A core that goes away raises EngineDeadError."""
+    """Runs requests in a core in another process. Raises EngineDeadError if the core goes away."""
 
     kinds = FromCore
 
@@ -36,7 +36,7 @@ class SocketClient(AdminClient, BlockingClient):
             self._live.difference_update(ended)
 
     def step(self) -> list[TokenOutput]:
-        """Wait for the next step that did something to a sequence of this client."""
+        """Wait for the next step that affected a sequence of this client."""
         while not self._steps:
             if not self._live:
                 return []
@@ -48,5 +48,5 @@ class SocketClient(AdminClient, BlockingClient):
         return outputs
 
     def has_unfinished(self) -> bool:
-        """Say whether a sequence of this client goes on."""
+        """Say whether any sequence of this client is unfinished."""
         return bool(self._live or self._steps)

@@ -51,7 +51,7 @@ class Supervisor(EngineClient):
         on_death: Callable[[EngineDeadError], None],
         log_level: str = "WARNING",
     ) -> None:
-        self.config = config  # with what the core chose for "auto", so that a second one chooses the same
+        self.config = config  # with the core's choices for "auto", so that a restarted one keeps them
         self.num_restarts = 0
         self._ended_s = 0.0
         self.core: CoreHandle | None = None
@@ -74,7 +74,7 @@ class Supervisor(EngineClient):
         return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
 
     async def start(self) -> None:
-        """Start the core and wait until its model is loaded. Raises EngineError with its reason."""
+        """Start the core and wait until its model is loaded. Raises EngineError with the core's reason."""
         self._watching = asyncio.create_task(self._keep_running())
         await self._ready.wait()
         if self._failure is not None:
@@ -101,7 +101,7 @@ class Supervisor(EngineClient):
         self.send(Abort(list(sequence_ids), finish_reason))
 
     def send(self, message: ToCore) -> None:
-        """Send a message to the core that runs; without one it is lost."""
+        """Send a message to the running core; if there is none, it is lost."""
         if self.core is not None:
             self.core.send(message)
 
@@ -127,21 +127,21 @@ class Supervisor(EngineClient):
                 return
             now = time.monotonic()
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
-            if failed is not None and not self.num_restarts:  # who waits for the first start is told
+            if failed is not None and not self.num_restarts:  # reported to the caller of the first start
                 self._failure = failed
             elif len(deaths) > _MAX_RESTARTS:
                 why = f"its process failed {len(deaths)} times within a minute"
                 self._failure = EngineDeadError(why if failed is None else f"{why}, at last: {failed}")
                 logger.error("the engine's process%s", self._ending)
             if self._failure is not None:
-                if self.num_restarts:  # what fails at the first start is raised there
+                if self.num_restarts:  # a failure of the first start is raised there
                     logger.error("the engine stays down: %s; start the server again", self._failure)
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
             if failed is None:
                 logger.error("the engine's process%s and is restarted", self._ending)
-            else:  # the lacking memory or folder may be back soon
+            else:  # the missing memory or folder may be back soon
                 logger.error("the engine cannot start: %s; trying again", failed)
                 await asyncio.sleep(_RETRY_S)
 

@@ -1,1 +1,1 @@
-"""Runs recorded load through the code that serves, without a model."""
+"""Runs recorded load through the serving code, without a model."""

@@ -1,4 +1,4 @@
-"""What no policy can beat: a cache that never evicts, one that knows the future, and one without blocks."""
+"""Bounds for every policy: a cache that never evicts, one that knows the future, and one without blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def replay(requests: Seq[TraceRequest], config: EngineConfig, advance: Advance) 
 def replay_unlimited(
     requests: Seq[TraceRequest], config: EngineConfig, advance: Advance
 ) -> list[ReplayedRequest]:
-    """Replay with room for every block of every prompt, whatever the quotas of tenants are."""
+    """Replay with room for every block of every prompt, ignoring tenants' quotas."""
     size = config.kv.block_size
     num_blocks = sum(-(-len(prompt_tokens(request)) // size) for request in requests)
     settings = {
@@ -49,10 +49,10 @@ def replay_unlimited(
 def replay_belady(
     requests: Seq[TraceRequest], config: EngineConfig, advance: Advance
 ) -> list[ReplayedRequest]:
-    """Replay with Belady's policy, block by block, which is the optimum.
+    """Replay with Belady's policy, block by block, which is optimal.
 
-    The optimum of this engine: a prompt needs its blocks while it is computed, whether or not they
-    are worth keeping. Quotas of tenants do not hold.
+    Optimal for this engine: a prompt needs its blocks while it is computed, whether or not they are worth
+    keeping. Tenants' quotas do not apply.
     """
     future = Future(requests, config.kv.block_size)
     settings = {
@@ -69,16 +69,16 @@ def replay_belady(
 
 
 def count_known_tokens(requests: Seq[TraceRequest]) -> list[int]:
-    """Count for each prompt the tokens that a cache without blocks and without limit would save.
+    """Count, for each prompt, the tokens that an unlimited cache without blocks would save.
 
-    That is the longest beginning that an earlier prompt of the same tenant has too, without the
-    last token, whose logits are wanted. O(log n) comparisons a prompt.
+    That is the longest prefix shared with an earlier prompt of the same tenant, without the last token, whose
+    logits are wanted. O(log n) comparisons per prompt.
     """
     earlier: defaultdict[str, list[bytes]] = defaultdict(list)  # by tenant, sorted
     known = []
     for request in requests:
         data, sorted_prompts = prompt_tokens(request).data, earlier[request.tenant]
-        # Of all sorted prompts, a neighbour begins most like this one.
+        # The sorted prompt with the longest common prefix is a neighbour.
         place = bisect(sorted_prompts, data)
         neighbours = sorted_prompts[max(0, place - 1) : place + 1]
         num_common = max((_count_common_bytes(data, other) // 4 for other in neighbours), default=0)

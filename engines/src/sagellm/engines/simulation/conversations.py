@@ -14,17 +14,17 @@ from sagellm.engines.traces.lengths import Lengths
 _TURNS = Lengths("fixed", (5.0,))
 _SAID = Lengths("lognormal", (140.0, 0.5))
 _THINKING = Lengths("lognormal", (60.0, 0.9))
-_FIRST_ID = 3  # below stand most vocabularies' padding, begin and end
+_FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationSettings:
     """How clients behave.
 
-    Conversations begin at `rate` a second, as a Poisson process. In each, a client says `user_len`
-    tokens after all that was said before, is answered with `output_len` tokens at `tokens_per_s`,
-    thinks for `think_s` seconds and goes on, `turns` times. All prompts begin with the same
-    `system_len` tokens. Conversations are dealt to `num_tenants` tenants in turn.
+    Conversations begin at `rate` per second, as a Poisson process. In each, a client adds `user_len` tokens
+    to everything said so far, is answered with `output_len` tokens at `tokens_per_s`, thinks for `think_s`
+    seconds and continues, `turns` times. All prompts begin with the same `system_len` tokens. Conversations
+    are assigned to `num_tenants` tenants in turn.
     """
 
     num_requests: int = 100
@@ -53,11 +53,11 @@ def simulate_clients(
     arrivals_s: list[float] | None = None,
     advance: Advance = lambda amount: None,
 ) -> list[TraceRequest]:
-    """Make `num_requests` requests in the order of their arrival; the same seed makes the same ones.
+    """Generate `num_requests` requests in order of arrival; the same seed gives the same requests.
 
     With recorded `arrivals_s`, the first request comes at the first of these, and so on: the order of
-    requests does not change. Raises ConfigError when these are fewer than the requests.
-    `advance` is told how many requests a conversation has made.
+    requests does not change. Raises ConfigError if there are fewer arrivals than requests. `advance` is
+    called with the number of requests that a conversation has made.
     """
     rng = Random(f"conversations {settings.seed}")
     system = _draw(rng, settings.system_len, settings.vocab_size)

@@ -21,9 +21,9 @@ from sagellm.core.protocols.kv_tier import check_requests
 
 
 class CostedKVTier(KVTierProtocol):
-    """Remembers headers alone; a get leaves the buffer as it is and takes no time, but has a cost.
+    """Stores only headers; a get leaves the buffer unchanged and takes no time, but has a cost.
 
-    So TieredKVStorage and the engine decide as they do over real tiers, from costs that are given.
+    So TieredKVStorage and the engine decide as they do over real tiers, from the given costs.
     """
 
     def __init__(self, max_blocks: int, *, get_ns: int) -> None:
@@ -42,16 +42,16 @@ class CostedKVTier(KVTierProtocol):
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Return all that was submitted."""
+        """Return the results of everything submitted."""
         results, self._results = self._results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:
-        """Look whether it was put."""
+        """Say whether it was put."""
         return key in self._headers
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
-        """Count those that are there."""
+        """Return the cost of those that are stored."""
         return self._get_ns * sum(key in self._headers for key in keys)
 
     def metrics(self) -> KVTierMetrics:
@@ -89,7 +89,7 @@ class NoBytes(NullForwardBackend):
     """KV memory of a replay, which holds nothing: copies to and from it do nothing."""
 
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
-        """Have nothing to copy."""
+        """Do nothing: there is nothing to copy."""
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
-        """Have nothing to copy."""
+        """Do nothing: there is nothing to copy."""

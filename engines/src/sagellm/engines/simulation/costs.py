@@ -1,4 +1,4 @@
-"""What moving and computing KV costs, as a file of measured rates says."""
+"""The cost of moving and computing KV, from a file of measured rates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sagellm.engines.config.bounded_json import parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Rates of one machine and one model's shape: what a token of KV weighs, computing it, and each tier."""
+    """Rates of one machine and model shape: the size of a token's KV, computing it, and each tier."""
 
     kv_bytes_a_token: int
     prefill_ns_a_token: float
-    prefill_ns_a_token_context: float  # for each token of each token's context
+    prefill_ns_a_token_context: float  # per token in each token's context
     tier_bytes_a_second: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -32,25 +32,25 @@ class Costs:
             )
 
     def compute_ns(self, start: int, num_tokens: int) -> float:
-        """Return how long computing `num_tokens` tokens behind `start` others takes."""
+        """Return how long computing `num_tokens` tokens after `start` others takes."""
         return self.prefill_ns_a_token * num_tokens + self.prefill_ns_a_token_context * self.sum_context(
             start, num_tokens
         )
 
     def fetch_ns(self, tier: str, num_tokens: int) -> int:
-        """Return how long getting the KV of `num_tokens` tokens from a tier takes."""
+        """Return how long fetching the KV of `num_tokens` tokens from a tier takes."""
         return round(num_tokens * self.kv_bytes_a_token * 1e9 / self.tier_bytes_a_second[tier])
 
     @staticmethod
     def sum_context(start: int, num_tokens: int) -> float:
-        """Return how many tokens those behind `start` others attend to, summed over them."""
+        """Return how many tokens are attended to, summed over `num_tokens` tokens after `start` others."""
         return num_tokens * (start + num_tokens / 2)
 
 
 def read_costs(path: Path) -> dict[str, Costs]:
-    """Read sets of costs by name; values at the top of the file are those of every set.
+    """Read sets of costs by name; values at the top of the file apply to every set.
 
-    Raises ConfigError for a file of another form, and for rates that are not positive.
+    Raises ConfigError for a malformed file, and for rates that are not positive.
     """
     try:
         try:

@@ -1,4 +1,4 @@
-"""The figures of a replay, named and defined as in the metrics of core."""
+"""The figures of a replay, named and defined as in the core's metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sagellm.engines.simulation.replay import ReplayedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFigures:
-    """One replay of a trace. Shares are 0 … 1; the functions of the same names say how they are formed."""
+    """One replay of a trace. Shares are 0 … 1, computed by the functions of the same names."""
 
     num_requests: int
     num_refused: int
@@ -44,10 +44,10 @@ class CacheFigures:
 def figures_of(
     replayed: Seq[ReplayedRequest], unlimited: Seq[ReplayedRequest], *, capacity: int, block_size: int
 ) -> CacheFigures:
-    """Form the figures.
+    """Compute the figures.
 
-    What a cache without limit would have saved and this one did not is computed a second time; the
-    utilisation is that of the requests from the first one on that found the pool full.
+    Tokens that only an unlimited cache would have saved count as recomputed; the utilisation covers the
+    requests from the first one that found the pool full.
     """
     num_prompt_tokens = sum(one.num_prompt_tokens for one in replayed)
     num_saved = sum(one.num_saved_tokens for one in replayed)
@@ -96,7 +96,7 @@ def _mean(values: Seq[float]) -> float:
 
 
 def _held_under_pressure(replayed: Seq[ReplayedRequest], capacity: int) -> list[int]:
-    """Return the blocks held after each request from the first one on that had to evict."""
+    """Return the blocks held after each request, starting with the first one that had to evict."""
     held = [one.num_held_blocks for one in replayed]
     for index, one in enumerate(replayed):
         before = held[index - 1] if index else 0

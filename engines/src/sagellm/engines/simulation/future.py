@@ -1,4 +1,4 @@
-"""What a replay knows that an engine cannot: when each cached block is used next."""
+"""What a replay knows but an engine cannot: when each cached block is used next."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NEVER = float("inf")
 
 
 class Future:
-    """Follows a trace request by request; blocks are equal where all tokens up to their end are."""
+    """Follows a trace request by request; blocks are equal if all tokens up to their end are."""
 
     def __init__(self, requests: Seq[TraceRequest], block_size: int) -> None:
         self._paths = list(_paths(requests, block_size))
         self._following = _following_uses(self._paths)
-        self._next_use: dict[int, int] = {}  # by content, of what came so far
+        self._next_use: dict[int, int] = {}  # by content, for requests so far
         self._content: dict[BlockId, int] = {}  # of the blocks that are in use or cached
 
     def take(self, index: int, sequence: Sequence) -> None:
-        """Note that the request of this index was admitted."""
+        """Record that the request with this index was admitted."""
         path = self._paths[index]
         self._content.update(zip(sequence.block_ids, path, strict=False))
         self._next_use.update(zip(path, self._following[index], strict=True))
@@ -50,7 +50,7 @@ def _paths(requests: Seq[TraceRequest], block_size: int) -> Iterator[array[int]]
 
 
 def _following_uses(paths: Seq[array[int]]) -> list[array[int]]:
-    """Return for each use of a content the index of the request that uses it next; 0 for none."""
+    """Return, for each use of a content, the index of the request that uses it next; 0 for none."""
     last: dict[int, int] = {}
     following: list[array[int]] = []
     for index in range(len(paths) - 1, -1, -1):

@@ -23,7 +23,7 @@ def plot_replays(
     upper_bound: float,
     sharing: Mapping[str, Seq[float]],
 ) -> None:
-    """Write a picture; its format is the file's ending. `sharing` has a fraction for each request.
+    """Write a picture in the format of the file's extension. `sharing` has a fraction for each request.
 
     Raises ConfigError if it cannot be written.
     """
@@ -47,7 +47,7 @@ def _draw_savings(axes: Axes, savings: Mapping[str, Seq[Point]]) -> None:
     for index, (name, points) in enumerate(savings.items()):
         capacities, shares = zip(*sorted(points), strict=True)
         style = "k--" if name == "belady" else "o-"
-        size = max(4, 12 - 2 * index)  # where policies save the same, the earlier ones are seen around it
+        size = max(4, 12 - 2 * index)  # where policies save the same, earlier markers show around later ones
         axes.plot(capacities, [100 * share for share in shares], style, markersize=size, label=name)
 
 
@@ -56,5 +56,5 @@ def _draw_sharing(axes: Axes, sharing: Mapping[str, Seq[float]]) -> None:
     shares = [[100 * one for one in fractions] for fractions in sharing.values()]
     axes.hist(shares, bins=10, range=(0, 100), label=list(sharing))
     axes.set(xlabel="blocks of a prompt that were reused (%)", ylabel="requests", yscale="log")
-    axes.set_ylim(bottom=0.5)  # a bar of one request is seen
+    axes.set_ylim(bottom=0.5)  # so that a bar of one request is visible
     axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)  # above the bars

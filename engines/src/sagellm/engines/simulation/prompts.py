@@ -1,4 +1,4 @@
-"""From what a trace knows of a prompt to token ids, so that the real matching code runs."""
+"""Turns what a trace knows about a prompt into token ids, so that the real matching code runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST_ID = 2**31 - 1
 def prompt_tokens(request: TraceRequest) -> TokenIds:
     """Return the prompt's tokens.
 
-    A named block becomes whole: `block_tokens` times its id, which differ where the ids do. Raises
+    A named block becomes `block_tokens` copies of its id, so blocks differ if their ids do. Raises
     InvalidInputError for a request of which only the length is known, and for ids beyond 31 bits.
     """
     if len(request.token_ids):

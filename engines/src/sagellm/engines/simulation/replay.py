@@ -1,4 +1,4 @@
-"""Replays a trace through the prefix cache, pool and policy that serve, without a forward pass."""
+"""Replays a trace through the prefix cache, pool and policy used in serving, without a forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sagellm.engines.simulation.prompts import prompt_tokens
 _PARAMS = SamplingParams(max_tokens=1)
 
 MakeOffload = Callable[[Modules, Runtime], KVOffloadProtocol]
-"""Makes what is below the device, on the clock of a replay."""
+"""Builds the tiers below the device, on the clock of a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +40,19 @@ class ReplayedRequest:
 
     arrival_s: float
     num_prompt_tokens: int
-    num_held_blocks: int  # in the pool when it was let go
+    num_held_blocks: int  # in the pool when it was released
     num_saved_tokens: int = 0
     num_reused_blocks: int = 0  # full blocks that the cache had
     num_new_blocks: int = 0  # allocated for the rest
-    num_cached_blocks: int = 0  # of the new ones, what the cache took
-    is_refused: bool = False  # there was no room for it, whatever was evicted
+    num_cached_blocks: int = 0  # new ones that the cache took
+    is_refused: bool = False  # there was no room for it even after evicting everything
 
 
 class CacheReplay:
-    """One set of KV modules that takes prompts in the order of a trace.
+    """One set of KV modules that processes prompts in the order of a trace.
 
-    A prompt is matched, given blocks, cached and let go at once: no request runs beside another, so
-    nothing but the cache, and the tiers below it, decides what is reused.
+    A prompt is matched, given blocks, cached and released at once: requests never run concurrently, so only
+    the cache, and the tiers below it, decide what is reused.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CacheReplay:
         self._num_requests = 0
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[ReplayedRequest]:
-        """Yield what became of each prompt."""
+        """Yield the result for each prompt."""
         return map(self.take, requests)
 
     def take(
@@ -113,7 +113,7 @@ class CacheReplay:
         return {kind: read() for kind, read in self.kv.metrics_of.items()}
 
     def _num_cached_blocks(self) -> int:
-        """Full blocks that the cache took so far."""
+        """Full blocks that the cache has taken so far."""
         cache = self.kv.cache.metrics()
         return cache.num_inserted_blocks - cache.num_inserted_partial_blocks
 

@@ -1,4 +1,4 @@
-"""A trace under several policies and capacities, with the bounds beside them."""
+"""Replays a trace under several policies and capacities, and computes the bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sagellm.engines.simulation.replay import ReplayedRequest
 LRU, OUR_LRU = "lru", "sagellm-eviction-policy:lru"
 BELADY = "belady"
 NO_CACHE = "off"
-"""Stands where a policy does and turns the prefix cache off: the control."""
+"""Given as a policy, turns the prefix cache off: the control."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class CacheRun:
     eviction_policy: str
     capacity: int
     figures: CacheFigures
-    gap_closed: float | None  # of LRU's distance to Belady; None where either is not there
+    gap_closed: float | None  # share of LRU's distance to Belady; None if either is missing
     requests: list[ReplayedRequest] = field(repr=False)
 
 
@@ -48,7 +48,7 @@ class Simulation:
 
     block_size: int
     upper_bound: float  # token saving of a cache that never evicts
-    ideal: float  # token saving of one that is not made of blocks either
+    ideal: float  # token saving of one that is not divided into blocks either
     runs: list[CacheRun]
 
 
@@ -111,7 +111,7 @@ def _replay(
 
 
 def with_bounds(policies: Seq[str]) -> list[str]:
-    """Return policies with LRU and the optimum beside them; LRU is ours, whoever else offers one."""
+    """Return policies plus LRU and the optimum; LRU is ours even if a plugin offers another."""
     if OUR_LRU in policies:
         return list(dict.fromkeys((*policies, BELADY)))
     providers = PluginRegistry.load().providers("eviction_policy")

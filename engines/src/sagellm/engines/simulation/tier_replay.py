@@ -1,4 +1,4 @@
-"""Replays a trace with tiers below the device, and says how much time that saves."""
+"""Replays a trace with tiers below the device, and reports how much time they save."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from sagellm.engines.simulation.costs import Costs
 from sagellm.engines.simulation.replay import CacheReplay
 
 _BLOCK_BYTES = 1
-"""Of a buffer that nobody writes to; what a block weighs is in the costs."""
+"""Size of a buffer that is never written; a block's real size is in the costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierSettings:
-    """What is below the device: blocks of each tier, the fastest first, and who decides how."""
+    """What is below the device: blocks of each tier, the fastest first, and who decides."""
 
     num_blocks: Mapping[str, int]
     rule: FetchRule = "cheaper"
@@ -39,7 +39,7 @@ class TierSettings:
 class SavedTime:
     """What requests of a replay would have taken, and what they took, in seconds.
 
-    `saved_s` is computing what was not computed − fetching what was fetched; `share` is of computing it all.
+    `saved_s` is the compute time avoided − the fetch time spent; `share` is relative to computing everything.
     """
 
     num_requests: int = 0
@@ -69,7 +69,7 @@ class SavedTime:
 
 
 class TierReplay:
-    """One device with tiers below it; what a part of a trace saves is asked part by part."""
+    """One device with tiers below it; each call of `run` measures the savings of one part of a trace."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TierReplay:
         self.replay = CacheReplay(config, registry, make_offload=self._make_offload)
 
     def run(self, requests: Iterable[TraceRequest]) -> SavedTime:
-        """Replay requests behind those that came before, and return what these save."""
+        """Replay requests after those of earlier calls, and return what these save."""
         offload, costs = self._offload, self._costs
         before = offload.metrics()
         found = SavedTime()

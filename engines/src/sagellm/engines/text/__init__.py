@@ -1,4 +1,4 @@
-"""Between messages, text and tokens."""
+"""Converts between messages, text and tokens."""
 
 from typing import TYPE_CHECKING
 

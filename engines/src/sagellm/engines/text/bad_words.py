@@ -17,9 +17,9 @@ def bad_words_token_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """Return each word as it is tokenized at the beginning of a text and after a space, as vLLM does.
 
-    The form after a space counts where it is another word token: one that begins with another token
-    and is as long. Any other has the space as a token of its own, or contains the first form.
-    Raises InvalidRequestError for a word that has no tokens, TokenizerError.
+    The form after a space counts only if it begins with a different token and has the same length. Otherwise
+    the space is a token of its own, or the form contains the first one. Raises InvalidRequestError for a word
+    that has no tokens, TokenizerError.
     """
     found: list[tuple[int, ...]] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""Calls of a chat template or tokenizer, as values that run in this process or in another one."""
+"""Calls of a chat template or tokenizer, as values that can run in this process or another."""
 
 from __future__ import annotations
 

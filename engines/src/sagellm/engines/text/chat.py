@@ -24,15 +24,15 @@ _RESERVED = frozenset(
     {"dict", "loop", "messages", "namespace", "raise_exception", "range", "strftime_now", "template"}
 )
 """Names that are passed to templates, or that exist in every template's environment."""
-_MAX_TOLD = 200  # characters of what a template says
+_MAX_TOLD = 200  # characters of a template's message
 
 
 class ChatTemplate:
     """Renders conversations as the model was trained to read them.
 
-    What looks like a control token in a message stays text. An answer whose token ids are known gets
-    just these, so that its KV is found again, unless the template edits it (some leave out what a
-    model has thought): then the template's text holds.
+    Text in a message that looks like a control token stays text. An answer whose token ids are known gets
+    exactly these, so that its KV is found again, unless the template edits it (some leave out the model's
+    reasoning): then the template's text is used.
 
     A template is a program that comes with the checkpoint. It runs in the calling thread without a time
     limit; servers use a `ProcessTextRunner` instead. `max_characters` bounds its output.
@@ -46,12 +46,12 @@ class ChatTemplate:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that it belongs to."""
+        """The tokenizer that the template belongs to."""
         return self._tokenizer
 
     @property
     def exists(self) -> bool:
-        """Whether the model has one."""
+        """Whether the model has a template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def check(self) -> None:
@@ -90,9 +90,9 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the token ids of a conversation; `options` are variables of the template.
 
-        With `add_generation_prompt` the assistant's turn is begun. Control tokens in options stay text, too.
-        Raises ChatTemplateError with what the template raises or what is wrong with it, and the line,
-        TextLimitError if it writes too much, TokenizerError.
+        With `add_generation_prompt`, the assistant's turn is opened. Control tokens in options stay text,
+        too. Raises ChatTemplateError with the template's error and its line, TextLimitError if the output is
+        too long, TokenizerError.
         """
         self.check()
         self.check_options(options or {})
@@ -114,7 +114,7 @@ class ChatTemplate:
         placeholders: Placeholders,
         call: Mapping[str, Any],
     ) -> set[int]:
-        """Return which of the answers the template takes in as they are, but for space around them."""
+        """Return which answers the template includes unchanged, apart from surrounding whitespace."""
         expected = self._apply(self._as_read(messages, (), placeholders), call)
 
         def is_unedited(some: Collection[int]) -> bool:
@@ -132,7 +132,7 @@ class ChatTemplate:
     def _as_read(
         self, messages: Sequence[ChatMessage], exact: Collection[int], placeholders: Placeholders
     ) -> list[dict[str, str]]:
-        """Write messages as templates want them, with marks for control tokens and exact answers."""
+        """Write messages as templates expect them, with marks for control tokens and exact answers."""
         read: list[dict[str, str]] = []
         for index, message in enumerate(messages):
             if index in exact:
@@ -161,7 +161,7 @@ class ChatTemplate:
             text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))
         except MemoryError:
             raise TextLimitError("the model's chat template needs more memory than it may use") from None
-        except Exception as error:  # of the template, which may refuse roles and their order
+        except Exception as error:  # from the template, which may refuse roles or their order
             raise _template_error(error) from None
         if self.max_characters is not None and len(text) > self.max_characters:
             raise TextLimitError(
@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def _template_error(error: Exception) -> ChatTemplateError:
-    """Phrase what a template says with raise_exception, or why and in which line it failed."""
+    """Return the error that a template raised with raise_exception, or why and in which line it failed."""
     from jinja2 import TemplateError
 
     told = str(error)[:_MAX_TOLD]

@@ -1,4 +1,4 @@
-"""Control tokens that people write out in a message stay text: they end no turn and begin none."""
+"""Keeps control tokens that people spell out in a message as text: they neither end nor begin a turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagellm.engines.text.tokenizer import is_foreign, tokenizer_error
 
 
 class ControlTokens:
-    """Knows how a tokenizer's control tokens look, and what they are as mere text."""
+    """Knows how a tokenizer spells its control tokens, and their token ids as plain text."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -21,7 +21,7 @@ class ControlTokens:
         self._encode_plain = _plain_encoder(tokenizer) if longest_first else None
 
     def hide(self, text: str, placeholders: Placeholders) -> str:
-        """Put a mark in the place of each control token."""
+        """Replace each control token by a mark."""
         encode = self._encode_plain
         if self._pattern is None or encode is None:
             return text
@@ -34,9 +34,9 @@ class ControlTokens:
 
 
 def _plain_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Return what encodes text without looking for control tokens: a copy, as the switch is its state."""
+    """Return an encoder that ignores control tokens: of a copy, because the switch is tokenizer state."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # written in Python: the switch is an argument
+    if backend is None:  # written in Python, where the switch is an argument
         options = {"add_special_tokens": False, "split_special_tokens": True}
         return lambda text: list(tokenizer(text, **options)["input_ids"])
     plain = type(backend).from_str(backend.to_str())

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, piece by piece and never half a character."""
+"""Text from tokens as they arrive, piece by piece, and never half a character."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG = 32
 _KEPT = 8
-"""Pending tokens above which the window is made shorter, and how many that leaves; a character has four."""
+"""Pending tokens above which the window is shortened, and how many remain; a character has at most four."""
 
 
 class _Decoder(Protocol):
@@ -24,15 +24,15 @@ class _Decoder(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Decodes one sequence. The pieces joined are `tokenizer.decode` of all its ids, to the character.
+    """Decodes one sequence. The pieces joined equal `tokenizer.decode` of all its ids exactly.
 
     `tokenizer` is a `tokenizers.Tokenizer` or one of transformers'; text is never cleaned up
-    (`clean_up_tokenization_spaces`), as that changes what was said before. A piece ends where no later
-    token can change it: incomplete UTF-8 waits, and so does a run of byte tokens (`<0xE2>`), of which
-    tokenizers makes replacement characters as a whole if any of it turns out to be malformed.
+    (`clean_up_tokenization_spaces`), as that changes text already returned. A piece ends where no later token
+    can change it: incomplete UTF-8 waits, and so does a run of byte tokens (`<0xE2>`), all of which
+    tokenizers turns into replacement characters if any part is malformed.
 
-    Each step decodes a window that begins with text already returned, so that what a decoder does to the
-    first token of all — stripping a space — happens to that. O(1) amortised a token.
+    Each step decodes a window that begins with text already returned, so that special treatment of the very
+    first token — stripping a space — affects only that. O(1) amortised per token.
     """
 
     # ids:  [0, read)     context, its text is returned
@@ -43,10 +43,10 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._read = 0
         self._num_returned = 0
-        self._num_final = 0  # ids whose text no later token can change but for an incomplete character
+        self._num_final = 0  # ids whose text is final, except for an incomplete character
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens and return the text that became certain, often but not always theirs."""
+        """Take the next tokens and return the text that became final, usually but not always theirs."""
         start = len(self._ids)
         self._ids += map(int, token_ids)
         num_final = self._num_final
@@ -68,23 +68,23 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the rest, as no more tokens come."""
+        """Return the rest; no more tokens will come."""
         piece = self._decoder.decode(self._ids)[self._num_returned :]
         self._num_returned += len(piece)
         return piece
 
     def _move(self) -> None:
-        """Forget the context; what is final becomes the next one."""
+        """Drop the context; the final ids become the next one."""
         context = self._ids[self._read : self._num_final]
         self._ids = self._ids[self._read :]
         self._read = self._num_final = len(context)
         self._num_returned = len(self._decoder.decode(context))
 
     def _shorten(self) -> None:
-        """Forget the context although a run of malformed characters goes on, keeping some of it.
+        """Drop most of the context even though a run of malformed characters continues.
 
-        Wherever a window begins, it finds back to the borders between characters within a few tokens. Up
-        to there it may count them differently, which the difference of the two lengths makes good.
+        Wherever a window begins, it resynchronizes with the character boundaries within a few tokens. Up to
+        there its count may differ; the difference of the two lengths corrects for that.
         """
         border = self._num_final - _KEPT
         context = self._decoder.decode(self._ids[self._read : border])
@@ -96,7 +96,7 @@ class IncrementalDetokenizer:
 
 
 class _BackendDecoder:
-    """A `tokenizers.Tokenizer`, which most tokenizers of transformers have inside."""
+    """A `tokenizers.Tokenizer`, which most transformers tokenizers wrap."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -118,7 +118,7 @@ class _BackendDecoder:
 
 
 class _PythonDecoder:
-    """A tokenizer of transformers that is written in Python."""
+    """A transformers tokenizer written in Python."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

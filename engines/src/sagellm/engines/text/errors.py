@@ -28,7 +28,7 @@ class ForeignTextError(InvalidRequestError):
 
 
 class ChatTemplateError(ForeignTextError):
-    """The model's chat template refuses the messages, or cannot render them."""
+    """The model's chat template refused the messages, or could not render them."""
 
 
 class TokenizerError(ForeignTextError):

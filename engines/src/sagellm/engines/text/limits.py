@@ -7,7 +7,7 @@ import msgspec
 _MIN_CHARACTERS = 64 << 10
 _CHARACTERS_PER_TOKEN = 32
 _MIN_MEMORY_BYTES = 512 << 20
-_MEMORY_BYTES_PER_CHARACTER = 256  # tokenizers keeps offsets, words and pieces of a text beside its ids
+_MEMORY_BYTES_PER_CHARACTER = 256  # tokenizers keeps a text's offsets, words and pieces besides its ids
 _RENDERED_PER_CHARACTER = 16  # characters; the placeholder of a control token takes 32
 _TOKENS_PER_CHARACTER = 4
 

@@ -13,7 +13,7 @@ _KEYS = ("role", "content", "name")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. `token_ids` are those that the model wrote `content` with, where they are known."""
+    """One message. `token_ids` are those with which the model wrote `content`, if known."""
 
     role: str
     content: str

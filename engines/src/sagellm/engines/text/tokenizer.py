@@ -1,7 +1,7 @@
 """Calls a checkpoint's tokenizer, whose exceptions and panics become errors of one request.
 
-A panic of Rust arrives as pyo3's PanicException, which is a BaseException and would pass every
-`except Exception` between here and the end of the process.
+A Rust panic arrives as pyo3's PanicException, a BaseException that would slip past every `except Exception`
+and end the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sagellm.engines.text.errors import TokenizerError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_TOLD = 200  # characters of what a tokenizer says
+_MAX_TOLD = 200  # characters of a tokenizer's message
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""Traces of load: reads every format that an installed reader knows, and writes our own."""
+"""Load traces: reads every format known to an installed reader, and writes our own."""
 
 from typing import TYPE_CHECKING
 

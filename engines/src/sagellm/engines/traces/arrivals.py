@@ -1,4 +1,4 @@
-"""When requests come: a renewal process whose gaps are gamma distributed."""
+"""When requests arrive: a renewal process with gamma-distributed gaps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from sagellm.core import ConfigError
 
 
 def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Yield ascending arrival times in seconds, the first at 0, `rate` a second in the mean.
+    """Yield ascending arrival times in seconds, the first at 0, on average `rate` per second.
 
-    Gaps are gamma distributed with shape `burstiness` and mean 1 ÷ rate: 1 is a Poisson process,
-    less comes in bursts (coefficient of variation 1 ÷ √burstiness), more is regular. An infinite
-    rate sends all at once.
+    Gaps are gamma distributed with shape `burstiness` and mean 1 ÷ rate: 1 is a Poisson process, less is
+    bursty (coefficient of variation 1 ÷ √burstiness), more is regular. An infinite rate sends all at once.
     """
     if not rate > 0:
         raise ConfigError(f"rate is {rate}; it must be above 0, or inf to send all requests at once")

@@ -20,7 +20,7 @@ class AzureTraceReader(TraceReaderProtocol):
         del tokenize
 
     def can_read(self, name: str, first_line: str) -> bool:
-        """Know the format by its head."""
+        """Recognize the format by its header."""
         del name
         return tuple(first_line.strip().split(",")) == _HEAD
 
@@ -36,7 +36,7 @@ class AzureTraceReader(TraceReaderProtocol):
 
 
 def _seconds(text: str, line: int) -> float:
-    """Read `2023-11-16 18:15:46.6805900`; what has no zone is UTC."""
+    """Read `2023-11-16 18:15:46.6805900`; without a zone it is UTC."""
     whole, dot, fraction = text.partition(".")
     digits, zone = (fraction.partition("+")[0], fraction.partition("+")[2]) if dot else ("", "")
     try:

@@ -1,4 +1,4 @@
-"""Timed chat logs: one object a line with a timestamp and messages, as applications write them."""
+"""Timed chat logs: one object per line with a timestamp and messages, as applications write them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sagellm.core import InvalidInputError, Tokenize, TraceReaderProtocol, Trace
 from sagellm.engines.traces.lines import has_keys, json_lines, number_of
 
 _MILLISECONDS_FROM = 1e11
-"""A larger number of seconds since 1970 lies in the year 5138: it counts milliseconds."""
+"""As seconds since 1970 this is the year 5138, so larger numbers are milliseconds."""
 
 
 class ChatLogReader(TraceReaderProtocol):
-    """Reads `timestamp`, `messages` and, if they are there, `response`, `user`, `conversation_id`.
+    """Reads `timestamp`, `messages` and, if present, `response`, `user`, `conversation_id`.
 
-    A timestamp is in seconds or milliseconds since any moment, or a date and time (ISO 8601). Messages
-    are OpenAI's; where there is no `response`, the last one is the answer if an assistant said it.
-    Each message is tokenized by itself, so that a conversation that goes on begins with the tokens
-    that it had; the embedded model's tokenizer does it unless another is given.
+    A timestamp is in seconds or milliseconds since any moment, or a date and time (ISO 8601). Messages are
+    OpenAI's; without a `response`, the last one is the answer if it is the assistant's. Each message is
+    tokenized separately, so that a continued conversation begins with the same tokens as before; the embedded
+    model's tokenizer is used unless another is given.
     """
 
     def __init__(self, tokenize: Tokenize | None = None) -> None:
         self._given = tokenize
 
     def can_read(self, name: str, first_line: str) -> bool:
-        """Know the format by its keys."""
+        """Recognize the format by its keys."""
         del name
         return has_keys(first_line, "timestamp", "messages")
 

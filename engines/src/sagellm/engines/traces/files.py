@@ -1,4 +1,4 @@
-"""Files of text, packed or not, by the ending of their name."""
+"""Text files, compressed or not, by their extension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 
 PackingError = lzma.LZMAError
-"""What is raised for a file that is not packed as its name says, beside OSError and EOFError."""
+"""Raised for a file that is not compressed as its name says, besides OSError and EOFError."""
 
 
 def open_text(path: Path, mode: str = "r") -> IO[str]:
@@ -23,5 +23,5 @@ def open_text(path: Path, mode: str = "r") -> IO[str]:
 
 
 def plain_name(path: Path) -> str:
-    """Return the name without what packing adds to it."""
+    """Return the name without the compression suffix."""
     return path.name.removesuffix(path.suffix) if path.suffix in _OPENERS else path.name

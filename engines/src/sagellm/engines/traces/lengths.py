@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: distributions of whole numbers, written as text.
+"""Lengths of prompts and outputs: distributions of whole numbers, written as text.
 
 `512`, `uniform:LOW:HIGH`, `normal:MEAN:SD`, `lognormal:MEDIAN:SIGMA`, `exponential:MEAN`.
 """
@@ -13,7 +13,7 @@ from sagellm.core import ConfigError, nearest
 
 _Draw = Callable[[Random, tuple[float, ...]], float]
 
-# name → names of its parameters, and how one length is drawn
+# name → names of its parameters, and a function that draws a length
 _KINDS: dict[str, tuple[tuple[str, ...], _Draw]] = {
     "fixed": (("LENGTH",), lambda rng, given: given[0]),
     "uniform": (("LOW", "HIGH"), lambda rng, given: rng.randint(int(given[0]), int(given[1]))),

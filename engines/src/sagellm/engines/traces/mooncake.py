@@ -1,4 +1,4 @@
-"""The Mooncake traces: one object a line with timestamp (ms), input_length, output_length, hash_ids."""
+"""The Mooncake traces: one object per line with timestamp (ms), input_length, output_length, hash_ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sagellm.core import Tokenize, TraceReaderProtocol, TraceRequest
 from sagellm.engines.traces.lines import count_of_tokens, has_keys, ints_of, json_lines, number_of
 
 BLOCK_TOKENS = 512
-"""So many tokens stand behind a hash id."""
+"""Tokens per hash id."""
 
 
 class MooncakeTraceReader(TraceReaderProtocol):
@@ -19,7 +19,7 @@ class MooncakeTraceReader(TraceReaderProtocol):
         del tokenize
 
     def can_read(self, name: str, first_line: str) -> bool:
-        """Know the format by its keys."""
+        """Recognize the format by its keys."""
         del name
         return has_keys(first_line, "timestamp", "input_length")
 

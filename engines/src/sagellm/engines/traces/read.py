@@ -30,9 +30,9 @@ def read_trace(
 ) -> list[TraceRequest]:
     """Read the first `limit` requests, ordered by arrival, on a clock that starts with the first.
 
-    Requests without a prompt or an output are left out. Without a name the reader is found by the
-    file. Raises ConfigError for a file that is not there or that no reader knows, and
-    UnknownProviderError for a name that no reader has.
+    Requests without a prompt or an output are left out. Without a name, the reader is chosen by the file.
+    Raises ConfigError for a file that does not exist or that no reader knows, and UnknownProviderError for an
+    unknown reader's name.
     """
     try:
         with open_text(path) as file:

@@ -1,4 +1,4 @@
-"""Our own format of traces, JSON lines: docs/traces.md is its specification."""
+"""Our own trace format, JSON lines, specified in docs/traces.md."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class SageLLMTraceReader(TraceReaderProtocol):
         del tokenize
 
     def can_read(self, name: str, first_line: str) -> bool:
-        """Know the format by its head."""
+        """Recognize the format by its header."""
         del name
         return has_keys(first_line, "format", "version") and json.loads(first_line)["format"] == FORMAT
 
     def read(self, lines: IO[str]) -> Iterator[TraceRequest]:
-        """Yield the lines after the head."""
+        """Yield the lines after the header."""
         rows = json_lines(lines)
         line, head = next(rows, (1, {}))
         if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
@@ -40,7 +40,7 @@ class SageLLMTraceReader(TraceReaderProtocol):
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest], about: Mapping[str, Any] | None = None) -> None:
-    """Write a trace, packed if the name ends with .xz, .gz or .bz2; the head also has what `about` says.
+    """Write a trace, compressed if the name ends with .xz, .gz or .bz2; the header includes `about`.
 
     Raises ConfigError if the file cannot be written, InvalidInputError if requests have blocks of
     different sizes.

@@ -8,7 +8,7 @@ from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
 
 
 class InlineExecutor(ExecutorProtocol):
-    """`submit` computes, and `collect` hands over what came of it."""
+    """`submit` computes a step, and `collect` returns its output."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
@@ -24,7 +24,7 @@ class InlineExecutor(ExecutorProtocol):
             self._done.append(error)
 
     def collect(self) -> StepOutput:
-        """Return the output of the oldest step that was not collected yet, or raise its error."""
+        """Return the output of the oldest step not yet collected, or raise its error."""
         done = self._done.popleft()
         if isinstance(done, StepOutput):
             return done

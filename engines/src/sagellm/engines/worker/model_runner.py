@@ -30,10 +30,10 @@ class ModelRunner:
         self.backend.initialize_kv_caches([self._layout], [num_blocks])
 
     def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:
-        """Lay the tokens of all rows one after another.
+        """Concatenate the tokens of all rows.
 
-        Logits are asked for at the last known token and the drafts (`num_drafts`) of each sampled row,
-        and after these where prompts are scored.
+        Logits are requested at the last known token and the drafts (`num_drafts`) of each sampled row, and
+        after these at the positions of prompts that are scored.
         """
         size, seats = self._block_size, step.seats
         num_new, starts = step.num_new.astype(np.int64), step.starts.astype(np.int64)

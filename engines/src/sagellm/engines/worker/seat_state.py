@@ -1,4 +1,4 @@
-"""What a worker knows of the sequences in its seats."""
+"""What a worker knows about the sequences in its seats."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SeatState:
     """Tokens, block table and sampling parameters by seat.
 
     Tables are as large as the longest sequences in all seats need, but memory that no sequence has
-    reached is never touched. What a seat's last occupant left is overwritten as the next one grows, and
-    read by nobody before.
+    reached is never touched. Data left by a seat's last occupant is overwritten as the next one grows, and
+    never read before that.
     """
 
     def __init__(self, num_seats: int, *, max_tokens: int, block_size: int) -> None:
@@ -34,7 +34,7 @@ class SeatState:
         return arrival
 
     def update(self, step: StepInput) -> None:
-        """Take in who left, who arrived, with which drafts, and which blocks sequences were given."""
+        """Apply a step's departures, arrivals, drafts and block updates."""
         for seat in step.departures:
             self._arrivals[seat] = self.logits_states[seat] = None
         for arrival in step.arrivals:
@@ -47,7 +47,7 @@ class SeatState:
                 self.tokens[seat, end - len(draft) : end] = draft
 
     def output_before(self, seat: int, position: int) -> Sequence[int]:
-        """Return a copy of the output tokens of a sequence that stand before a position."""
+        """Return a copy of a sequence's output tokens before a position."""
         return array("i", self.tokens[seat, self[seat].num_prompt : position].tobytes())
 
     def _take_in(self, arrival: SeatArrival) -> None:

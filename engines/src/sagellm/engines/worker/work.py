@@ -28,12 +28,12 @@ class WorkMetrics:
 
 
 class WorkMeter:
-    """Adds up the work of steps, by a few numpy calls per step."""
+    """Adds up the work of steps, with a few numpy calls per step."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_tokens = self._num_logits_rows = 0
-        self._num_context_tokens = 0  # for each token those before it, and itself
-        self._num_kv_tokens = 0  # for each sequence of a step all that it has
+        self._num_context_tokens = 0  # for each token, those before it and itself
+        self._num_kv_tokens = 0  # for each sequence of a step, all its tokens
 
     def add(self, batch: InputBatch) -> None:
         """Count a step that was computed."""

@@ -44,9 +44,9 @@ class _Draw(NamedTuple):
 class Worker:
     """Runs the model and the sampler over its seats, inside the context that `around` returns.
 
-    A failure in the forward pass or in sampling is an error of every row of the step; the core submits
-    the rows again by halves until the failing sequence is alone. A failure before it, such as one of
-    `kv_ops`, is raised.
+    A failure in the forward pass or in sampling is an error of every row of the step; the core resubmits the
+    rows in halves until the failing sequence is alone. An earlier failure, such as one of `kv_ops`, is
+    raised.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Worker:
         ]
 
     def _sample(self, step: StepInput, draws: Sequence[_Draw], logits: torch.Tensor) -> StepOutput:
-        """Draw a token at each of the logits and keep, of each row, those up to the first refused draft.
+        """Draw a token at each of the logits and keep, for each row, those up to the first rejected draft.
 
-        A draft is accepted if it is the token that is drawn in its place, so the output is the same as
-        without drafts.
+        A draft is accepted if it equals the token drawn in its place, so the output is the same as without
+        drafts.
         """
         drawn = self.sampler.sample(logits, [each for draw in draws for each in self._rows(draw)])
         counts = np.zeros(len(step.seats), np.int32)

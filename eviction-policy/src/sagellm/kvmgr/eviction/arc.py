@@ -1,4 +1,4 @@
-"""Adaptive replacement: recency against frequency, as the load wants it."""
+"""Adaptive replacement: balances recency and frequency by the load."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from sagellm.kvmgr.eviction.segmented import SegmentedEvictionPolicy
 
 
 class ARCEvictionPolicy(SegmentedEvictionPolicy):
-    """Keeps a queue of nodes that were used once and one of those used again, and learns their sizes.
+    """Keeps one queue of nodes used once and one of nodes used again, and adapts their sizes.
 
-    When something comes back that was evicted from one of them, that queue was too small. After N.
+    When a node that was evicted from one of them comes back, that queue was too small. After N.
     Megiddo and D. Modha, "ARC: a self-tuning, low overhead replacement cache" (2003), over nodes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._target = 0.0  # young nodes that are wanted
+        self._target = 0.0  # target number of young nodes
         self._evicted_young: OrderedDict[NodeId, None] = OrderedDict()
         self._evicted_kept: OrderedDict[NodeId, None] = OrderedDict()
 
     def order(self, node: CachedNode) -> float:
-        """The last use, in nanoseconds."""
+        """By last use, in nanoseconds."""
         return node.last_access_ns
 
     def enter(self, node: CachedNode) -> None:
-        """Adapt to what came back; that is kept."""
+        """Adapt to a node that came back, and keep it."""
         former = node.former_id
         if former is None:
             return
@@ -45,11 +45,11 @@ class ARCEvictionPolicy(SegmentedEvictionPolicy):
         self.keep(node)
 
     def takes_young(self) -> bool:
-        """Take from the queue that is larger than it shall be."""
+        """Take from the queue that exceeds its target."""
         return self.num_young > self._target
 
     def leave(self, node: CachedNode) -> None:
-        """Remember from which queue it went; no more of these than there are nodes."""
+        """Remember from which queue it was evicted, for at most as many nodes as there are now."""
         ghosts = self._evicted_kept if node.node_id in self.kept else self._evicted_young
         ghosts[node.node_id] = None
         while len(ghosts) > max(64, len(self.nodes)):

@@ -1,4 +1,4 @@
-"""Belady's optimum, which knows the future: a bound for replays, and of no use in an engine."""
+"""Belady's optimum, which knows the future: a bound for replays, of no use in an engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sagellm.core.protocols.eviction import (
 )
 
 NextUse = Callable[[CachedNode], float]
-"""When the last block of a node is used next, in any unit; infinity for never."""
+"""The time of the next use of a node's last block, in any unit; infinity for never."""
 
 
 class BeladyEvictionPolicy(EvictionPolicyProtocol):
-    """Evicts the leaf whose last block is used again at the latest time, or never.
+    """Evicts the leaf whose last block is used again latest, or never.
 
     After L. A. Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), for
-    a tree: a parent is never used later than its children, so leaves alone compete. It is the optimum
-    if the cache evicts block by block. Only a replay can tell `next_use`; without it, this policy is
+    a tree: a parent is never used later than its children, so only leaves compete. It is optimal
+    if the cache evicts block by block. Only a replay can supply `next_use`; without it, this policy is
     refused.
     """
 
@@ -36,7 +36,7 @@ class BeladyEvictionPolicy(EvictionPolicyProtocol):
             )
         self._next_use = next_use
         self._heap: list[tuple[float, NodeId, CachedNode]] = []  # latest next use first; some stale
-        self._live: dict[NodeId, float] = {}  # what stands in the heap for a candidate
+        self._live: dict[NodeId, float] = {}  # the valid heap entry of each candidate
         self._metrics = EvictionMetrics()
 
     def on_insert(self, node: CachedNode) -> None:
@@ -53,17 +53,17 @@ class BeladyEvictionPolicy(EvictionPolicyProtocol):
         self._metrics.num_victims += 1
 
     def add_candidate(self, node: CachedNode) -> None:
-        """Rank it by its next use as it is now."""
+        """Rank it by its current next use."""
         key = -self._next_use(node)
         self._live[node.node_id] = key
         heappush(self._heap, (key, node.node_id, node))
 
     def remove_candidate(self, node: CachedNode) -> None:
-        """Take it out of the ranking."""
+        """Remove it from the ranking."""
         self._live.pop(node.node_id, None)
 
     def victim(self) -> CachedNode | None:
-        """Return the candidate that is used last; one that was shortened is ranked anew."""
+        """Return the candidate with the latest next use; rank a shortened one again."""
         heap, live = self._heap, self._live
         while heap:
             key, node_id, node = heap[0]
@@ -79,7 +79,7 @@ class BeladyEvictionPolicy(EvictionPolicyProtocol):
     def select_victims(
         self, candidates: Sequence[EvictionCandidate], required_blocks: int
     ) -> list[SequenceId]:
-        """Refuse: what a sequence does next is not known. Raises ConfigError."""
+        """Refuse: a sequence's next use is unknown. Raises ConfigError."""
         raise ConfigError("belady chooses among the nodes of a replay, not among sequences")
 
     def metrics(self) -> EvictionMetrics:

@@ -7,7 +7,7 @@ from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
 class FIFOEvictionPolicy(RankedEvictionPolicy):
-    """Evicts what entered first, however often it was used since: a baseline, and for one-off work.
+    """Evicts what entered first, however often used since: a baseline, and for one-off work.
 
     A candidate does not say when its sequence began, so `select_victims` takes the order in which
     candidates are given as their order of arrival.

@@ -10,14 +10,14 @@ from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
 class LFUEvictionPolicy(RankedEvictionPolicy):
-    """Evicts what was used least often, of equals what was not used for the longest time.
+    """Evicts the least often used leaf, the least recently used among equals.
 
-    Counts go on where a node comes back that the cache remembers, so that a conversation that was
-    evicted between two turns does not begin anew. What was used often long ago stays.
+    Counts resume when a node that the cache remembers comes back, so that a conversation evicted
+    between two turns does not start from zero. What was used often long ago stays.
     """
 
     sequence_keys = (attrgetter("access_count"), attrgetter("last_access_time"))
 
     def node_key(self, node: CachedNode) -> RankingKey:
-        """Hits, then the last use."""
+        """By hits, then by last use."""
         return (node.access_count, node.last_access_ns)

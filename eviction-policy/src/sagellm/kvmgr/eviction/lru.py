@@ -9,10 +9,10 @@ from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 
 class LRUEvictionPolicy(RankedEvictionPolicy):
-    """Evicts what was not used for the longest time: for chat, where turns follow each other soon."""
+    """Evicts what was unused for the longest time: for chat, where turns follow each other soon."""
 
     sequence_keys = (attrgetter("last_access_time"),)
 
     def node_key(self, node: CachedNode) -> float:
-        """The last use, in nanoseconds."""
+        """By last use, in nanoseconds."""
         return node.last_access_ns

@@ -1,4 +1,4 @@
-"""Evicts what the installed lifetime predictor does not expect back."""
+"""Evicts what the lifetime predictor does not expect back."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from sagellm.core.protocols.lifetime import (
 from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
 _FIRST_AGE_S = 16.0
-"""The predictor is asked again at this age of a turn, and then whenever the age has doubled."""
+"""The predictor is asked again at this age of a turn, and then each time the age has doubled."""
 
 _MAX_CALLS = 4
-"""Calls of the predictor that one call here may make of those that are due."""
+"""Due calls of the predictor per call of the policy, at most."""
 
 _MAX_HISTORY = 32
 _MAX_GONE = 100_000
 _MIN_SHARE = 0.3
-"""An evicted conversation is back if more than this share of it is."""
+"""An evicted conversation counts as back if more than this share of it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,27 +38,27 @@ class _Chat:
     """A conversation: all nodes on its path belong to it."""
 
     number: int
-    history: list[int]  # how long it began, then a bucket for each gap
+    history: list[int]  # bucket of its first length, then one per gap
     used_s: float
     depth: int
     leaf: CachedNode | None  # the newest, while it is cached
     turn: int = 0
-    is_open: bool = True  # the predictor does not know yet what became of this turn
-    due_turn: int = -1  # the one for which an entry waits to be asked about
+    is_open: bool = True  # the predictor has not learnt the outcome of this turn yet
+    due_turn: int = -1  # the turn with an entry waiting to be asked about
     asked_s: float = 0.0
-    return_s: float | None = None  # None: nobody knows; infinity: not before the horizon
+    return_s: float | None = None  # None: unknown; infinity: not before the horizon
 
     @property
     def name(self) -> SequenceId:
-        """What the predictor knows the turn by."""
+        """The sequence id of the turn for the predictor."""
         return SequenceId(f"{self.number}.{self.turn}")
 
 
 class _Due(NamedTuple):
-    """A turn of a conversation that something is to be done about."""
+    """A turn of a conversation with something due."""
 
     when_s: float
-    number: int  # of the conversation; decides between equal times
+    number: int  # of the conversation; breaks ties
     chat: _Chat
     turn: int
 
@@ -72,23 +72,23 @@ def _to_come(candidate: EvictionCandidate) -> float:
 
 
 class PredictiveEvictionPolicy(RankedEvictionPolicy):
-    """Evicts first what is not expected back, then what is expected last; where nobody knows, by last use.
+    """Evicts first what is not expected back, then what is expected last; if unknown, by last use.
 
-    The lifetime of a cached turn is the time until its conversation goes on. A lifetime predictor learns
-    it as it learns outputs, a second for a token: it is told the gap when a conversation is back, and
-    `horizon_s` when it is not by then; it is asked at the turn, and again while it waits, how much is still
-    to come. The "prompt" is the conversation's past: how long it began, and the gaps so far. The predictor
-    must be the policy's own, as outputs are something else; the engine makes one of the configured kind.
+    The lifetime of a cached turn is the time until its conversation continues. A lifetime predictor learns
+    it like output lengths, one token per second: it learns the gap when a conversation comes back, and
+    `horizon_s` if it has not by then; it predicts the time left at the turn, and again while
+    waiting. The "prompt" is the conversation's past: its first length, and the gaps so far. The predictor
+    must be the policy's own, as output lengths differ; the engine makes one of the configured kind.
 
-    A prediction counts with a confidence of at least `min_confidence`. One that reaches the horizon says
-    "not expected", as does a conversation that went on without the leaf. Where none counts, the time
+    A prediction counts if its confidence is at least `min_confidence`. One that reaches the horizon means
+    "not expected", as does a conversation that continued without the leaf. If no prediction counts, the time
     to the next use is taken to be that since the last one, which is LRU. Without a predictor it is LRU.
 
-    A conversation goes on where the first prompt after it is inserted, or where it was evicted and is back;
-    a node that several prompts continue (a system prompt) belongs to none. `select_victims` takes what has
-    most to come by `estimated_lifetime`, as it holds its blocks longest; where none is known, it is 0. Of
-    equals the longest unused goes first. Each call is O(log nodes); an insertion asks the predictor at most
-    five times, a decision never.
+    A conversation continues when the first prompt after it is inserted, or when it was evicted and is back;
+    a node that several prompts continue (a system prompt) belongs to none. `select_victims` takes the
+    sequences with the largest `estimated_lifetime`, as they hold their blocks longest; unknown counts as 0.
+    Among equals, the longest unused goes first. Each call is O(log nodes); an insertion asks the predictor
+    at most five times, a decision never.
     """
 
     sequence_keys = (_to_come, attrgetter("last_access_time"))
@@ -114,14 +114,14 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         self._chats: dict[NodeId, _Chat] = {}
         self._gone: OrderedDict[NodeId, _Chat] = OrderedDict()
         self._continued: set[NodeId] = set()  # a prompt was inserted after it
-        self._common: set[NodeId] = set()  # several were
+        self._common: set[NodeId] = set()  # several prompts were
         self._open: deque[_Due] = deque()  # turns until their horizon, oldest first
         self._to_ask: list[_Due] = []  # a heap
         self._now_s = 0.0
         self._num_chats = self._num_asked = self._num_known = self._num_not_expected = 0
 
     def on_insert(self, node: CachedNode) -> None:
-        """Find the conversation that goes on with it, or begin one."""
+        """Find the conversation that this node continues, or begin one."""
         super().on_insert(node)
         now_s = self._see(node.created_ns)
         self._ask_due()
@@ -137,7 +137,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
             self._ranking.add(left)  # the conversation went on without it
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
-        """Both parts belong to whom the whole did."""
+        """Both parts belong to the conversation of the whole."""
         super().on_insert(upper)
         chat = self._chats.get(lower.node_id)
         if chat is not None:
@@ -146,7 +146,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
             self._common.add(upper.node_id)
 
     def on_hit(self, node: CachedNode) -> None:
-        """Note that its conversation is back."""
+        """Record that its conversation is back."""
         now_s = self._see(node.last_access_ns)
         chat = self._chats.get(node.node_id)
         if chat is not None and node.node_id not in self._common:
@@ -168,7 +168,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         super().on_remove(node)
 
     def add_candidate(self, node: CachedNode) -> None:
-        """Rank it, and ask about it again in time."""
+        """Rank it, and schedule the next prediction."""
         now_s = self._see(node.last_access_ns)
         chat = self._chats.get(node.node_id)
         if chat is not None and chat.leaf is node:
@@ -177,7 +177,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         super().add_candidate(node)
 
     def metrics(self) -> EvictionMetrics:
-        """Return the counts so far; the details say what the predictor was asked and answered."""
+        """Return the counts so far; the details count the predictor's calls and answers."""
         details = {
             "num_asked": float(self._num_asked),
             "num_return_known": float(self._num_known),
@@ -188,17 +188,17 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
     def node_key(self, node: CachedNode) -> RankingKey:
         """Rank first what is not expected back, then by return or by last use."""
         chat, used_s = self._chats.get(node.node_id), node.last_access_ns / 1e9
-        if chat is None:  # it came before this policy did
+        if chat is None:  # it is older than this policy
             return (1, used_s)
         if used_s < chat.used_s or chat.return_s == math.inf:
             return (0, used_s)
         if chat.return_s is None:
             return (1, used_s)
-        # As if it had been used so long before as it is due after.
+        # As if its last use were as long ago as its next use is ahead.
         return (1, 2 * chat.asked_s - chat.return_s)
 
     def _see(self, time_ns: int) -> float:
-        """Move the time on, and tell the predictor of turns whose horizon has passed."""
+        """Advance the time, and teach the predictor the turns whose horizon has passed."""
         now_s = self._now_s = max(self._now_s, time_ns / 1e9)
         for _ in range(_MAX_CALLS):
             if not self._open or self._open[0].when_s > now_s:
@@ -210,7 +210,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         return now_s
 
     def _former(self, node: CachedNode, now_s: float) -> _Chat | None:
-        """Return the conversation that was evicted and is back."""
+        """Return the evicted conversation that is now back."""
         if node.former_id is None:
             return None
         chat = self._gone.get(node.former_id) or self._chats.get(node.former_id)
@@ -220,7 +220,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         return chat
 
     def _of_parent(self, node: CachedNode) -> _Chat | None:
-        """Return the conversation of the node before, if this is the first to go on from there."""
+        """Return the parent's conversation, if this node is the first to continue it."""
         parent_id = node.parent_id
         if parent_id is None or parent_id not in self._chats:
             return None
@@ -231,7 +231,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         return self._chats[parent_id]
 
     def _return(self, chat: _Chat, now_s: float) -> None:
-        """Note that a conversation is back; once for all nodes on its path."""
+        """Record that a conversation is back; once for all nodes on its path."""
         gap_s = now_s - chat.used_s
         if gap_s <= 0:
             return
@@ -261,7 +261,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
             heappush(self._to_ask, _Due(when_s, chat.number, chat, chat.turn))
 
     def _ask_due(self) -> None:
-        """Ask again about a few turns that have grown older."""
+        """Ask again about a few turns that are due."""
         for _ in range(_MAX_CALLS):
             if not self._to_ask or self._to_ask[0].when_s > self._now_s:
                 break
@@ -274,7 +274,7 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
                 self._ranking.add(leaf)
 
     def _ask(self, chat: _Chat) -> None:
-        """Find out when a conversation is back."""
+        """Predict when a conversation comes back."""
         chat.asked_s = now_s = self._now_s
         age_s = int(now_s - chat.used_s)
         if age_s >= self._horizon_s:

@@ -1,4 +1,4 @@
-"""Tenants share the cache by weight."""
+"""Shares the cache among tenants by weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sagellm.kvmgr.eviction.reuse import ReuseEvictionPolicy
 _logger = get_logger(__name__)
 
 _SLACK = 0.01
-"""A leaf may give so much of its tenant's share more than what is above it: else blocks go one by one."""
+"""Share of its tenant's blocks that a leaf may give up beyond the excess, so as not to go block by block."""
 
 _MAX_STALE = 64
 _BLOCKS, _LAST_USE, _IS_PINNED = map(attrgetter, ("block_ids", "last_access_time", "is_pinned"))
@@ -35,14 +35,14 @@ _BLOCKS, _LAST_USE, _IS_PINNED = map(attrgetter, ("block_ids", "last_access_time
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """What one tenant has in the cache, and the policy that ranks it."""
+    """One tenant's state, and the policy that ranks its nodes."""
 
     number: int
     weight: float
     policy: EvictionPolicyProtocol
     num_blocks: int = 0
     num_nodes: int = 0
-    claimed: float = -math.inf  # the highest level that stands for it in the heap
+    claimed: float = -math.inf  # its highest level in the heap
 
     @property
     def level(self) -> float:
@@ -51,16 +51,16 @@ class _Tenant:
 
 
 class QoSEvictionPolicy(EvictionPolicyProtocol):
-    """Takes from the tenant that holds most for its weight, and there what the policy `within` takes.
+    """Evicts from the tenant that holds most for its weight, in the order of the policy `within`.
 
-    The share of a tenant is weight ÷ weights of all who have blocks, of the blocks that are cached. Who
-    holds most for its weight is never below its share, and gives down to 1 % below it at once, at
-    least a block: so no tenant loses a block of its share to one that is above its own. What one does
-    not use, the others have until it wants it back.
+    A tenant's share of the cached blocks is its weight ÷ the weights of all tenants with blocks. The tenant
+    that holds most for its weight is never below its share, and gives up blocks down to 1 % below it at once,
+    at least one: so no tenant loses a block of its share to another that exceeds its own. Others may use
+    what a tenant leaves unused until it wants it back.
 
     `weights` are by tenant, `default_weight` for the rest; `within` is `lru` or `reuse`, which learns
     from all tenants together and ranks each by itself. A node belongs to the tenant of its namespace.
-    Each call is that of the policy within and O(log tenants), amortised.
+    Each call costs that of the policy within plus O(log tenants), amortised.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._default_weight = default_weight
         self._make = _maker(within)
         self._tenants: dict[str, _Tenant] = {}
-        self._counted: dict[NodeId, int] = {}  # blocks of a node, as they were counted
-        self._heap: list[tuple[float, int, _Tenant]] = []  # fullest first; claims, not always true
-        self._changed: set[_Tenant] = set()  # whose claim may be too low
+        self._counted: dict[NodeId, int] = {}  # blocks counted for each node
+        self._heap: list[tuple[float, int, _Tenant]] = []  # fullest first; claims may be outdated
+        self._changed: set[_Tenant] = set()  # tenants whose claim may be too low
         self._num_blocks, self._weight = 0, 0.0  # of all tenants
         self._num_tenants = 0  # ever
         self._added: CachedNode | None = None  # the last candidate: its prefix may be growing
@@ -92,7 +92,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._count(node).policy.on_insert(node)
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
-        """Count the two parts for what the whole was."""
+        """Count the two parts in place of the whole."""
         self._metrics.num_inserted += 1
         self._count(lower)
         self._count(upper).policy.on_split(upper, lower)
@@ -102,12 +102,12 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._count(node).policy.on_resize(node, num_more)
 
     def on_hit(self, node: CachedNode) -> None:
-        """Tell its tenant's policy."""
+        """Report it to its tenant's policy."""
         self._metrics.num_hits += 1
         self._count(node).policy.on_hit(node)
 
     def on_remove(self, node: CachedNode) -> None:
-        """Count it out; a tenant goes with its last node."""
+        """Subtract it; a tenant is removed with its last node."""
         tenant = self._count(node)
         tenant.policy.on_remove(node)
         num_blocks = self._counted.pop(node.node_id)
@@ -120,21 +120,21 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         if not tenant.num_nodes:
             del self._tenants[node.namespace.account]
             self._weight = self._weight - tenant.weight if self._tenants else 0.0
-            tenant.policy = self._make()  # the heap may hold the tenant for long, but not its nodes
+            tenant.policy = self._make()  # the heap may hold the tenant for long, but must not hold its nodes
 
     def add_candidate(self, node: CachedNode) -> None:
-        """Let it be ranked among its tenant's."""
+        """Rank it among its tenant's candidates."""
         tenant = self._count(node)
         tenant.policy.add_candidate(node)
         self._count_again(self._added)
         self._added = node
 
     def remove_candidate(self, node: CachedNode) -> None:
-        """Take it out of its tenant's ranking."""
+        """Remove it from its tenant's ranking."""
         self._count(node).policy.remove_candidate(node)
 
     def victim(self) -> CachedNode | None:
-        """Return what the fullest tenant that has candidates gives first."""
+        """Return the first victim of the fullest tenant that has candidates."""
         self._count_again(self._added)
         self._count_again(self._named)
         for tenant in self._changed:
@@ -159,7 +159,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         return None
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
-        """Give up what is above the tenant's share, and 1 % of it."""
+        """Give up the tenant's excess over its share, and 1 % of the share."""
         tenant = self._tenants[node.namespace.account]
         num_blocks = tenant.policy.num_victim_blocks(node, num_wanted)
         if len(self._tenants) == 1:
@@ -170,9 +170,9 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
     def select_victims(
         self, candidates: Sequence[EvictionCandidate], required_blocks: int
     ) -> list[SequenceId]:
-        """Choose sequences of the tenant that holds most for its weight, by their last use.
+        """Choose sequences of the tenant that holds most for its weight, by last use.
 
-        A tenant holds the blocks of its candidates, the pinned ones too; shared ones count twice here.
+        A tenant holds the blocks of its candidates, including pinned ones; shared blocks count twice here.
         """
         of_tenant: defaultdict[str, list[EvictionCandidate]] = defaultdict(list)
         for candidate in candidates:
@@ -189,7 +189,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         return replace(self._metrics, num_candidates=num_candidates, details=details)
 
     def _by_level(self, of_tenant: Mapping[str, list[EvictionCandidate]]) -> Iterator[EvictionCandidate]:
-        """Yield sequences as they go, each from the tenant that is fullest by then."""
+        """Yield sequences in eviction order, each from the tenant that is then fullest."""
         heap = []
         for number, (name, group) in enumerate(of_tenant.items()):
             weight = self._weight_of(name)
@@ -205,7 +205,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
                 heapreplace(heap, (level + len(candidate.block_ids) / weight, number, weight, ordered))
 
     def _count(self, node: CachedNode) -> _Tenant:
-        """Bring the count of a node's blocks up to date and return its tenant."""
+        """Update the count of a node's blocks and return its tenant."""
         tenant = self._tenants.get(node.namespace.account) or self._add_tenant(node.namespace.account)
         counted = self._counted.get(node.node_id)
         if counted != node.num_blocks:
@@ -234,7 +234,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         return self._weights.get(name, self._default_weight)
 
     def _claim(self, tenant: _Tenant) -> None:
-        """Let a tenant stand in the heap at its level, unless it stands higher."""
+        """Put a tenant in the heap at its level, unless it has a higher entry."""
         if tenant.num_nodes and tenant.level > tenant.claimed:
             tenant.claimed = tenant.level
             heappush(self._heap, (-tenant.claimed, tenant.number, tenant))
@@ -244,7 +244,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
 
 
 def _by_use(group: list[EvictionCandidate]) -> Iterator[EvictionCandidate]:
-    """Yield what may be chosen in the order of its last use; sorts when it is first asked."""
+    """Yield a tenant's sequences by last use; sorts on first use."""
     yield from filterfalse(_IS_PINNED, sorted(group, key=_LAST_USE))
 
 

@@ -1,4 +1,4 @@
-"""What all policies have in common that are a key function and nothing else."""
+"""The common part of policies that consist of a key function."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SequenceKey: TypeAlias = Callable[[EvictionCandidate], float]
 
 
 class RankedEvictionPolicy(EvictionPolicyProtocol):
-    """An eviction policy given by a key for nodes and some for sequences.
+    """An eviction policy defined by a key for nodes and keys for sequences.
 
-    The smallest key goes first; equal nodes go by age. `sequence_keys` rank sequences, the most telling
-    one first; equal sequences go in the order given.
+    The smallest key goes first; equal nodes go by age. `sequence_keys` rank sequences, the most significant
+    first; equal sequences go in the order given.
     """
 
     sequence_keys: tuple[SequenceKey, ...] = ()
@@ -43,7 +43,7 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
         self._metrics.num_inserted += 1
 
     def on_hit(self, node: CachedNode) -> None:
-        """Count it, and move the node if it may be chosen: its key may have changed."""
+        """Count it, and rank it again if it is a candidate: its key may have changed."""
         self._metrics.num_hits += 1
         if node in self._ranking:
             self._ranking.add(node)
@@ -55,21 +55,21 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
             self._named = None
 
     def add_candidate(self, node: CachedNode) -> None:
-        """Rank the node among those that may be chosen."""
+        """Add the node to the ranking."""
         self._ranking.add(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
-        """Take the node out of the ranking."""
+        """Remove the node from the ranking."""
         self._ranking.discard(node)
 
     def victim(self) -> CachedNode | None:
-        """Return the candidate with the smallest key, or None when there is none."""
+        """Return the candidate with the smallest key, or None if there is none."""
         node = self._ranking.first()
         self._named = None if node is None else node.node_id
         return node
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield candidates by their keys; none if a subclass overrides the call for each that leaves."""
+        """Yield candidates by their keys; none if a subclass overrides `on_remove`."""
         if type(self).on_remove is not RankedEvictionPolicy.on_remove:
             return iter(())
         return self._ranking.take(num_blocks)
@@ -79,7 +79,7 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
     ) -> list[SequenceId]:
         """Choose sequences by their keys until their blocks cover `required_blocks`.
 
-        A block that several of them share counts once. O(candidates · log candidates), in a sort.
+        A block shared by several counts once. O(candidates · log candidates), in a sort.
         """
         return choose(in_order(candidates, *self.sequence_keys), required_blocks)
 
@@ -90,7 +90,7 @@ class RankedEvictionPolicy(EvictionPolicyProtocol):
 
 
 def in_order(candidates: Iterable[EvictionCandidate], *keys: SequenceKey) -> Iterator[EvictionCandidate]:
-    """Yield sequences by keys, the first one first; equals are put in order only when they are reached."""
+    """Yield sequences by keys, the first key first; equals are sorted only when reached."""
     if not keys:
         yield from candidates
         return
@@ -104,7 +104,7 @@ def in_order(candidates: Iterable[EvictionCandidate], *keys: SequenceKey) -> Ite
 
 
 def choose(ordered: Iterable[EvictionCandidate], required_blocks: int) -> list[SequenceId]:
-    """Take sequences that are not pinned, in their order, until their blocks cover `required_blocks`."""
+    """Take unpinned sequences, in order, until their blocks cover `required_blocks`."""
     chosen: list[SequenceId] = []
     covered: set[int] = set()
     for candidate in ordered:

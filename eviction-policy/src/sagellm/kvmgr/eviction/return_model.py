@@ -1,4 +1,4 @@
-"""Who comes back and when: a mixture cure model of conversations, learnt online."""
+"""Which conversations come back, and when: a mixture cure model, learnt online."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sagellm.kvmgr.eviction.return_ranking import Worth
 _Floats = NDArray[np.float64]
 
 TYPICAL_GAP_S = 120.0
-"""Between two turns, before anything was learnt."""
+"""The gap between two turns, before anything has been learnt."""
 
 NUM_CHANCES = 32
-"""The number of chances for which the worth of room is tabulated."""
+"""The number of chances for which the worth of cache room is tabulated."""
 
 _LOG_TYPICAL = math.log(TYPICAL_GAP_S)
 _NUM_AGES = 48
-_AGES: _Floats = np.concatenate([[0.0], np.geomspace(0.06, 200.0, _NUM_AGES)])  # in a conversation's own pace
+_AGES: _Floats = np.concatenate([[0.0], np.geomspace(0.06, 200.0, _NUM_AGES)])  # in units of the scale
 _WIDTHS: _Floats = np.diff(_AGES)
 _EDGES: list[float] = _AGES.tolist()
 _LATER = np.tri(_NUM_AGES + 1, k=-1, dtype=bool).T[:-1]  # (ages, ages + 1): whether the second is later
@@ -35,31 +35,31 @@ _LEAST_SPAN_S = 1e-3
 
 
 class TurnFacts(NamedTuple):
-    """What is known of one turn of a conversation when it comes."""
+    """What is known about a turn of a conversation when it arrives."""
 
     time_s: float
     number: int  # 1 for the first
     log_gaps: float  # sum of the logarithms of the gaps so far, in seconds
-    gap_s: float | None  # since the turn before
-    new: float  # length of what is new in it, in any unit
+    gap_s: float | None  # since the previous turn
+    new: float  # length of its new part, in any unit
     length: float  # of the whole prompt
-    known: float  # of what it has in common with what came before
+    known: float  # of the part it shares with earlier prompts
 
 
 class ReturnModel:
     """Predicts, for each turn, the chance that another one follows, and when.
 
-    A conversation goes on with probability π (logistic in what is known of its turn) after a gap of
+    A conversation continues with probability π (logistic in what is known about its turn) after a gap of
     scale · u seconds; its scale is that of its own gaps so far, u has one distribution for all (a
-    histogram). Turns that nothing has followed yet are weighted by the chance that something will,
+    histogram). Turns not followed yet are weighted by the probability that they will be,
     as in the EM algorithm for cure models (V. T. Farewell, Biometrics 38, 1982).
 
-    What room is worth: max over T of P(back before T) ÷ E[time until back or T], the Gittins index of
+    The worth of cache room: max over T of P(back before T) ÷ E[time until back or T], the Gittins index of
     a renewal process (J. C. Gittins, 1979), in returns per second.
 
-    Learning is continuous, in rounds over the last `window` turns: with every fourth turn, at first with
-    every second, a slice of 256 of them is summed up, and each round ends with one step of EM. A slice
-    takes about 0.1 ms and no other call more than a few µs.
+    Learning is continuous, in rounds over the last `window` turns: with every fourth turn, at first
+    every second, a slice of 256 of them is processed, and each round ends with one step of EM. A slice
+    takes about 0.1 ms, and any other call at most a few µs.
     """
 
     def __init__(self, *, window: int = 8192) -> None:
@@ -70,14 +70,14 @@ class ReturnModel:
         self._features = np.zeros((window, _NUM_FEATURES))
         self._pace = np.zeros((window, _NUM_PACE))
         self._times = np.zeros(window)
-        self._gaps = np.full(window, np.nan)  # until the next turn; not a number while there is none
+        self._gaps = np.full(window, np.nan)  # until the next turn; NaN if there is none yet
         self._weights = np.zeros(_NUM_FEATURES)
         self._weights[0] = -0.5
         self._pace_prior = np.array([_LOG_TYPICAL, 0.8, 0.0])
         self._pace_weights = self._pace_prior.copy()
         density = np.exp(-(np.log(_AGES[:-1] + _WIDTHS / 2) ** 2) / 2) * _WIDTHS / (_AGES[:-1] + _WIDTHS / 2)
         self._density: _Floats = density / density.sum()
-        # Until it has learnt from the first turns, the oldest of all earns least.
+        # Until it has learnt from the first turns, the oldest turn earns least.
         self._is_cold = True
         self._table = [[1 / (1 + age) for age in range(_NUM_AGES)] for _ in range(NUM_CHANCES)]
         self._weight_list: list[float] = self._weights.tolist()
@@ -85,7 +85,7 @@ class ReturnModel:
         self._learning = self._learn()
 
     def add(self, turn: TurnFacts) -> tuple[int, float, float]:
-        """Take a turn; returns its number here, the chance of another, and the scale of the gap (s)."""
+        """Add a turn; return its index here, the chance of another, and the scale of the gap (s)."""
         index = self._num_turns
         self._num_turns += 1
         self._now_s = turn.time_s
@@ -104,13 +104,13 @@ class ReturnModel:
         return index, 1 / (1 + math.exp(-logit)), scale
 
     def go_on(self, index: int, time_s: float) -> None:
-        """Note that another turn followed."""
+        """Record that another turn followed."""
         if index > self._num_turns - self._window:
             slot = index % self._window
             self._gaps[slot] = max(1e-3, time_s - self._times[slot])
 
     def worth(self, chance: float, scale_s: float, age_s: float) -> Worth:
-        """Return what the room of a turn earns, in returns per second, and for which ages this holds."""
+        """Return what the room of a turn earns, in returns per second, and the ages for which this holds."""
         column = min(_NUM_AGES - 1, bisect_right(_EDGES, max(0.0, age_s) / scale_s) - 1)
         index = self._table[min(NUM_CHANCES - 1, int(chance * NUM_CHANCES))][column] / scale_s
         from_s = min(age_s, _EDGES[column] * scale_s) if column else -math.inf
@@ -120,7 +120,7 @@ class ReturnModel:
         return Worth(index, from_s, to_s)
 
     def details(self) -> dict[str, float]:
-        """Return what was learnt, as figures."""
+        """Return the learnt parameters as numbers."""
         size = min(self._num_turns, self._window)
         num_returned = int(np.count_nonzero(~np.isnan(self._gaps[:size])))
         return {
@@ -130,7 +130,7 @@ class ReturnModel:
         }
 
     def _learn(self) -> Iterator[None]:
-        """Learn for ever, one slice per step of the generator."""
+        """Learn forever, one slice per step of the generator."""
         while True:
             sums = _Sums()
             begin = 0
@@ -150,7 +150,7 @@ class ReturnModel:
                 self.version += 1
 
     def _add_up(self, sums: _Sums, rows: slice) -> None:
-        """Sum up some turns under the current model."""
+        """Add some turns to the sums under the current model."""
         features, pace, gaps = self._features[rows], self._pace[rows], self._gaps[rows]
         has_returned = ~np.isnan(gaps)
         known = pace[has_returned]
@@ -210,7 +210,7 @@ class ReturnModel:
 
 
 class ReturnModels:
-    """Two models: of the turns of conversations, and of the uses of what several of them begin with."""
+    """Two models: one of the turns of conversations, one of the uses of their shared beginnings."""
 
     def __init__(self, *, window: int = 8192) -> None:
         self._turns, self._uses = ReturnModel(window=window), ReturnModel(window=max(1, window // 4))
@@ -221,7 +221,7 @@ class ReturnModels:
         return self._turns.version + self._uses.version
 
     def of(self, *, is_shared: bool) -> ReturnModel:
-        """Return the model of conversations or that of shared beginnings."""
+        """Return the model of conversations or the one of shared beginnings."""
         return self._uses if is_shared else self._turns
 
     def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
@@ -229,25 +229,25 @@ class ReturnModels:
         return self.of(is_shared=is_shared).worth(chance, scale_s, age_s)
 
     def details(self) -> dict[str, float]:
-        """Return what was learnt about conversations, as figures."""
+        """Return the parameters learnt about conversations, as numbers."""
         return self._turns.details()
 
 
 class _Sums:
-    """What one round over the turns adds up."""
+    """The sums of one round over the turns."""
 
     def __init__(self) -> None:
         self.pace_normal = np.zeros((_NUM_PACE, _NUM_PACE))
         self.pace_moment = np.zeros(_NUM_PACE)
         self.returns = np.zeros(_NUM_AGES)
         self.counts = np.zeros(_NUM_AGES)  # all turns, by the chance that they come back
-        self.into = np.zeros(_NUM_AGES)  # how far they are into their age
+        self.into = np.zeros(_NUM_AGES)  # their progress within the age interval
         self.gradient = np.zeros(_NUM_FEATURES)
         self.curvature = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
 
 
 def _features_of(turn: TurnFacts) -> list[float]:
-    """Describe a turn: how far the conversation is, how fast, how long, and how much of it is new."""
+    """Describe a turn: how far and how fast the conversation is, how long, and how new."""
     first, second = float(turn.number == 1), float(turn.number == 2)
     lag = 0.0 if turn.gap_s is None else math.log(max(turn.gap_s, 1.0)) - _LOG_TYPICAL
     new, length = math.log2(turn.new + 1), math.log2(turn.length + 1)

@@ -1,4 +1,4 @@
-"""Leaves in the order of what their room earns, which changes with time."""
+"""Leaves ordered by what their room earns, which changes with time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 LEFT_BEHIND, END, LIVE = 0, 1, 2
-"""What goes first: what a conversation left behind, the last blocks of turns, all others."""
+"""Eviction order: what a conversation left behind, the last blocks of turns, all others."""
 
 _CHANCES = 32
 _SCALES_AN_E_FOLD = 4
@@ -21,7 +21,7 @@ _SIDES: tuple[_Side, ...] = (1, -1)
 
 
 class Worth(NamedTuple):
-    """What room earns, in returns per second, while the age of its turn (s) is in a span."""
+    """What cache room earns, in returns per second, while the age (s) of its turn is in a range."""
 
     returns_per_s: float
     from_s: float
@@ -29,7 +29,7 @@ class Worth(NamedTuple):
 
 
 class Index(Protocol):
-    """Says what room earns."""
+    """Computes what cache room earns."""
 
     @property
     def version(self) -> int:
@@ -44,7 +44,7 @@ class Sized(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that it takes."""
+        """The number of blocks it takes up."""
 
 
 _Leaf = TypeVar("_Leaf", bound=Sized)
@@ -52,7 +52,7 @@ _Entry: TypeAlias = "tuple[float, int, _Leaf, _Group[_Leaf]]"  # time of its tur
 
 
 class Place(NamedTuple):
-    """Where a leaf stands. Leaves of one group differ in their age alone."""
+    """Where a leaf stands. Leaves of one group differ only in age."""
 
     time_s: float  # of its turn
     group: _GroupName
@@ -67,10 +67,10 @@ class Place(NamedTuple):
 
 
 class _Group(Generic[_Leaf]):
-    """The leaves of a group by time, for both ends.
+    """The leaves of a group by time, accessible from both ends.
 
-    Those that arrive in the order of time, as most do, wait in a queue that both ends share; the others in a
-    heap for each end, and the ranking knows which of these are stale.
+    Leaves that arrive in order of time, as most do, wait in a queue that both ends share; the others in one
+    heap per end, and the ranking knows which heap entries are stale.
     """
 
     __slots__ = ("chance", "claims", "heaps", "is_shared", "newest_s", "queue", "rank", "scale_s")
@@ -80,12 +80,12 @@ class _Group(Generic[_Leaf]):
         self.chance = (name[2] + 0.5) / _CHANCES
         self.scale_s = math.exp(name[3] / _SCALES_AN_E_FOLD)
         self.queue: OrderedDict[int, _Entry[_Leaf]] = OrderedDict()
-        self.newest_s = -math.inf  # of all that were put at the end of the queue since it was empty
+        self.newest_s = -math.inf  # of all leaves appended to the queue since it was empty
         self.heaps: dict[_Side, list[tuple[float, int, _Entry[_Leaf]]]] = {1: [], -1: []}
         self.claims: dict[_Side, _Claim[_Leaf] | None] = {1: None, -1: None}  # the only valid ones
 
     def add(self, entry: _Entry[_Leaf]) -> bool:
-        """Add a leaf at its time; says whether it went to the heaps."""
+        """Add a leaf at its time; say whether it went to the heaps."""
         queue, time_s, leaf_id = self.queue, entry[0], entry[1]
         if not queue or self.newest_s <= time_s:
             queue[leaf_id] = entry
@@ -100,7 +100,7 @@ class _Group(Generic[_Leaf]):
         return True
 
     def end(self, side: _Side, live: dict[int, _Entry[_Leaf]]) -> _Entry[_Leaf] | None:
-        """Return the oldest (1) or newest (-1) leaf; stale ones before it go."""
+        """Return the oldest (1) or newest (-1) leaf; drop stale ones before it."""
         queue, heap = self.queue, self.heaps[side]
         in_queue = next(iter(queue.values()) if side == 1 else reversed(queue.values()), None)
         while heap and live.get(heap[0][1]) is not heap[0][2]:
@@ -111,7 +111,7 @@ class _Group(Generic[_Leaf]):
 
 
 class _Claim(NamedTuple, Generic[_Leaf]):
-    """The entry of one end of a group in the order of all, valid while its leaf's age is in a span."""
+    """The entry of one end of a group in the overall order, valid while its leaf's age is in a range."""
 
     key: tuple[int, float]  # rank, what the room earns
     number: int
@@ -124,9 +124,9 @@ class _Claim(NamedTuple, Generic[_Leaf]):
 class ReturnRanking(Generic[_Leaf]):
     """Leaves by group, each group by time.
 
-    The index of equal conversations rises with their age until most are back, and falls after, so that
-    the smallest one of a group is at one of its ends. Both ends of all groups wait in one heap, and in
-    another one for the moment when their index changes: O(log groups) a call, amortised, and O(1) for
+    The index of equal conversations rises with age until most are back, and then falls, so that
+    the smallest index in a group is at one of its ends. Both ends of all groups wait in one heap, and in
+    another for the time when their index changes: O(log groups) per call, amortised, and O(1) for
     the next leaf of the same end.
     """
 
@@ -146,7 +146,7 @@ class ReturnRanking(Generic[_Leaf]):
         return leaf_id in self._live
 
     def add(self, leaf_id: int, leaf: _Leaf, place: Place, now_s: float) -> None:
-        """Put a leaf in its place; one that is there already moves."""
+        """Put a leaf in its place; a leaf that is already there moves."""
         time_s, name = place
         self.discard(leaf_id)
         group = self._groups.get(name)
@@ -162,7 +162,7 @@ class ReturnRanking(Generic[_Leaf]):
             self._build(now_s)
 
     def discard(self, leaf_id: int) -> None:
-        """Take a leaf out, if it is in."""
+        """Remove a leaf, if present."""
         entry = self._live.pop(leaf_id, None)
         if entry is not None:
             entry[3].queue.pop(leaf_id, None)
@@ -177,9 +177,9 @@ class ReturnRanking(Generic[_Leaf]):
         return found[2]
 
     def take(self, now_s: float, num_blocks: int) -> Iterator[_Leaf]:
-        """Remove and yield whole leaves in order, of at most this many blocks together.
+        """Remove and yield whole leaves in order, at most this many blocks in total.
 
-        Ends at the first one that is larger than what is left, or that gives up only its end. Leaves may be
+        Ends at the first leaf that exceeds the rest, or that gives up only its end. Leaves may be
         added while it runs.
         """
         while num_blocks > 0 and (claim := self._best(now_s)) is not None:
@@ -223,7 +223,7 @@ class ReturnRanking(Generic[_Leaf]):
         return None
 
     def _build(self, now_s: float) -> None:
-        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too many of these are stale."""
+        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too many entries are stale."""
         self._version = self._model.version
         self._heap, self._changes = [], []
         if self._num_heaped > 3 * len(self._live) + _MAX_STALE:
@@ -240,7 +240,7 @@ class ReturnRanking(Generic[_Leaf]):
                 self._claim(group, side, now_s)
 
     def _claim(self, group: _Group[_Leaf], side: _Side, now_s: float) -> None:
-        """Enter the end of a group in the order of all."""
+        """Enter the end of a group in the overall order."""
         found = group.end(side, self._live)
         if found is None:
             return

@@ -22,22 +22,22 @@ from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place,
 from sagellm.kvmgr.eviction.shadows import Duel, Stretch, Turn
 
 _UNIT_TOKENS = 512
-"""Lengths enter the model in units of so many tokens."""
+"""Tokens per unit of length in the model."""
 
 _MIN_SHARE = 0.3
-"""An evicted turn is back if more than this share of it is."""
+"""An evicted turn counts as back if more than this share of it is."""
 
 _MIN_ENDS = 20
-"""Returns after which it is judged whether the last blocks of turns come back."""
+"""Returns needed to decide whether the last blocks of turns are reused."""
 
 _MAX_GONE = 100_000
-"""Nodes that left the cache and whose turn is remembered, in case they come back."""
+"""Nodes that left the cache whose turn is remembered, in case they come back."""
 
 _SAME_USE_S = 1.0
 """Uses of a shared beginning within this time count once."""
 
 _MAX_PARTINGS = 2
-"""Prompts that part more often than this behind one block share a beginning; conversations part less."""
+"""If prompts diverge more often than this after a block, they share a beginning; conversations do less."""
 
 _LAST_USE = LRUEvictionPolicy().node_key
 
@@ -52,20 +52,20 @@ class _Known:
 
 
 class ReuseEvictionPolicy(EvictionPolicyProtocol):
-    """Evicts the leaf whose room earns least: the chance that its conversation comes back, over the time.
+    """Evicts the leaf whose room earns least: the chance that its conversation returns, per unit of time.
 
     Every prompt that enters the cache is a turn. It continues a conversation if it begins with the
-    whole of its last turn, or parts from it where no prompts parted before: a system prompt is not a turn.
-    ReturnModel learns from the turns which ones are continued and when, starting cold.
+    whole of its last turn, or diverges from it where no prompts diverged before: a system prompt is not a
+    turn. ReturnModel learns from the turns which ones are continued and when, starting cold.
 
-    First goes what a conversation left behind when it went on; then the last block of each turn, if such
-    blocks prove not to be reused (in replays, they are a prompt's partial ones); then the rest by the
+    Evicted first is what a conversation left behind when it continued; then the last block of each turn, if
+    such blocks prove not to be reused (in replays, they are a prompt's partial blocks); then the rest by the
     model's index. `select_victims` does not know turns and goes by last use.
 
     This order applies while two shadows of the cache show that it saves more than evicting by last use;
     otherwise the least recently used leaf goes first.
 
-    Each call is O(log nodes), an insertion O(nodes on its path); learning from the last `window` turns
+    Each call is O(log nodes), and an insertion O(nodes on its path); learning from the last `window` turns
     adds 0.1 ms to every fourth.
     """
 
@@ -79,13 +79,13 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._next_above: NodeId | None = None  # the next node of a path that is being hit
         self._num_ends = self._num_lost_ends = 0
         self._num_blocks = self._block = 0
-        self._is_full = False  # something was evicted
+        self._is_full = False  # something has been evicted
         self._now_s = 0.0
         self._learn_with(ReturnModels(window=window))
 
     @classmethod
     def sharing(cls, models: ReturnModels) -> Self:
-        """Make a policy that learns with others, each for its own leaves."""
+        """Make a policy that shares its models with others but ranks its own leaves."""
         policy = cls(window=1)
         policy._learn_with(models)
         return policy
@@ -123,7 +123,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             self._lengthen(known, known.turn)
 
     def on_hit(self, node: CachedNode) -> None:
-        """Count it; what it means shows when the prompt is inserted."""
+        """Count it; its meaning becomes clear when the prompt is inserted."""
         self._metrics.num_hits += 1
         now_s = self._see(node.last_access_ns)
         known = self._known.get(node.node_id)
@@ -151,7 +151,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         now_s = self._see(node.last_access_ns)
         known = self._known.get(node.node_id)
         turn = None if known is None else known.turn
-        if known is None or turn is None:  # it came before this policy did
+        if known is None or turn is None:  # it is older than this policy
             place = Place.of(LEFT_BEHIND, 0.0, 1.0, node.last_access_ns / 1e9)
         else:
             is_whole = turn.leaf_id == node.node_id and not turn.is_continued
@@ -166,7 +166,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._by_use.add(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
-        """Take it out of the ranking."""
+        """Remove it from the ranking."""
         self._ranking.discard(node.node_id)
         self._by_use.discard(node)
 
@@ -178,7 +178,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return node
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield leaves that go whole."""
+        """Yield leaves to evict whole."""
         self._is_full = True
         by_use, by_worth, is_won = self._by_use, self._ranking, self._duel.is_won
         taken = by_worth.take(self._now_s, num_blocks) if is_won else by_use.take(num_blocks)
@@ -208,7 +208,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return self._stateless.select_victims(candidates, required_blocks)
 
     def metrics(self) -> EvictionMetrics:
-        """Return the counts so far; the details say what was learnt and what the shadows saved."""
+        """Return the counts so far; the details are what was learnt and what the shadows saved."""
         details = self._models.details() | self._duel.details()
         return replace(self._metrics, num_candidates=len(self._by_use), details=details)
 
@@ -248,7 +248,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 self._gone.popitem(last=False)
 
     def _lengthen(self, known: _Known, turn: Turn) -> None:
-        """Assign what a request generates to its turn."""
+        """Assign the blocks that a request generates to its turn."""
         node, block = known.node, self._block
         begin = turn.depth // block
         path = self._duel.path(turn, begin)
@@ -256,7 +256,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._duel.use(path, turn, begin, node.depth // block, self._room, self._now_s)
 
     def _begin_turn(self, known: _Known, now_s: float) -> None:
-        """Make the turn that a new leaf ends, as the next one of a conversation or the first."""
+        """Create the turn that a new leaf ends, the next one of a conversation or the first."""
         node, block = known.node, self._block
         start = 0 if known.above is None else known.above.node.depth
         agreed, former = start, None if known.above is None else known.above.turn
@@ -291,14 +291,14 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         return former
 
     def _back(self, node: CachedNode) -> Turn | None:
-        """Return the turn of evicted blocks that are back."""
+        """Return the turn whose evicted blocks are back."""
         if node.former_id is None:
             return None
         known = self._known.get(node.former_id)
         return self._gone.get(node.former_id) if known is None else known.turn
 
     def _next_turn(self, node: CachedNode, previous: Turn | None, agreed: int, now_s: float) -> Turn:
-        """Make the turn that ends at a node; `agreed` of its tokens are known."""
+        """Create the turn that ends at a node; `agreed` of its tokens are known."""
         turn = self._learn_turn(previous, agreed, node.depth, now_s, is_shared=False)
         turn.leaf_id, turn.num_hits = node.node_id, node.access_count
         return turn
@@ -312,7 +312,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 step.shared = self._use_of(step, step.shared, now_s)
 
     def _use_of(self, stretch: Stretch, previous: Turn | None, now_s: float) -> Turn:
-        """Make the next use of a stretch that conversations share."""
+        """Create the next use of a stretch that conversations share."""
         depth = stretch.end * self._block
         turn = self._learn_turn(previous, depth, depth, now_s, is_shared=True)
         turn.stretch = stretch
@@ -350,20 +350,20 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         )
 
     def _go_on(self, turn: Turn, now_s: float) -> None:
-        """Note that a conversation came back; what it leaves behind goes first from now on."""
+        """Record that a conversation came back; what it leaves behind is evicted first from now on."""
         turn.is_continued = True
         self._models.of(is_shared=turn.is_shared).go_on(turn.index, now_s)
         if turn.leaf_id in self._ranking:
             self.add_candidate(self._known[NodeId(turn.leaf_id)].node)
 
     def _note_end(self, num_missing: float, block_tokens: float) -> None:
-        """Count whether the last block of a turn was used by the next one."""
+        """Count whether the next turn used the last block of a turn."""
         if num_missing <= block_tokens:
             self._num_ends += 1
             self._num_lost_ends += num_missing > 0
 
     def _assign(self, known: _Known, turn: Turn | None, path: list[Stretch]) -> None:
-        """Assign the nodes on the path to one to a turn, or, where they are shared, to their newest use."""
+        """Assign the nodes of a path to a turn or, where they are shared, to their newest use."""
         shared = [step for step in path if step.shared is not None]  # the deepest first
         step: _Known | None = known
         while step is not None:
@@ -374,5 +374,5 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
 
 
 def _is_same_request(turn: Turn, leaf: CachedNode) -> bool:
-    """Say whether what follows a leaf is what its own request generated: nobody has used it since."""
+    """Say whether what follows a leaf was generated by its own request: it is unused since."""
     return turn.leaf_id == leaf.node_id and leaf.access_count <= turn.num_hits

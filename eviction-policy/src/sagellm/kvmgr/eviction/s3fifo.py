@@ -1,4 +1,4 @@
-"""S3-FIFO: queues instead of recency, and one-hit wonders out quickly."""
+"""S3-FIFO: queues instead of recency; evicts one-hit wonders quickly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _MOST_USES = 3
 
 
 class S3FIFOEvictionPolicy(SegmentedEvictionPolicy):
-    """A small queue for what is new, a large one for what was hit there or came back after its eviction.
+    """A small queue for new nodes, a large one for nodes hit there or back after their eviction.
 
-    Both are first in, first out; who was hit in between goes to the end of the large one instead.
+    Both are first in, first out, but a node hit in between goes to the end of the large one instead.
     After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023), over nodes.
     """
 
@@ -24,7 +24,7 @@ class S3FIFOEvictionPolicy(SegmentedEvictionPolicy):
         self._num_entered = 0
 
     def order(self, node: CachedNode) -> float:
-        """When it entered its queue."""
+        """By the time of entry into its queue."""
         return self._entered.get(node.node_id, 0)
 
     def enter(self, node: CachedNode) -> None:
@@ -34,7 +34,7 @@ class S3FIFOEvictionPolicy(SegmentedEvictionPolicy):
             self.keep(node)
 
     def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
-        """Put the new part where the old one is, at its place."""
+        """Put the new part in the same place as the old one."""
         super().on_split(upper, lower)
         self._entered[upper.node_id] = self._entered.get(lower.node_id, 0)
         self._uses[upper.node_id] = self._uses.get(lower.node_id, 0)
@@ -53,7 +53,7 @@ class S3FIFOEvictionPolicy(SegmentedEvictionPolicy):
         return self.num_young > self._small_share * len(self.nodes)
 
     def victim(self) -> CachedNode | None:
-        """Let those go on that were hit, and return the first that was not."""
+        """Move on the leaves that were hit, and return the first one that was not."""
         while (node := super().victim()) is not None and self._uses.get(node.node_id):
             is_young = node.node_id not in self.kept
             self._enter(node, uses=0 if is_young else self._uses[node.node_id] - 1)

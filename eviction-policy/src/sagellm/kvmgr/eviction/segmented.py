@@ -1,4 +1,4 @@
-"""What policies have in common that keep their leaves in two queues."""
+"""The common part of policies that keep their leaves in two queues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy
 
 
 class SegmentedEvictionPolicy(EvictionPolicyProtocol):
-    """Two queues of nodes: the young, which have to prove themselves, and the kept.
+    """Two queues of nodes: the young, still on probation, and the kept.
 
-    Every node is in one of them, `self.kept` holding the ids of the second; the leaves that may go are
-    ranked in each by `order`. Sizes count nodes. Subclasses say where a node enters, what a hit does,
-    and from which queue the next victim comes. `select_victims` takes sequences that were used least
-    often first.
+    Every node is in one of them, `self.kept` holding the ids of the second; evictable leaves are
+    ranked in each by `order`. Sizes count nodes. Subclasses decide where a node enters, what a hit does,
+    and from which queue the next victim comes. `select_victims` takes the least often used sequences
+    first.
     """
 
     def __init__(self) -> None:
@@ -44,18 +44,18 @@ class SegmentedEvictionPolicy(EvictionPolicyProtocol):
 
     @abstractmethod
     def use(self, node: CachedNode) -> None:
-        """Note a hit."""
+        """Record a hit."""
 
     @abstractmethod
     def takes_young(self) -> bool:
         """Say from which queue the next victim comes, if both have leaves."""
 
     def leave(self, node: CachedNode) -> None:
-        """Note that a node has left. Does nothing by default."""
+        """Record that a node has left. Does nothing by default."""
 
     @property
     def num_young(self) -> int:
-        """Nodes that have to prove themselves."""
+        """Nodes on probation."""
         return len(self.nodes) - len(self.kept)
 
     def keep(self, node: CachedNode, *, kept: bool = True) -> None:
@@ -67,7 +67,7 @@ class SegmentedEvictionPolicy(EvictionPolicyProtocol):
             self.add_candidate(node)
 
     def on_insert(self, node: CachedNode) -> None:
-        """Put it into the queue where it begins."""
+        """Put it into its initial queue."""
         self._metrics.num_inserted += 1
         self.nodes[node.node_id] = node
         self.enter(node)
@@ -100,12 +100,12 @@ class SegmentedEvictionPolicy(EvictionPolicyProtocol):
         (self.kept_leaves if node.node_id in self.kept else self.young_leaves).add(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
-        """Take it out of the ranking."""
+        """Remove it from the ranking."""
         self.young_leaves.discard(node)
         self.kept_leaves.discard(node)
 
     def victim(self) -> CachedNode | None:
-        """Return the first leaf of the queue that is to give one."""
+        """Return the first leaf of the queue whose turn it is."""
         young, kept = self.young_leaves, self.kept_leaves
         queue = young if young and (not kept or self.takes_young()) else kept
         node = queue.first()
@@ -115,7 +115,7 @@ class SegmentedEvictionPolicy(EvictionPolicyProtocol):
     def select_victims(
         self, candidates: Sequence[EvictionCandidate], required_blocks: int
     ) -> list[SequenceId]:
-        """Choose sequences by their uses until their blocks cover `required_blocks`."""
+        """Choose sequences by number of uses until their blocks cover `required_blocks`."""
         return self._by_use.select_victims(candidates, required_blocks)
 
     def metrics(self) -> EvictionMetrics:

@@ -1,4 +1,4 @@
-"""What a cache of the same size would have saved under each of two policies, tracked without blocks."""
+"""What a cache of the same size would have saved under each of two policies, simulated without blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LRU, REUSE = 0, 1
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The newest request of a conversation, or the newest use of what conversations share."""
+    """The newest request of a conversation, or the newest use of a shared beginning."""
 
     time_s: float
     number: int
@@ -42,7 +42,7 @@ class Turn:
 class Stretch:
     """Blocks of a prompt that were always used together, whether or not a cache still has them.
 
-    `held` says up to where each of the two caches has them; `start` means not at all.
+    `held` is the end of the part that each of the two caches has; equal to `start` if it has nothing.
     """
 
     number: int
@@ -51,36 +51,36 @@ class Stretch:
     end: int
     turn: Turn
     held: list[int]
-    num_below: int = 0  # stretches right below it of which REUSE has blocks, and locks
+    num_below: int = 0  # child stretches with blocks in REUSE, and locks
     is_cut: bool = False  # its end was given up
-    num_partings: int = 0  # times that a prompt left behind it what came before
-    shared: Turn | None = None  # its newest use, once another one did
+    num_partings: int = 0  # times that a prompt diverged after it
+    shared: Turn | None = None  # its newest use, once shared
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of it that REUSE has."""
+        """Its blocks in REUSE."""
         return self.held[REUSE] - self.start
 
 
 class Saved(NamedTuple):
-    """Blocks of one prompt that the two caches had."""
+    """Blocks of one prompt that each of the two caches had."""
 
     lru: int
     reuse: int
 
 
 class Shadows:
-    """Two caches of prompts: one that evicts by last use, one by what room earns.
+    """Two simulated caches of prompts: one evicts by last use, one by what room earns.
 
-    A path of stretches stands for a prompt, as in a radix tree. Both caches have as much room as the real
-    one has blocks, and drop the end of a path before its beginning. A use costs O(stretches on the path),
-    and each eviction O(log stretches): a few µs in all.
+    A path of stretches represents a prompt, as in a radix tree. Both caches have as much room as the real
+    one has blocks, and evict the end of a path before its beginning. A use costs O(stretches on the path),
+    and each eviction O(log stretches): a few µs in total.
     """
 
     def __init__(self, model: Index, gives_up_ends: Callable[[], bool]) -> None:
         self.num_blocks = [0, 0]
-        self._by_use: OrderedDict[Stretch, None] = OrderedDict()  # of LRU: all that it has, oldest first
-        self._by_worth: ReturnRanking[Stretch] = ReturnRanking(model)  # of REUSE: nothing held is below
+        self._by_use: OrderedDict[Stretch, None] = OrderedDict()  # of LRU: all it holds, oldest first
+        self._by_worth: ReturnRanking[Stretch] = ReturnRanking(model)  # of REUSE: no held ones below
         self._gives_up_ends = gives_up_ends
         self._numbers = count(1)
 
@@ -105,7 +105,7 @@ class Shadows:
         return saved
 
     def path(self, turn: Turn | None, num_blocks: int) -> list[Stretch]:
-        """Return the stretches of a turn's first blocks, the deepest first; split one that is used in part.
+        """Return the stretches of a turn's first blocks, deepest first; split a partly used one.
 
         `use` must follow.
         """
@@ -215,7 +215,7 @@ class Shadows:
 
 
 _MEMORY = 8.0
-"""After this many refills of the cache, a saving counts 1 ÷ e of what it did."""
+"""After this many refills of the cache, a saving has 1 ÷ e of its weight."""
 
 _ERRORS_AHEAD = 1.5
 """The learnt order is followed once it leads by this many standard errors."""
@@ -238,11 +238,11 @@ class Duel:
         self._num_switches = 0
 
     def path(self, turn: Turn | None, num_blocks: int) -> list[Stretch]:
-        """Return the stretches of the first blocks of a turn, the deepest first; `use` must follow."""
+        """Return the stretches of the first blocks of a turn, deepest first; `use` must follow."""
         return self._shadows.path(turn, num_blocks)
 
     def hit(self, path: list[Stretch], depth: int, room: float, now_s: float) -> None:
-        """Record that the cache had the first blocks of a prompt, a path, up to a depth in blocks."""
+        """Record that the cache had the first blocks of a prompt, on a path, up to a depth in blocks."""
         self._count(self._shadows.use(path, None, depth, room, now_s), 0, depth, room)
 
     def use(self, path: list[Stretch], turn: Turn, begin: int, depth: int, room: float, now_s: float) -> None:

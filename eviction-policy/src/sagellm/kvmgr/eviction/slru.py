@@ -1,4 +1,4 @@
-"""Segmented LRU: what was never hit goes before what was."""
+"""Segmented LRU: evicts nodes never hit before nodes that were hit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from sagellm.kvmgr.eviction.segmented import SegmentedEvictionPolicy
 
 
 class SLRUEvictionPolicy(SegmentedEvictionPolicy):
-    """Evicts what was never hit, least recently used first, and then the rest alike.
+    """Evicts what was never hit, least recently used first, and then the rest in the same order.
 
     A hit protects a node; when more than `protected_share` of all nodes are protected, the least
-    recently used leaf among them has to prove itself anew. After Karedla, Love and Wherry, "Caching
+    recently used leaf among them goes back on probation. After Karedla, Love and Wherry, "Caching
     strategies to improve disk system performance" (1994).
     """
 
@@ -19,14 +19,14 @@ class SLRUEvictionPolicy(SegmentedEvictionPolicy):
         self._protected_share = protected_share
 
     def order(self, node: CachedNode) -> float:
-        """The last use, in nanoseconds."""
+        """By last use, in nanoseconds."""
         return node.last_access_ns
 
     def enter(self, node: CachedNode) -> None:
         """All begin young."""
 
     def use(self, node: CachedNode) -> None:
-        """Protect it, and let another go where these are too many."""
+        """Protect it, and unprotect another node if there are too many."""
         self.keep(node)
         if len(self.kept) > self._protected_share * len(self.nodes):
             oldest = self.kept_leaves.first()
@@ -34,5 +34,5 @@ class SLRUEvictionPolicy(SegmentedEvictionPolicy):
                 self.keep(oldest, kept=False)
 
     def takes_young(self) -> bool:
-        """Take what has to prove itself."""
+        """Take nodes on probation first."""
         return True

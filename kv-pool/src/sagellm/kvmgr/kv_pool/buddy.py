@@ -1,4 +1,4 @@
-"""A buddy system of blocks: extents of a power of two, so that a request gets few and long runs."""
+"""A buddy allocator: free extents are powers of two, so that a request gets few, long runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sagellm.kvmgr.kv_pool.refusal import check_total, no_claim, no_number, refu
 
 
 class BuddyAllocator(KVAllocatorProtocol):
-    """Keeps the free ids as aligned extents of 1, 2, 4, … blocks, and a byte a block: held or not.
+    """Keeps the free ids as aligned extents of 1, 2, 4, … blocks, and one byte per block: allocated or not.
 
     The extent of order k and index i holds the ids [i << k, (i + 1) << k). A request gets the beginning
-    of the smallest extent that holds it whole; where there is none, the longest ones, until the
-    rest fits into one. What is over goes back at once, and a freed run joins what is free
-    beside it. Both calls cost 1 to 3 µs a run and 0.04 µs a block, whatever total_blocks is.
+    of the smallest extent that holds all of it; if none does, the longest extents, until the rest fits
+    into one. The remainder is freed at once, and a freed run is merged with its free neighbours.
+    Both calls cost 1 to 3 µs per run and 0.04 µs per block, whatever total_blocks is.
     """
 
     def __init__(self, total_blocks: int) -> None:
@@ -24,12 +24,12 @@ class BuddyAllocator(KVAllocatorProtocol):
         self._total_blocks = total_blocks
         self._held = bytearray(total_blocks)
         self._num_free = total_blocks
-        # By order, the indices of the free extents; dicts, so that the last one in is the first one out.
+        # The indices of the free extents, by order; dicts, so that the last one in is the first one out.
         self._extents: list[dict[int, None]] = [{} for _ in range(total_blocks.bit_length())]
         self._join(0, total_blocks)
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Take few and long runs, ascending. Raises OutOfBlocksError, or BlockError for a size below one."""
+        """Take few, long runs, ascending. Raises OutOfBlocksError, or BlockError for a size below one."""
         if type(num_blocks) is not int or num_blocks < 1:
             raise no_number(num_blocks)
         available = self._num_free
@@ -46,7 +46,7 @@ class BuddyAllocator(KVAllocatorProtocol):
         return cast(list[BlockId], list(chain.from_iterable(runs) if len(runs) > 1 else runs[0]))
 
     def free(self, block_ids: Sequence[BlockId]) -> None:
-        """Join blocks to the free extents. Raises BlockError, which says which id is wrong and how."""
+        """Return blocks to the free extents. Raises BlockError, which says which id is wrong and why."""
         runs = self._held_runs(block_ids)
         if runs is None:
             raise refusal(block_ids, self._total_blocks, lambda block_id: self._held[block_id])
@@ -56,7 +56,7 @@ class BuddyAllocator(KVAllocatorProtocol):
         self._num_free += len(block_ids)
 
     def claim(self, block_ids: Sequence[BlockId]) -> None:
-        """Cut these out of the free extents, about 2 µs each. Raises BlockError, which says what is wrong."""
+        """Take these blocks from the free extents, about 2 µs each. Raises BlockError with the reason."""
         held = self._held
         wanted = {block_id for block_id in block_ids if type(block_id) is int}
         is_known = not wanted or (min(wanted) >= 0 and max(wanted) < self._total_blocks)
@@ -67,11 +67,11 @@ class BuddyAllocator(KVAllocatorProtocol):
         self._num_free -= len(wanted)
 
     def occupancy(self) -> bytearray:
-        """Return a byte for each block, 1 where it is allocated."""
+        """Return one byte per block, 1 where it is allocated."""
         return bytearray(self._held)
 
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
-        """Say whether every one of these is an allocated block."""
+        """Say whether all of these are allocated blocks."""
         if list(map(type, block_ids)).count(int) != len(block_ids):
             return False
         if not block_ids:
@@ -81,11 +81,11 @@ class BuddyAllocator(KVAllocatorProtocol):
 
     @property
     def num_free_blocks(self) -> int:
-        """The blocks of all free extents together."""
+        """The total number of blocks in all free extents."""
         return self._num_free
 
     def metrics(self) -> AllocatorMetrics:
-        """Return the present state. Costs O(total_blocks), about 0.02 µs an allocated block."""
+        """Return the present state. Costs O(total_blocks), about 0.02 µs per allocated block."""
         return AllocatorMetrics(
             total_blocks=self._total_blocks,
             num_free_blocks=self._num_free,
@@ -93,7 +93,7 @@ class BuddyAllocator(KVAllocatorProtocol):
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the extents are the free blocks, joined where they can be."""
+        """Raise AssertionError unless the extents are exactly the free blocks, merged where possible."""
         free_ids: list[int] = []
         for order, extents in enumerate(self._extents):
             for index in extents:
@@ -107,7 +107,7 @@ class BuddyAllocator(KVAllocatorProtocol):
         assert held.count(0) == len(free_ids), "two free extents overlap"
 
     def _take_run(self, most: int) -> range:
-        """Take the beginning of the smallest extent that has `most` blocks, or the longest one whole."""
+        """Take the beginning of the smallest extent that has `most` blocks, or the longest one entirely."""
         extents = self._extents
         order = fitting = (most - 1).bit_length()
         while order < len(extents) and not extents[order]:
@@ -125,7 +125,7 @@ class BuddyAllocator(KVAllocatorProtocol):
         return range(start, stop)
 
     def _cut_out(self, block_id: int) -> None:
-        """Take one block out of the free extent that it is in."""
+        """Take one block out of the free extent that contains it."""
         order = next(order for order, extents in enumerate(self._extents) if block_id >> order in extents)
         index = block_id >> order
         del self._extents[order][index]
@@ -157,8 +157,8 @@ class BuddyAllocator(KVAllocatorProtocol):
             stop >>= 1
 
     def _held_runs(self, block_ids: Sequence[BlockId]) -> list[tuple[int, int]] | None:
-        """Sort ids into runs [start, stop); None where one is no held block or there twice."""
-        # A bool or a float equals an int, and would be handed out as one.
+        """Sort ids into runs [start, stop); None if an id is not an allocated block or is given twice."""
+        # A bool or float equals an int, and would later be handed out as an id.
         if list(map(type, block_ids)).count(int) != len(block_ids):
             return None
         ids = sorted(block_ids)
@@ -176,7 +176,7 @@ def _first(run: range) -> int:
 
 
 def _runs(ids: list[BlockId]) -> list[tuple[int, int]]:
-    """Cut ascending ids, none of them twice, into runs [start, stop)."""
+    """Cut distinct ascending ids into runs [start, stop)."""
     if not ids:
         return []
     if ids[-1] - ids[0] == len(ids) - 1:

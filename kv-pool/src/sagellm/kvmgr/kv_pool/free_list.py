@@ -12,9 +12,9 @@ from sagellm.kvmgr.kv_pool.refusal import check_total, no_claim, no_number, refu
 class FreeListAllocator(KVAllocatorProtocol):
     """Keeps the free ids on a stack and the allocated ones in a set.
 
-    Fresh blocks come out in ascending order, and freed ones come out again in the order in
-    which they were allocated, so that a long sequence gets long runs. Both calls work through
-    C-level bulk operations: about 0.02 µs (allocate) and 0.04 µs (free) a block.
+    Fresh blocks come out in ascending order, and freed blocks in the order in which they were
+    allocated, so that a long sequence gets long runs. Both calls use C-level bulk operations:
+    about 0.02 µs (allocate) and 0.04 µs (free) per block.
     """
 
     def __init__(self, total_blocks: int) -> None:
@@ -36,13 +36,13 @@ class FreeListAllocator(KVAllocatorProtocol):
         return block_ids
 
     def free(self, block_ids: Sequence[BlockId]) -> None:
-        """Put blocks back on the stack. Raises BlockError, which says which id is wrong and how."""
-        # A bool or a float would be found in the set, being equal to an int, and be handed out later.
+        """Put blocks back on the stack. Raises BlockError, which says which id is wrong and why."""
+        # A bool or float equals an int, so the set would contain it, and it would be handed out later.
         if list(map(type, block_ids)).count(int) != len(block_ids):
             raise self._refusal(block_ids)
         before = len(self._allocated)
         try:
-            # Removing one by one finds ids out of range, free ones and repeated ones alike.
+            # Removing them one by one detects ids that are out of range, free or repeated.
             deque(map(self._allocated.remove, block_ids), maxlen=0)
         except KeyError:
             num_removed = before - len(self._allocated)
@@ -51,7 +51,7 @@ class FreeListAllocator(KVAllocatorProtocol):
         self._stack += block_ids[::-1]
 
     def claim(self, block_ids: Sequence[BlockId]) -> None:
-        """Take these out of the stack, 0.03 µs a free block. Raises BlockError, which says what is wrong."""
+        """Take these off the stack, 0.03 µs per free block. Raises BlockError with the reason."""
         wanted = {block_id for block_id in block_ids if type(block_id) is int}
         left = [block_id for block_id in self._stack if block_id not in wanted]
         if not len(self._stack) - len(left) == len(wanted) == len(block_ids):
@@ -60,14 +60,14 @@ class FreeListAllocator(KVAllocatorProtocol):
         self._allocated |= wanted
 
     def occupancy(self) -> bytearray:
-        """Return a byte for each block, 1 where it is allocated. About 0.02 µs a free block."""
+        """Return one byte per block, 1 where it is allocated. About 0.02 µs per free block."""
         occupancy = bytearray(b"\1") * self._total_blocks
         for block_id in self._stack:
             occupancy[block_id] = 0
         return occupancy
 
     def all_allocated(self, block_ids: Sequence[BlockId]) -> bool:
-        """Say whether every one of these is an allocated block."""
+        """Say whether all of these are allocated blocks."""
         if list(map(type, block_ids)).count(int) != len(block_ids):
             return False
         return self._allocated.issuperset(block_ids)
@@ -78,7 +78,7 @@ class FreeListAllocator(KVAllocatorProtocol):
         return len(self._stack)
 
     def metrics(self) -> AllocatorMetrics:
-        """Return the present state. Costs O(total_blocks), about 0.02 µs a free block."""
+        """Return the present state. Costs O(total_blocks), about 0.02 µs per free block."""
         return AllocatorMetrics(
             total_blocks=self._total_blocks,
             num_free_blocks=len(self._stack),

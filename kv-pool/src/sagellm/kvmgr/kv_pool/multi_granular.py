@@ -13,10 +13,10 @@ from sagellm.core.metrics.cache import external_fragmentation
 
 
 class SizeClass:
-    """Free pieces of one size, by the larger piece that they are parts of.
+    """Free pieces of one size, grouped by the larger piece that they are parts of.
 
-    Pieces are taken from a parent that is in use already, and a parent all of whose parts came back is
-    whole again: so larger pieces stay whole.
+    Pieces are taken from parents that are already broken up, and a parent is whole again when all its parts
+    have been freed. So larger pieces stay whole.
     """
 
     def __init__(self, size: int, parent_size: int) -> None:
@@ -27,7 +27,7 @@ class SizeClass:
         self._is_free: set[int] = set()
 
     def take(self) -> int | None:
-        """Return the start of a piece of a parent that is broken already."""
+        """Return the start of a piece of a parent that is already broken up."""
         if not self._free:
             return None
         parent = next(iter(self._free))
@@ -40,7 +40,7 @@ class SizeClass:
         return start
 
     def add(self, start: int) -> int | None:
-        """Take a piece back; return the start of its parent if that is whole again, and forget its parts."""
+        """Free a piece; if its parent is whole again, forget the parts and return the parent's start."""
         parent = start - start % self.parent_size
         parts = self._free.setdefault(parent, [])
         parts.append(start)
@@ -54,7 +54,7 @@ class SizeClass:
         return parent
 
     def break_up(self, parent: int) -> None:
-        """Make parts of a whole parent, the first to be taken first."""
+        """Split a whole parent into parts, to be taken in ascending order."""
         starts = range(parent, parent + self.parent_size, self.size)
         self._free[parent] = list(reversed(starts))
         self._is_free.update(starts)
@@ -66,17 +66,17 @@ class SizeClass:
 
 
 def pack(held: Collection[Extent], config: KVPoolConfig) -> list[tuple[Extent, Extent]]:
-    """Return moves (from, to), each to where nothing lies once those before it are done.
+    """Return moves (from, to), each to a place that is empty once the moves before it are done.
 
-    From tokens to sequences, the emptiest larger pieces give their parts to the free places of the fullest;
-    at last what lies at the end of the pool goes to free places at its begin. A piece may move once a size.
+    From tokens up to sequences, parts of the emptiest larger pieces move to the free places of the fullest;
+    finally pieces at the end of the pool move to free places at its start. A piece may move once per size.
     """
     now = {extent: extent.start for extent in held}
     moves = []
     for level in reversed(range(len(LEVELS))):
         size = config.size_of(LEVELS[level])
         inside = LEVELS[level:]
-        units = defaultdict(list)  # by start: a piece of this size, or the smaller ones that lie in one
+        units = defaultdict(list)  # by start: a piece of this size, or the smaller ones in its place
         for extent, start in now.items():
             if extent.granularity in inside:
                 units[start - start % size].append(extent)
@@ -96,7 +96,7 @@ def pack(held: Collection[Extent], config: KVPoolConfig) -> list[tuple[Extent, E
 
 
 def _fullest(units: Collection[int], size: int, parent_size: int) -> dict[int, None]:
-    """Return all places in as many parents as the units fill, those with most units in them."""
+    """Return all places in the fullest parents, as many parents as the units fill."""
     num_units = Counter(start - start % parent_size for start in units)
     num_kept = -(-len(units) * size // parent_size)
     return {
@@ -113,10 +113,7 @@ LEVELS: tuple[Granularity, ...] = ("sequence", "page", "token")
 
 @dataclass(frozen=True, kw_only=True)
 class KVPoolConfig:
-    """Sizes of a pool in tokens; each one divides the next larger.
-
-    Raises ConfigError if they do not.
-    """
+    """Sizes of a pool in tokens; each must divide the next larger one, or ConfigError is raised."""
 
     total_tokens: int
     sequence_tokens: int = 1024
@@ -148,14 +145,14 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiGranularMetrics:
-    """The state of a pool, in tokens; `num_extents` by size."""
+    """The state of a pool, in tokens; `num_extents` is by size."""
 
     total_tokens: int
     free_tokens: int
     num_extents: dict[Granularity, int]
     largest_free_run: int  # tokens
     whole_tokens: int  # free, in whole sequence pieces
-    num_fallbacks: int  # sequence pieces that had to be made of pages, and pages of tokens
+    num_fallbacks: int  # sequence pieces replaced by pages, and pages by tokens
 
     @property
     def external_fragmentation(self) -> float:
@@ -169,11 +166,11 @@ class MultiGranularMetrics:
 
 
 class MultiGranularKVPool:
-    """Gives a sequence whole sequence pieces, then pages, then single tokens, so that nothing is left over.
+    """Gives a sequence whole sequence pieces, then pages, then single tokens, so that nothing is wasted.
 
-    `allocate(num_tokens)` covers the tokens exactly. A size that has run out is made of the next larger
-    one, broken up; a piece whose larger size has run out is replaced by smaller ones. So an allocation fails
-    only when fewer tokens are free than asked for. O(pieces) a call. Safe under concurrent calls.
+    `allocate(num_tokens)` covers the tokens exactly. If a size has run out, a piece of the next larger size
+    is broken up; if there is none, smaller pieces are used instead. So an allocation fails only when fewer
+    tokens are free than requested. O(pieces) per call. Thread-safe.
 
     Experimental: no engine uses it yet. It is for attention kernels that read extents of several sizes;
     `benchmarks/granularity.py` measures what it would gain and cost.
@@ -196,7 +193,7 @@ class MultiGranularKVPool:
         return f"<{type(self).__name__} {self._free_tokens:,} of {self.config.total_tokens:,} tokens free>"
 
     def allocate(self, num_tokens: int) -> list[Extent]:
-        """Return pieces for exactly so many tokens, all of them or none.
+        """Return pieces for exactly this many tokens, or take nothing.
 
         Raises BlockError for a number below one, OutOfBlocksError when fewer tokens are free.
         """
@@ -224,7 +221,7 @@ class MultiGranularKVPool:
             return extents
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Give pieces back, all of them or none. Raises BlockError for one not held, or given twice."""
+        """Free all of these pieces, or none. Raises BlockError for one not held, or given twice."""
         given = list(extents)
         with self._lock:
             wrong = [extent for extent in given if not _is_in(extent, self._held)]
@@ -238,11 +235,11 @@ class MultiGranularKVPool:
                 self._give_back(LEVELS.index(extent.granularity), extent.start)
 
     def compact(self) -> list[tuple[Extent, Extent]]:
-        """Move pieces so that what is free lies in one run, but for less than one sequence piece.
+        """Move pieces so that all free tokens but less than one sequence piece form one run.
 
-        Returns moves (from, to). The caller copies what is stored in this order and puts the new pieces in
+        Returns moves (from, to). The caller copies the stored data in this order and puts the new pieces in
         its tables before anybody calls the pool again: the old ones are no longer allocated.
-        O(n log n) in the pieces.
+        O(n log n) in the number of pieces.
         """
         with self._lock:
             moves = pack(self._held, self.config)
@@ -295,7 +292,7 @@ class MultiGranularKVPool:
             assert num_held + self._free_tokens == self.config.total_tokens, "free tokens are counted wrong"
 
     def _take(self, level: int) -> int | None:
-        """Return a piece of a size, of a larger one that is broken up if need be."""
+        """Return a piece of a size, breaking up a larger one if necessary."""
         size_class = self._size_classes[LEVELS[level]]
         start = size_class.take()
         if start is None and level:
@@ -306,7 +303,7 @@ class MultiGranularKVPool:
         return start
 
     def _rebuild_size_classes(self) -> None:
-        """Find the free pieces of every size anew from what is held; something is."""
+        """Recompute the free pieces of every size from the held ones; at least one piece is held."""
         broken = {0}
         for level, granularity in enumerate(LEVELS):
             size_class = self._size_classes[granularity]
@@ -331,7 +328,7 @@ class MultiGranularKVPool:
 
 
 def _largest_run(pieces: list[tuple[int, int]]) -> int:
-    """Return the most tokens that lie side by side in pieces of (start, size)."""
+    """Return the most contiguous tokens among pieces of (start, size)."""
     largest = run = end = 0
     for start, size in sorted(pieces):
         run = run + size if start == end else size

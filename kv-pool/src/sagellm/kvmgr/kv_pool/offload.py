@@ -22,10 +22,10 @@ from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 
 _CHUNK_BYTES = 64 << 20
-"""KV of one fetch that is in flight at once, and of one put; a block at least."""
+"""Bytes of KV per fetch in flight at once, and per put; at least one block."""
 
 _MAX_PUT_BYTES = 1 << 30
-"""KV on its way to tiers; what is evicted beyond that while they are slow is not kept."""
+"""Bytes of KV on its way to tiers; blocks evicted beyond that, while tiers are slow, are not kept."""
 
 _log = get_logger(__name__)
 
@@ -52,7 +52,7 @@ def tiered(
     clock: Clock | None = None,
     **thresholds: float,
 ) -> KVOffload:
-    """Join tiers, the fastest first; `thresholds` are the classifier's. Raises ConfigError for no tiers."""
+    """Join tiers, the fastest first; `thresholds` are the classifier's. Raises ConfigError without tiers."""
     classifier = HotColdClassifier(**thresholds)  # type: ignore[arg-type]
     return KVOffload(memory, TieredKVStorage(tiers, classifier=classifier, clock=clock), rule=rule)
 
@@ -60,8 +60,8 @@ def tiered(
 class KVOffload(KVOffloadProtocol):
     """Copies blocks to host memory as they are evicted, and gives those buffers to the tiers.
 
-    A fetch goes the other way by way of buffers, so that a late answer never lands in a block that is
-    somebody else's by then. `poll` moves both on, a chunk of each fetch a step.
+    A fetch goes through buffers too, so that a late answer never overwrites a block that has been
+    reallocated. `poll` advances both: one chunk of each fetch per step.
     """
 
     def __init__(self, memory: KVMemory, tiers: KVTierProtocol, *, rule: FetchRule = "cheaper") -> None:
@@ -73,7 +73,7 @@ class KVOffload(KVOffloadProtocol):
         self._buffers: list[memoryview] = []
         self._saving: dict[BlockKey, _Staged] = {}
         self._puts: dict[Ticket, list[_Staged]] = {}
-        self._fetching: dict[BlockKey, Fetch] = {}  # each block of each fetch that is not over
+        self._fetching: dict[BlockKey, Fetch] = {}  # the blocks of all unfinished fetches
         self._gets: dict[Ticket, _Get] = {}
         self._paused: list[Fetch] = []  # until the next poll
         self._asked: tuple[TokenIds, Namespace, list[BlockHeader]] | None = None
@@ -82,7 +82,7 @@ class KVOffload(KVOffloadProtocol):
 
     @flaky("offload.keep")
     def keep(self, evicted: EvictedBlocks) -> None:
-        """Give blocks to the tiers that want them, except those that are on their way there."""
+        """Give blocks to the tiers that want them, except those already on their way there."""
         is_wanted = self.tiers.touch([header.key for header in evicted.headers])
         wanted = [
             (block_id, header)
@@ -105,7 +105,7 @@ class KVOffload(KVOffloadProtocol):
             self.poll()
 
     def find(self, token_ids: TokenIds, namespace: Namespace, num_cached: int) -> list[BlockHeader]:
-        """Return a run of blocks that tiers have or are about to have, as far as `rule` wants it."""
+        """Return a run of blocks that tiers have or will soon have, as long as `rule` wants it."""
         if self.rule == "never":
             return []
         first = num_cached // self._memory.block_size
@@ -114,11 +114,11 @@ class KVOffload(KVOffloadProtocol):
             if self._staged(header) is None and not self.tiers.contains(header.key):
                 break
             stored.append(header)
-        self.tiers.touch([header.key for header in stored])  # room for them is not made at their cost
+        self.tiers.touch([header.key for header in stored])  # so that they are not evicted to make room
         return self._cheaper_part(stored, num_cached) if self.rule == "cheaper" else stored
 
     def fetch_of(self, header: BlockHeader) -> Fetch | None:
-        """Look among the fetches that are not over; equal keys of other blocks are possible."""
+        """Look among unfinished fetches; different blocks may have equal keys."""
         fetch = self._fetching.get(header.key)
         return fetch if fetch is not None and header in fetch.headers else None
 
@@ -139,7 +139,7 @@ class KVOffload(KVOffloadProtocol):
 
     @flaky("offload.poll")
     def poll(self) -> None:
-        """Take note of what the tiers have done."""
+        """Process what the tiers have finished."""
         for result in self.tiers.poll():
             if (saved := self._puts.pop(result.ticket, None)) is not None:
                 for each in saved:
@@ -152,7 +152,7 @@ class KVOffload(KVOffloadProtocol):
             self._go_on(fetch)
 
     def measure_prefill(self, num_tokens: int, sum_context: float, duration_ns: int) -> None:
-        """Learn what computing costs."""
+        """Learn the cost of computing."""
         self.prefill.measure(num_tokens, sum_context, duration_ns)
 
     def metrics(self) -> OffloadMetrics:
@@ -163,7 +163,7 @@ class KVOffload(KVOffloadProtocol):
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a save or a fetch is lost. O(blocks on their way)."""
+        """Raise AssertionError if a save or a fetch is lost. O(blocks in transit)."""
         self.tiers.check_integrity()
         saving = {each.header.key for saved in self._puts.values() for each in saved}
         assert saving == self._saving.keys(), "a save is forgotten, or is over"
@@ -181,10 +181,10 @@ class KVOffload(KVOffloadProtocol):
         return staged.data if staged is not None and staged.header == header else None
 
     def _cheaper_part(self, stored: list[BlockHeader], start: int) -> list[BlockHeader]:
-        """Return the beginning of a run that saves the most time; what is behind it is computed.
+        """Return the beginning of a run that saves the most time; the blocks after it are computed.
 
-        Computing a block is the dearer the deeper it is, fetching it depends on the tier that has it: so a
-        slow block may pay for the fast ones behind it, and the end of a run may not pay at all.
+        The cost of computing a block grows with its depth; the cost of fetching it depends on its tier. So
+        a slow block may pay for the fast ones after it, and the end of a run may not pay at all.
         """
         saved_ns = most_ns = num_best = 0
         for number, header in enumerate(stored, start=1):
@@ -194,20 +194,20 @@ class KVOffload(KVOffloadProtocol):
             start += self._memory.block_size
             if saved_ns > most_ns:
                 most_ns, num_best = saved_ns, number
-        if self._asked is not self._counted:  # a prompt that waits is asked for at every step
+        if self._asked is not self._counted:  # a waiting prompt is looked up at every step
             self._counted = self._asked
             self._metrics.num_computed_instead += len(stored) - num_best
         return stored[:num_best]
 
     def _headers_of(self, token_ids: TokenIds, namespace: Namespace) -> list[BlockHeader]:
-        """Name the blocks of a prompt; one that waits for its admission is asked for at every step."""
+        """Name the blocks of a prompt; a prompt awaiting admission is looked up at every step."""
         if self._asked is None or self._asked[:2] != (token_ids, namespace):
             headers = headers_of(token_ids, self._memory.block_size, namespace, self._memory.identity)
             self._asked = token_ids, namespace, headers
         return self._asked[2]
 
     def _go_on(self, fetch: Fetch) -> None:
-        """Bring the next blocks from where the first of them is: the buffer of a save, or a tier."""
+        """Fetch the next blocks from the source of the first of them: the buffer of a save, or a tier."""
         chunk = fetch.headers[fetch.num_done : fetch.num_done + self._chunk]
         if not chunk:
             self._end(fetch)

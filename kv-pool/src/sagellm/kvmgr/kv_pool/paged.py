@@ -1,4 +1,4 @@
-"""The pool: blocks from an allocator, with a count of references and a holder each."""
+"""The pool: blocks from an allocator, each with a reference count and a holder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sagellm.kvmgr.kv_pool.refusal import no_number, refusal, shortage
 
 
 class _Grant(NamedTuple):
-    """What the blocks of one `allocate` have in common; a new one after each `share`."""
+    """What the blocks from one `allocate` share; a new one after each `share`."""
 
     sequence_id: str
     priority: int
@@ -39,12 +39,12 @@ _NOBODY = _Grant(SequenceId(""), 0, 0)
 
 
 class PagedKVPool(KVPoolProtocol):
-    """Hands out blocks of equal size and counts who uses them.
+    """Hands out blocks of equal size and counts their references.
 
-    The allocator alone knows which blocks are free. The pool adds who asked for a block, and a
-    count for those with more than one reference; most have one and cost nothing to count.
-    `allocate` and `free` cost about 2 µs + 0.05 µs a block, `share` and the freeing of shared
-    blocks about 0.1 µs a block. One lock guards it all.
+    Only the allocator knows which blocks are free. The pool adds the sequence that allocated each block, and
+    a count for blocks with more than one reference; most have one and cost nothing to count.
+    `allocate` and `free` cost about 2 µs + 0.05 µs per block, `share` and the freeing of shared
+    blocks about 0.1 µs per block. One lock guards everything.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PagedKVPool(KVPoolProtocol):
         _check_fresh(self._allocator, total_blocks)
         self._lock = Lock()
         self._grants = [_NOBODY] * total_blocks  # by block; stale where it is free
-        self._extra_refs: dict[BlockId, int] = {}  # references beyond the first, where there are any
+        self._extra_refs: dict[BlockId, int] = {}  # references beyond the first, if any
         self._evictor: Evictor | None = None
         self._num_allocations = 0
         self._num_failed_allocations = 0
@@ -91,7 +91,7 @@ class PagedKVPool(KVPoolProtocol):
 
     @property
     def block_info(self) -> Mapping[BlockId, BlockInfo]:
-        """The allocated blocks, a live view; KeyError for one that is free."""
+        """The allocated blocks, a live view; KeyError for a free block."""
         return BlockView(self._find, self._total_blocks, lambda: self._total_blocks - self.get_free_blocks())
 
     def allocate(self, request: BlockAllocationRequest) -> list[BlockId]:
@@ -118,7 +118,7 @@ class PagedKVPool(KVPoolProtocol):
             for block_id in ids:
                 extra_refs[block_id] = extra_refs.get(block_id, 0) + 1
                 grant = grants[block_id]
-                if grant is not previous:  # neighbours mostly come from the same call of allocate
+                if grant is not previous:  # neighbours are mostly from the same allocate call
                     previous, touched = grant, grant._replace(accessed_ns=now_ns)
                 grants[block_id] = touched
 
@@ -154,7 +154,7 @@ class PagedKVPool(KVPoolProtocol):
         return len(ids)
 
     def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
-        """Return which blocks to move where, both ascending, so that what is free is one run at the end."""
+        """Return which blocks to move where, both ascending, to make the free blocks one run at the end."""
         with self._lock:
             occupancy = self._allocator.occupancy()
         num_used = occupancy.count(1)
@@ -171,7 +171,7 @@ class PagedKVPool(KVPoolProtocol):
     def move(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Give the first blocks' references and holders to the second ones, and free the first ones.
 
-        Raises BlockError unless the first are allocated and the second free, each given once.
+        Raises BlockError unless the first are allocated, the second are free, and each is given once.
         """
         moves = list(moves)
         sources, targets = [source for source, _ in moves], [target for _, target in moves]
@@ -197,19 +197,19 @@ class PagedKVPool(KVPoolProtocol):
             return self._allocator.num_free_blocks
 
     def set_evictor(self, evictor: Evictor | None) -> None:
-        """Hand in what frees blocks on demand. It is called without the pool's lock."""
+        """Set the function that frees blocks on demand. It is called without the pool's lock."""
         self._evictor = evictor
 
     def evict_if_needed(self, num_blocks: int = 1) -> int:
-        """Have blocks evicted until `num_blocks` are free; return how many are free then.
+        """Have blocks evicted until `num_blocks` are free; return how many are then free.
 
-        The evictor is asked again as long as the number of free blocks grows. Raises BlockError
+        The evictor is called again as long as the number of free blocks grows. Raises BlockError
         for a negative number.
         """
         if type(num_blocks) is not int or num_blocks < 0:
             raise BlockError(f"{num_blocks!r} free blocks wanted; give an int >= 0")
         num_free = self.get_free_blocks()
-        if num_blocks > self._total_blocks:  # cannot be met, so nobody shall lose a block for it
+        if num_blocks > self._total_blocks:  # cannot be met, so evict nothing
             return num_free
         while num_free < num_blocks and (evictor := self._evictor) is not None:
             num_evicted = evictor(num_blocks - num_free)
@@ -286,7 +286,7 @@ class PagedKVPool(KVPoolProtocol):
         )
 
     def _take(self, num_blocks: int, grant: _Grant) -> list[BlockId]:
-        """Get blocks from the allocator and note who has them. Called with the lock held."""
+        """Get blocks from the allocator and record their grant. Called with the lock held."""
         try:
             block_ids = self._allocator.allocate(num_blocks)
         except OutOfBlocksError as error:
@@ -312,11 +312,11 @@ class PagedKVPool(KVPoolProtocol):
 
 
 GPUKVPool = PagedKVPool
-"""Another name of the pool; where its blocks lie is the engine's business."""
+"""Another name for the pool; where its blocks lie is up to the engine."""
 
 
 def _as_list(block_ids: Sequence[int]) -> list[BlockId]:
-    """Copy what a caller gave, so that it cannot change during the call."""
+    """Copy a caller's sequence, so that it cannot change during the call."""
     try:
         return cast("list[BlockId]", list(block_ids))
     except TypeError:
@@ -340,10 +340,10 @@ def _check_fresh(allocator: KVAllocatorProtocol, total_blocks: int) -> None:
 
 
 class BlockView(Mapping[BlockId, BlockInfo]):
-    """Reads a pool block by block, always as it is at that moment.
+    """Reads a pool block by block, always in its current state.
 
-    `find` returns None for a block that is free or no block. Nothing is copied and no lock is
-    held between two steps of an iteration: blocks freed by another thread meanwhile are missed.
+    `find` returns None for a free or invalid id. Nothing is copied and no lock is
+    held between two steps of an iteration: blocks freed by another thread meanwhile are skipped.
     """
 
     def __init__(

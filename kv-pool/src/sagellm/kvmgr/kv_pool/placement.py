@@ -1,4 +1,4 @@
-"""Which memory of a machine is near to whom: where a new block of KV goes."""
+"""Which memory of a machine is near what: where a new block of KV goes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Place = NewType("Place", str)
 """A memory of the machine: `numa:0` is the host memory of NUMA node 0, `gpu:1` that of GPU 1."""
 
 _NOMINAL_BYTES_PER_S = {"nvlink": 150e9, "pcie": 25e9, "numa": 20e9, "system": 12e9}
-"""Orders of magnitude that rank the links nobody measured."""
+"""Orders of magnitude, to rank links that were not measured."""
 
 _NEXT_NODE = 20
 """The kernel's distance between NUMA nodes for which the rates above hold; twice as far is half as fast."""
@@ -37,12 +37,12 @@ class MemoryLink:
 
 
 class Placement:
-    """Ranks the places of one machine for whoever reads KV in one of them.
+    """Ranks the places of one machine for a consumer that reads KV in one of them.
 
-    The topology gives places and links, `bytes_per_s` the rates that were measured, by (source, target) and
-    for both directions where one alone is given. The faster its link the nearer is a place; of two as near,
-    host memory comes first. A GPU whose NUMA node is unknown is "system" away from all of several nodes.
-    Raises UnknownNameError for a place that is not there, InvalidInputError for a rate that is none.
+    The topology gives places and links, `bytes_per_s` the measured rates by (source, target), for both
+    directions if only one is given. The faster its link, the nearer a place; of equally near ones, host
+    memory comes first. With several nodes, a GPU whose NUMA node is unknown is "system" away from all.
+    Raises UnknownNameError for an unknown place, InvalidInputError for an invalid rate.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Placement:
         }
 
     def check(self, *places: Place) -> None:
-        """Raise UnknownNameError for a place that this machine does not have."""
+        """Raise UnknownNameError for a place that is not on this machine."""
         for place in places:
             if place not in self.places:
                 raise UnknownNameError(
@@ -84,7 +84,7 @@ class Placement:
     def link(self, source: Place, target: Place) -> MemoryLink:
         """Return the way between two places.
 
-        Raises UnknownNameError for an unknown one, InvalidInputError where no link is known.
+        Raises UnknownNameError for an unknown place, InvalidInputError where no link is known.
         """
         self.check(source, target)
         link = self._links.get((source, target))
@@ -95,18 +95,18 @@ class Placement:
         return link
 
     def has_link(self, source: Place, target: Place) -> bool:
-        """Say whether a link leads from one place to another."""
+        """Say whether there is a link from one place to another."""
         return (source, target) in self._links
 
     def nearest(self, consumer: Place) -> tuple[Place, ...]:
-        """Return the place itself, then all from which a link leads to it, the nearest first."""
+        """Return the place itself, then all places with a link to it, nearest first."""
         self.check(consumer)
         return self._nearest[consumer]
 
     def place(self, consumer: Place, num_bytes: int, free_bytes: Mapping[Place, int]) -> Place:
-        """Return the place nearest to a consumer that has room; a place not named in `free_bytes` has none.
+        """Return the place nearest to a consumer with enough room; places not in `free_bytes` have none.
 
-        Raises OutOfMemoryError where none has, UnknownNameError for an unknown place.
+        Raises OutOfMemoryError if none has enough, UnknownNameError for an unknown place.
         """
         check_bytes(num_bytes)
         self.check(*free_bytes)
@@ -120,13 +120,13 @@ class Placement:
 
 
 def check_bytes(num_bytes: object) -> None:
-    """Raise BlockError unless this can be the size of a block."""
+    """Raise BlockError unless this is a valid block size."""
     if type(num_bytes) is not int or num_bytes < 1:
         raise BlockError(f"a block of {num_bytes!r} bytes; give an int of at least 1")
 
 
 def _guess_links(topology: Topology) -> dict[frozenset[Place], tuple[str, float]]:
-    """Return kind and bytes a second of each pair that the topology joins."""
+    """Return kind and bytes per second of each pair that the topology connects."""
     links: dict[frozenset[Place], tuple[str, float]] = {}
 
     def join(first: str, second: str, kind: str, distance: int = _NEXT_NODE) -> None:
@@ -165,7 +165,7 @@ class BlockLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One block to one place; which block it becomes there is the business of that place's pool."""
+    """One block's move to a place; that place's pool decides which block it becomes there."""
 
     block_id: int
     num_bytes: int
@@ -182,7 +182,7 @@ class LinkMoves:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that go over the link."""
+        """Bytes sent over the link."""
         return sum(move.num_bytes for move in self.moves)
 
     @property
@@ -193,7 +193,7 @@ class LinkMoves:
 
 @dataclass(frozen=True, kw_only=True)
 class MigrationPlan:
-    """Moves by link, the link that takes longest first; the links work side by side."""
+    """Moves by link, the slowest link first; links work in parallel."""
 
     links: tuple[LinkMoves, ...]
 
@@ -204,11 +204,11 @@ class MigrationPlan:
 
     @property
     def duration_s(self) -> float:
-        """The time of the link that takes longest; more where links share wires, as those of one GPU may."""
+        """The time of the slowest link; more if links share wires, as those of one GPU may."""
         return max((link.duration_s for link in self.links), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as what `json.dumps` takes."""
+        """Return the plan as a value that `json.dumps` accepts."""
         return {
             "duration_s": self.duration_s,
             "links": [
@@ -230,17 +230,17 @@ def plan_migration(
     *,
     drain: Collection[Place] = (),
 ) -> MigrationPlan:
-    """Move blocks to where they are read, or as near to it as there is room.
+    """Move blocks to where they are read, or as near as there is room.
 
-    Blocks are served in the order given, so the most wanted ones come first. One that would get no nearer
-    stays. Room is what is free now: what a move leaves behind counts only when the plan is done, since its
-    copies run at once. All blocks of `drain` leave for the room nearest to where they are read, before any
-    other moves, and none goes there. O(blocks · places).
+    Blocks are served in the order given, so put the most wanted ones first. A block that would get no nearer
+    stays. Room is what is free now: space that a move vacates counts only after the plan is done, since its
+    copies run concurrently. First, all blocks of `drain` leave for the nearest room to where they are read;
+    none moves there. O(blocks · places).
 
     Experimental: nothing carries out plans yet; KV transfer between GPUs and nodes, in `comm`, will.
 
-    Raises UnknownNameError for an unknown place, BlockError for a block without size or given twice,
-    InvalidInputError where no link leads from a block to its consumer, OutOfMemoryError where a place cannot
+    Raises UnknownNameError for an unknown place, BlockError for a block of invalid size or given twice,
+    InvalidInputError if no link joins a block to its consumer, OutOfMemoryError if a place cannot
     be drained.
     """
     placement.check(*free_bytes, *drain)
@@ -261,7 +261,7 @@ def plan_migration(
 def _target(
     placement: Placement, block: BlockLocation, room: Mapping[Place, int], drain: Collection[Place]
 ) -> Place:
-    """Return the nearest place that takes a block, its own where that is as near as there is room."""
+    """Return the nearest place that can take a block, its own if no nearer one has room."""
     if block.place not in drain and (block.place == block.consumer or block.consumer in drain):
         return block.place
     for place in placement.nearest(block.consumer):

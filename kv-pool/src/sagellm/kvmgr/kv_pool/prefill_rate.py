@@ -1,4 +1,4 @@
-"""How long computing the KV of a prompt takes, learnt from the steps that did."""
+"""How long computing the KV of a prompt takes, learnt from measured steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _GUESS_NS_A_TOKEN = 1e6
 
 
 class PrefillRate:
-    """Nanoseconds = a · tokens + b · tokens · mean context, by least squares that forgets.
+    """Nanoseconds = a · tokens + b · tokens · mean context, by least squares with forgetting.
 
-    The first term is the linear layers, the second one attention. Before two different steps were seen, b is
-    0; before one was, a is a guess of 1 ms.
+    The first term is the linear layers, the second attention. Until two different steps have been seen, b is
+    0; until one has been, a is a guess of 1 ms.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class PrefillRate:
         self.num_measured = 0
 
     def measure(self, num_tokens: int, sum_context: float, duration_ns: int) -> None:
-        """Note a step: its tokens, and the sum of how many tokens each of them attended to."""
+        """Record a step: its tokens, and the sum of how many tokens each of them attended to."""
         if num_tokens < _MIN_TOKENS or duration_ns < 1:
             return
         x, y, t = float(num_tokens), float(sum_context), float(duration_ns)
-        weight = 1 / x  # long steps tell no more than short ones
+        weight = 1 / x  # long steps weigh no more than short ones
         self._xx = _FORGET * self._xx + weight * x * x
         self._xy = _FORGET * self._xy + weight * x * y
         self._yy = _FORGET * self._yy + weight * y * y
@@ -37,16 +37,16 @@ class PrefillRate:
 
     @property
     def ns_a_token(self) -> float:
-        """The first rate, of the linear layers."""
+        """The first coefficient, of the linear layers."""
         return self._a
 
     @property
     def ns_a_token_context(self) -> float:
-        """The second one, of attention, a token of a token's context."""
+        """The second coefficient, of attention: per token and token of context."""
         return self._b
 
     def cost_ns(self, start: int, num_tokens: int) -> int:
-        """Estimate computing `num_tokens` tokens behind `start` others."""
+        """Estimate the time to compute `num_tokens` tokens after `start` others."""
         sum_context = num_tokens * (start + num_tokens / 2)
         return round(self._a * num_tokens + self._b * sum_context)
 

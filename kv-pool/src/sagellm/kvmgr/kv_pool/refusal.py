@@ -9,18 +9,18 @@ from sagellm.core import BlockError, BlockId, ConfigError, OutOfBlocksError
 
 
 def check_total(total_blocks: int) -> None:
-    """Raise ConfigError for what is not a number of blocks."""
+    """Raise ConfigError unless this is a positive int."""
     if type(total_blocks) is not int or total_blocks < 1:
         raise ConfigError(f"kv.num_blocks is {total_blocks!r}; it must be an int >= 1")
 
 
 def no_number(num_blocks: object, by: str = "") -> BlockError:
-    """Say that this cannot be asked for; `by` names who asked."""
+    """Return the error for an invalid number; `by` names the caller."""
     return BlockError(f"{num_blocks!r} blocks asked for{by}; ask for an int >= 1")
 
 
 def shortage(num_blocks: int, available: int, total_blocks: int, by: str = "") -> OutOfBlocksError:
-    """Say that fewer are free than are asked for."""
+    """Return the error for more blocks than are free."""
     return OutOfBlocksError(
         f"{num_blocks} blocks asked for{by}, {available} of {total_blocks} are free; "
         "free or evict blocks, or raise kv.num_blocks",
@@ -30,7 +30,7 @@ def shortage(num_blocks: int, available: int, total_blocks: int, by: str = "") -
 
 
 def no_claim(block_ids: Sequence[BlockId], occupancy: Sequence[int]) -> BlockError:
-    """Name the first id that cannot be claimed."""
+    """Return the error for the first id that cannot be claimed."""
     seen: set[BlockId] = set()
     for block_id in block_ids:
         if type(block_id) is not int:
@@ -47,7 +47,7 @@ def no_claim(block_ids: Sequence[BlockId], occupancy: Sequence[int]) -> BlockErr
 def refusal(
     block_ids: Sequence[BlockId], total_blocks: int, num_refs: Callable[[BlockId], int]
 ) -> BlockError:
-    """Name the first id that is wrong. `num_refs` tells how many references a block has, 0 if free."""
+    """Return the error for the first wrong id. `num_refs` gives a block's references, 0 if free."""
     seen: Counter[BlockId] = Counter()
     for block_id in block_ids:
         if type(block_id) is not int:

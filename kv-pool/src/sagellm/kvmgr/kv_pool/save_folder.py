@@ -19,7 +19,7 @@ _numbers = count()
 
 
 class SaveFolder:
-    """Files of tiers by name, `max_bytes` all together."""
+    """Files of tiers by name, at most `max_bytes` in total."""
 
     def __init__(self, path: Path, files: Files, max_bytes: int) -> None:
         self.path, self._files, self._max_bytes = path, files, max_bytes
@@ -31,21 +31,21 @@ class SaveFolder:
         return [name for name in names if _NAME.fullmatch(name) and self.size(name) is not None]
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a save; None if it is gone, or no file but a folder, link or pipe."""
+        """Return the bytes of a save; None if it is missing or not a regular file (folder, link, pipe)."""
         try:
             return self._files.size(self._path_of(name))
         except OSError:
             return None
 
     def check_name(self, name: str) -> None:
-        """Raise InvalidInputError for what is not a name."""
+        """Raise InvalidInputError for an invalid name."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidInputError(
                 f"a save is called {name!r}; give at most 64 letters, digits, '_' and '-', no path"
             )
 
     def find(self, name: str) -> None:
-        """Raise InvalidInputError for a name that is none, or is not there."""
+        """Raise InvalidInputError for an invalid or unknown name."""
         self.check_name(name)
         names = self.names()
         if name not in names:
@@ -68,9 +68,9 @@ class SaveFolder:
 
     @contextmanager
     def new(self, name: str, num_bytes: int) -> Iterator[str]:
-        """Yield the name under which a save is written before it is whole; nothing is left of it then.
+        """Yield a temporary name to write a save under; the file is deleted if it is not finished.
 
-        Raises InvalidInputError if there is no room for so many bytes.
+        Raises InvalidInputError if there is no room for this many bytes.
         """
         if self.size(name) is None and f"{name}{_SUFFIX}" in self._listed():
             raise InvalidInputError(f"{name}{_SUFFIX} in {self.path} is not a file; choose another name")
@@ -89,7 +89,7 @@ class SaveFolder:
                 self._files.remove(self._path_of(unfinished))
 
     def finish(self, unfinished: str, name: str) -> None:
-        """Give a whole save its name, in place of the one that had it."""
+        """Give a complete save its name, replacing any previous save of that name."""
         self._files.rename(self._path_of(unfinished), self._path_of(name))
 
     def _listed(self) -> list[str]:
@@ -99,7 +99,7 @@ class SaveFolder:
             return []
 
     def _remove_abandoned(self) -> None:
-        """Delete what processes left unfinished that are gone."""
+        """Delete the unfinished files of processes that have ended."""
         for file in self._listed():
             found = _UNFINISHED.fullmatch(file)
             if found and not _is_alive(int(found[1])):

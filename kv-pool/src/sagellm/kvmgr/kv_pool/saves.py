@@ -20,7 +20,7 @@ from sagellm.core.tokens import TokenIds
 from sagellm.kvmgr.kv_pool.save_folder import SaveFolder
 
 _RECORD_BYTES = 1 << 14
-"""Upper bound of a block's head and the padding after its data in a file."""
+"""Upper bound of the size of a block's head and the padding after its data in a file."""
 
 _MAX_BUFFERED_BYTES = 16 << 20
 """KV in buffers that is being written or read."""
@@ -375,7 +375,7 @@ class _Copier:
         return _Copy(part, headers, buffers, tier.submit(requests))
 
     def end_load(self, copy: _Copy, outcomes: Seq[TierOutcome]) -> int:
-        """Cache the blocks that were read, and return how many of the part's blocks are cached then.
+        """Cache the blocks that were read, and return how many of the part's blocks are then cached.
 
         Blocks are left out if their parents are not cached, no block is free, or one before them failed.
         """

@@ -1,4 +1,4 @@
-"""The median of what prompts of like length generated before."""
+"""Predicts the median output length of earlier prompts of similar length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Window:
         return len(self._sorted)
 
     def add(self, value: float) -> None:
-        """Remember a number, and forget the oldest when there are too many."""
+        """Add a number, and drop the oldest one if there are too many."""
         if len(self._by_age) == self._size:
             del self._sorted[bisect_left(self._sorted, self._by_age.popleft())]
         self._by_age.append(value)
@@ -41,7 +41,7 @@ class Window:
         return len(self._sorted) - bisect_right(self._sorted, bound)
 
     def median_above(self, bound: float) -> float:
-        """Return the median of the numbers greater than `bound`, of which there must be one."""
+        """Return the median of the numbers greater than `bound`, at least one of which must exist."""
         first = bisect_right(self._sorted, bound)
         middle = first + len(self._sorted)
         return (self._sorted[(middle - 1) // 2] + self._sorted[middle // 2]) / 2
@@ -55,33 +55,33 @@ _logger = get_logger(__name__)
 
 _LOGGED_EVERY = 1000  # updates
 
-_CAUTION = 2  # confidence = hits ÷ (observations + 2), so that few observations give little of it
+_CAUTION = 2  # confidence = hits ÷ (observations + 2), so few observations give low confidence
 _REL_TOLERANCE, _MIN_TOLERANCE_TOKENS = 0.1, 5.0
 
 
 class _Live(NamedTuple):
-    """A sequence that was asked about and has not ended."""
+    """A sequence that has been asked about and has not ended."""
 
     bucket: int
-    predicted_length: float | None  # None: the prediction stood on no observation
+    predicted_length: float | None  # None: the prediction used no observation
     max_length: int
 
 
 class StatisticalLifetimePredictor(LifetimePredictorProtocol):
-    """Predicts the median output length of earlier prompts of like length.
+    """Predicts the median output length of earlier prompts of similar length.
 
-    Like length is a quarter of an octave (256 … 319 tokens, say). A bucket speaks once
-    `min_observations` of its lengths are beyond what the sequence has generated already, else
-    all prompts together do; the prediction is the median of those lengths, minus what is
-    there. With nothing recorded beyond, it is the limit, with confidence 0.
+    Similar length is a quarter of an octave (256 … 319 tokens, say). A bucket is used once
+    `min_observations` of its lengths exceed what the sequence has already generated, otherwise
+    all prompts together are; the prediction is the median of those lengths, minus the tokens already
+    generated. If no recorded length is greater, it is the limit, with confidence 0.
 
     `confidence` is the share of those lengths that the prediction misses by at most 10 % of the
     remaining length, or 5 tokens, computed as hits ÷ (observations + 2).
-    `estimated_time` = remaining length × median seconds a token of the latest `window` sequences.
+    `estimated_time` = remaining length × median seconds per token of the latest `window` sequences.
 
     Each bucket keeps its latest `window` lengths. Sequences that are never updated (aborted ones)
     are forgotten when `max_sequences` newer ones have been asked about. Both calls cost
-    O(log window), about 5 µs; the same calls give the same answers. Not safe to share among threads.
+    O(log window), about 5 µs; equal calls give equal answers. Not thread-safe.
     """
 
     def __init__(self, *, window: int = 1000, min_observations: int = 8, max_sequences: int = 16_384) -> None:
@@ -99,12 +99,12 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._num_predictions = 0
         self._num_updates = 0
         self._num_cut = 0
-        self._scored_lengths: Counter[int] = Counter()  # as many as there are lengths at most
+        self._scored_lengths: Counter[int] = Counter()  # at most as many as there are lengths
         self._num_within = 0
         self._sum_error = 0.0
 
     def predict(self, request: PredictionRequest) -> LifetimePrediction:
-        """Predict what remains; the limit with confidence 0 where nothing is known."""
+        """Predict what remains; the limit with confidence 0 if nothing is known."""
         current = request.current_length
         limit = max(0, request.max_length - current)
         bucket = bucket_of(len(request.token_ids))
@@ -123,7 +123,7 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         )
 
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
-        """Learn from a sequence that ended; one never asked about teaches the whole, no bucket."""
+        """Learn from a sequence that ended; one never asked about counts only overall, in no bucket."""
         check_observation(actual_length=actual_length, actual_time=actual_time)
         self._num_updates += 1
         self._all_lengths.add(actual_length)
@@ -161,11 +161,11 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
 
     @property
     def num_live_sequences(self) -> int:
-        """Sequences that were asked about and are waited for, at most `max_sequences`."""
+        """Sequences that have been asked about and not ended, at most `max_sequences`."""
         return len(self._live)
 
     def _lengths_beyond(self, bucket: int, current: int) -> Window | None:
-        """Choose whose lengths to ask: the bucket's, all, or none when nothing went that far."""
+        """Choose the lengths to use: the bucket's, all, or none if nothing was that long."""
         own = self._lengths.get(bucket)
         if own is not None and own.count_above(current) >= self._min_observations:
             return own
@@ -191,7 +191,7 @@ def _mae_of_median(lengths: Counter[int]) -> float:
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Number the quarters of octaves: 0 … 7 tokens one bucket each, then 8–9, 10–11, … 16–19, …"""
+    """Number the quarters of octaves: 0 … 7 tokens have a bucket each, then 8–9, 10–11, … 16–19, …"""
     shift = max(0, num_tokens.bit_length() - 3)
     return 4 * shift + (num_tokens >> shift)
 
@@ -199,8 +199,8 @@ def bucket_of(num_tokens: int) -> int:
 def _confidence(lengths: Window, current: int, remaining: float, limit: int) -> float:
     """Return the share of `lengths` beyond `current` for which `remaining` is a good prediction.
 
-    Good means an error of at most max(10 % of the true remaining length, 5 tokens), which solved
-    for the true length gives an interval.
+    Good means an error of at most max(10 % of the true remaining length, 5 tokens), which, solved
+    for the true length, gives an interval.
     """
     low = min(remaining / (1 + _REL_TOLERANCE), remaining - _MIN_TOLERANCE_TOKENS)
     high = max(remaining / (1 - _REL_TOLERANCE), remaining + _MIN_TOLERANCE_TOKENS)

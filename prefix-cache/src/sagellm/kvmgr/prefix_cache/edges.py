@@ -11,18 +11,18 @@ from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
 
 
 class Found(NamedTuple):
-    """The cached whole blocks that packed tokens begin with."""
+    """The cached whole blocks at the start of packed tokens."""
 
     namespace: Namespace
-    node: PrefixNode | None  # in which they end, a root if there are none; None if it has no root either
+    node: PrefixNode | None  # where they end, a root if there are no blocks; None if there is no root
     block_ids: list[BlockId]
 
 
 def walk(root: PrefixNode, data: bytes, block_bytes: int) -> tuple[PrefixNode, int, list[BlockId]]:
-    """Follow packed tokens down from a root for as many whole blocks as agree.
+    """Follow packed tokens down from a root while whole blocks agree.
 
     Returns the node in which they end, how many bytes agree, and the blocks that hold them. One
-    comparison a node, plus a binary search in the node where they part.
+    comparison per node, plus a binary search in the node where they diverge.
     """
     node, position = root, 0
     block_ids: list[BlockId] = []
@@ -39,8 +39,8 @@ def walk(root: PrefixNode, data: bytes, block_bytes: int) -> tuple[PrefixNode, i
 
 
 def _count_common_blocks(data: bytes, position: int, edge: bytes, block_bytes: int) -> int:
-    # [0, low)      equal; the first block is, or the node would not have been found
-    # [high, …)     not equal, or behind the end of the data
+    # [0, low)      equal; the first block is equal, or the node would not have been found
+    # [high, …)     not equal, or after the end of the data
     # Comparing stops at the first difference, so all probes together read each equal byte once.
     low, high = 1, min(len(edge), len(data) - position) // block_bytes
     view = memoryview(edge)
@@ -55,7 +55,7 @@ def _count_common_blocks(data: bytes, position: int, edge: bytes, block_bytes: i
 
 
 def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
-    """Return the keys of the contents of a node's blocks, which are kept with it and its ancestors."""
+    """Return the content keys of a node's blocks, which are stored on it and its ancestors."""
     keys = node.keys
     if keys is not None and len(keys) == node.num_blocks:
         return keys
@@ -70,7 +70,7 @@ def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
         above = above.parent
     key = end_key(above, block_bytes)
     for step in reversed(behind):
-        if step.keys:  # it grew since
+        if step.keys:  # it has grown since
             key = step.keys[-1]
             step.keys += block_keys(key, step.edge[len(step.keys) * block_bytes :], block_bytes)
         else:
@@ -81,7 +81,7 @@ def keys_of(node: PrefixNode, block_bytes: int) -> list[int]:
 
 
 def end_key(node: PrefixNode, block_bytes: int) -> int:
-    """Return the key of a node's last block; a root's stands for its namespace."""
+    """Return the key of a node's last block; a root's key is that of its namespace."""
     if node.parent is not None:
         return keys_of(node, block_bytes)[-1]
     if node.keys is None:
@@ -90,9 +90,9 @@ def end_key(node: PrefixNode, block_bytes: int) -> int:
 
 
 def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int) -> PrefixNode:
-    """Give the first `num_blocks` of a node to a new parent and return that.
+    """Give the first `num_blocks` of a node to a new parent and return the parent.
 
-    The lower part keeps its id and its object, so whoever holds it still holds the same end.
+    The lower part keeps its id and its object, so references to it still point to the same end.
     """
     parent = lower.parent
     assert parent is not None, "the root has no edge"
@@ -121,7 +121,7 @@ def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int)
         upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]
     if lower.hashes is not None:
         upper.hashes, lower.hashes = lower.hashes[:num_blocks], lower.hashes[num_blocks:]
-    parent.children[lower.edge[:block_bytes]] = upper  # in its place
+    parent.children[lower.edge[:block_bytes]] = upper  # replaces `lower`
     lower.parent = upper
     lower.edge = lower.edge[cut:]
     lower.num_blocks -= num_blocks

@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 
 class Events:
-    """Tells sinks of the full blocks of a tree. An event costs 5 µs a block: ask `sinks` first."""
+    """Tells sinks about the full blocks of a tree. An event costs 5 µs per block: check `sinks` first."""
 
     def __init__(self, block_bytes: int, identity: KVIdentity) -> None:
         self.sinks: list[KVEventSink] = []
@@ -31,17 +31,17 @@ class Events:
         self._identity = identity
 
     def add(self, sink: KVEventSink, nodes: Sequence[PrefixNode]) -> None:
-        """Tell a sink of all nodes, parents first, and of all that happens from now on."""
+        """Tell a sink about all nodes, parents first, and about everything that happens from now on."""
         for node in nodes:
             sink(self._stored(node, node.num_blocks))
         self.sinks.append(sink)
 
     def entered(self, node: PrefixNode, num_blocks: int) -> None:
-        """Tell that the last blocks of a node are new."""
+        """Announce that the last blocks of a node are new."""
         self._tell(self._stored(node, num_blocks))
 
     def leaving(self, node: PrefixNode, num_blocks: int, departure: Departure) -> None:
-        """Tell that the last blocks of a node, which are still there, are going."""
+        """Announce that the last blocks of a node, which are still there, are about to leave."""
         gone = self._hashes_of(node)[: -num_blocks - 1 : -1]  # the last first
         self._tell(BlockRemoved(block_hashes=gone, reason=departure.reason, tenant=node.namespace.account))
 
@@ -64,7 +64,7 @@ class Events:
             self.keep = None
 
     def emptied(self) -> None:
-        """Tell that nothing is left."""
+        """Announce that the cache is empty."""
         self._tell(AllBlocksCleared())
 
     def _tell(self, event: KVCacheEvent) -> None:
@@ -95,7 +95,7 @@ class Events:
         return ROOT_HASH if node is None or node.parent is None else self._hashes_of(node)[-1]
 
     def _hashes_of(self, node: PrefixNode) -> list[bytes]:
-        """Return the chain hashes of a node's blocks, which are kept with it and its ancestors."""
+        """Return the chain hashes of a node's blocks, which are stored on it and its ancestors."""
         behind: list[PrefixNode] = []
         step = node
         while step.parent is not None and len(step.hashes or ()) < step.num_blocks:

@@ -1,4 +1,4 @@
-"""What became of blocks that were evicted: remembered by content, within a budget, without the blocks."""
+"""What became of evicted blocks: remembered by content, within a budget, without the blocks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Departure(NamedTuple):
 
     now_ns: int
     reason: RemovalReason
-    policy: str | None = None  # that chose them, by class; None where none was asked
+    policy: str | None = None  # class of the policy that chose them; None if none was asked
     evicted_for: str | None = None  # account whose blocks take the room
 
 
 class Ghost(NamedTuple):
-    """The last of a node that was evicted, or of the end that it gave up."""
+    """The last state of an evicted node, or of the end that it gave up."""
 
     node_id: NodeId
     access_count: int
@@ -39,22 +39,22 @@ _Entry: TypeAlias = tuple[NodeId, int, int, Departure]
 
 
 class Ghosts:
-    """Ghosts by the key of a block's content (`block_keys`); beyond the budget the oldest go.
+    """Ghosts by the key of a block's content (`block_keys`); beyond the budget the oldest are dropped.
 
     A key stands for all tokens up to the end of its block in one namespace. It is a 64-bit hash, good
-    for statistics and explanations: blocks are never shared by it. Of the keys that had to go, a Bloom
-    filter with two bits a key remembers that they were there: never a wrong "no", and a "perhaps" more
-    often the more there were.
+    enough for statistics and explanations: blocks are never shared by it. A Bloom filter with two bits per
+    key remembers the dropped keys: it never answers "no" wrongly, and answers "perhaps" wrongly the more
+    often, the more keys were dropped.
     """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._ghosts: dict[int, _Entry] = {}
         self._departed: deque[tuple[Sequence[int], _Entry]] = deque()  # oldest first; some came back
-        self._num_departed = 0  # keys in there
+        self._num_departed = 0  # keys in it
         self._num_bits = _FILTER_BITS_A_GHOST * max_blocks + 8
         self._unfiled: list[tuple[list[PrefixNode], Departure]] = []
-        self._forgotten: bytearray | None = None  # made when the first goes
+        self._forgotten: bytearray | None = None  # made when the first key is dropped
 
     def __len__(self) -> int:
         if self._unfiled:
@@ -62,7 +62,7 @@ class Ghosts:
         return len(self._ghosts)
 
     def remember(self, keys: Sequence[int], node: CachedNode, departure: Departure) -> None:
-        """Note what became of the blocks with these keys."""
+        """Record what became of the blocks with these keys."""
         if self._unfiled:
             self._file()
         if len(keys) > self.max_blocks:
@@ -100,23 +100,23 @@ class Ghosts:
         self._keep_to_budget()
 
     def find(self, key: int) -> Ghost | None:
-        """Return what became of a block."""
+        """Return the ghost of a block."""
         if self._unfiled:
             self._file()
         found = self._ghosts.get(key)
         return None if found is None else Ghost(*found)
 
     def may_have_forgotten(self, key: int) -> bool:
-        """Say whether a block may have been evicted so long ago that its ghost went."""
+        """Say whether a block may have been evicted so long ago that its ghost was dropped."""
         if self._unfiled:
             self._file()
         bits = self._forgotten
         return bits is not None and all(bits[bit >> 3] >> (bit & 7) & 1 for bit in self._bits_of(key))
 
     def revive(self, key: int, edge: bytes, block_bytes: int, keys: list[int]) -> tuple[Ghost | None, int]:
-        """Forget the blocks of an edge that are back; `key` is its parent's.
+        """Forget the ghosts of an edge that is back in the cache; `key` is its parent's.
 
-        Returns the deepest of them and how many bytes of the edge they are. The keys that were made for it
+        Returns the deepest of these ghosts and how many bytes of the edge they cover. Keys computed for it
         are added to `keys`.
         """
         if self._unfiled:
@@ -132,7 +132,7 @@ class Ghosts:
         return Ghost(*deepest) if deepest else None, len(edge)
 
     def _keep_to_budget(self) -> None:
-        """Drop the oldest ones, and forget those that came back."""
+        """Drop the oldest ghosts, and the records of those that came back."""
         departed = self._departed
         if len(self._ghosts) <= self.max_blocks and self._num_departed <= 2 * len(self._ghosts) + _MAX_STALE:
             return
@@ -162,12 +162,12 @@ class Ghosts:
 
 
 def block_key(parent_key: int, tokens: bytes) -> int:
-    """Return the key of a block after its parent's."""
+    """Return the key of a block that follows its parent's."""
     return hash((parent_key, tokens))
 
 
 def block_keys(parent_key: int, edge: bytes, block_bytes: int) -> list[int]:
-    """Return the keys of all blocks of an edge. About 0.2 µs a block of 16 tokens."""
+    """Return the keys of all blocks of an edge. About 0.2 µs per block of 16 tokens."""
     keys = []
     for begin in range(0, len(edge), block_bytes):
         parent_key = hash((parent_key, edge[begin : begin + block_bytes]))

@@ -1,4 +1,4 @@
-"""In which order the cache gives up its leaves when it is handed no policy."""
+"""The order in which the cache gives up its leaves without a policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LeafOrder(Protocol):
 
 
 class LeafLRU:
-    """Unlocked leaves, least recently used first; of equal ones the older node."""
+    """Unlocked leaves, least recently used first; the older node among equals."""
 
     def __init__(self) -> None:
         self._leaves = NodeRanking(attrgetter("last_access_ns"))
@@ -45,34 +45,34 @@ class LeafLRU:
         """Recency is all that counts."""
 
     def on_hit(self, node: CachedNode) -> None:
-        """The node is locked by now; its time is read when it becomes a candidate."""
+        """The node is now locked; its time is read when it becomes a candidate."""
 
     def on_remove(self, node: CachedNode) -> None:
-        """It was taken from the candidates before."""
+        """It has already been removed from the candidates."""
 
     def add_candidate(self, node: CachedNode) -> None:
         """Rank a leaf by the time of its last use."""
         self._leaves.add(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
-        """Take a leaf out."""
+        """Remove a leaf."""
         self._leaves.discard(node)
 
     def victim(self) -> CachedNode | None:
-        """Return the leaf that was not used for the longest time."""
+        """Return the leaf unused for the longest time."""
         return self._leaves.first()
 
     def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield leaves that go whole."""
+        """Yield leaves to evict whole."""
         return self._leaves.take(num_blocks)
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
-        """Take all that is wanted."""
+        """Give up all that are wanted."""
         del node
         return num_wanted
 
     def candidates(self) -> dict[NodeId, RankingKey]:
-        """Return each candidate's time of use as it was when it became one."""
+        """Return each candidate's time of use when it became one."""
         return self._leaves.keys()
 
 
@@ -80,11 +80,11 @@ _log = get_logger(__name__)
 
 
 class GuardedOrder:
-    """Asks a policy, and `LeafLRU` in its place from the first call on that raises or names a wrong node.
+    """Asks a policy until a call raises or names a wrong node, and from then on `LeafLRU`.
 
-    What it raised is logged and goes no further: in the middle of a change of the tree it would
-    leave blocks that are cached and free at once. That holds for an assertion of the policy and for
-    SystemExit too; only Ctrl-C passes, and AuditError, which accuses the cache.
+    The error is logged and not raised: in the middle of a change of the tree it would leave blocks
+    that are both cached and free. This includes AssertionError and SystemExit from the
+    policy; only Ctrl-C passes, and AuditError, which accuses the cache.
     """
 
     def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
@@ -194,7 +194,7 @@ class GuardedOrder:
 
 
 class Leaves:
-    """The order of all leaves, and one more by last use for each account that has a quota."""
+    """The order of all leaves, and a separate LRU order for each account that has a quota."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Leaves:
 
     @property
     def policy_name(self) -> str:
-        """The class of the policy that decides at this moment."""
+        """The class of the policy now in use."""
         return type(self.order.current).__name__
 
     def of_account(self, account: str) -> LeafLRU:
@@ -217,25 +217,25 @@ class Leaves:
         return self._own.get(account) or LeafLRU()
 
     def add(self, node: PrefixNode) -> None:
-        """Note that a node became an unlocked leaf."""
+        """Record that a node became an unlocked leaf."""
         self.order.add_candidate(node)
         if self._has_quota is not None and self._has_quota(account := node.namespace.account):
             self._own.setdefault(account, LeafLRU()).add_candidate(node)
 
     def remove(self, node: PrefixNode) -> None:
-        """Note that a node is no unlocked leaf any more."""
+        """Record that a node is no longer an unlocked leaf."""
         self.order.remove_candidate(node)
         if self._has_quota is not None:
             self.remove_own(node)
 
     def remove_own(self, node: PrefixNode) -> None:
-        """Take a node out of the order of its account's leaves, if there is one."""
+        """Remove a node from its account's own order, if there is one."""
         own = self._own.get(node.namespace.account)
         if own is not None:
             own.remove_candidate(node)
 
     def check_integrity(self, leaves: list[PrefixNode]) -> None:
-        """Raise AssertionError if the order of an account's own leaves differs from those of the tree."""
+        """Raise AssertionError if an account's own order differs from the leaves of the tree."""
         for account, own in self._own.items():
             expected = {leaf.node_id for leaf in leaves if leaf.namespace.account == account}
             assert own.candidates().keys() == expected, f"the order of {account}'s leaves is not the tree's"

@@ -16,23 +16,23 @@ _MAX_STALE_HEADS = 64
 
 @dataclass(slots=True, eq=False)
 class PartialBlock:
-    """A block that is not full, behind the end of a node; nobody writes to it any more."""
+    """A block that is not full, after the end of a node; nothing writes to it any more."""
 
     block_id: BlockId
     tokens: bytes = field(repr=False)
     node: PrefixNode = field(repr=False)
-    usage: TenantUsage = field(repr=False)  # of whose it is
+    usage: TenantUsage = field(repr=False)  # of its owner
 
 
 NO_CHILDREN: dict[bytes, PrefixNode] = {}
-"""Shared by all nodes that never had a child, as most do, and never written to; so is `NO_HEADS`."""
+"""Shared by all nodes that never had a child, which are most, and never written to; so is `NO_HEADS`."""
 
 NO_HEADS: dict[bytes, bytes] = {}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixNode(CachedNode):
-    """A run of cached blocks that belong together; the root of a namespace has none.
+    """A run of consecutive cached blocks; the root of a namespace has none.
 
     `edge` is the packed tokens of the run, whole blocks of them. Children are found by the bytes
     of their first block. A lock on a node protects all its ancestors too: `lock_count` counts
@@ -42,7 +42,7 @@ class PrefixNode(CachedNode):
     # tokens of a path, by node:
     # [0, start)      the ancestors' edges
     # [start, depth)  this edge, in `block_ids`
-    edge: bytes = field(repr=False)  # long, as the blocks may be; their number is shown
+    edge: bytes = field(repr=False)  # omitted: may be long, as may the blocks; `repr` shows their number
     block_ids: list[BlockId] = field(repr=False)
     parent: PrefixNode | None = field(default=None, repr=False)
     children: dict[bytes, PrefixNode] = field(default_factory=lambda: NO_CHILDREN, repr=False)
@@ -51,10 +51,10 @@ class PrefixNode(CachedNode):
     )  # first token → first block
     lock_count: int = 0
     num_own_locks: int = 0
-    num_pins: int = 0  # that end here or further down
-    usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of whose it is; a root has none
+    num_pins: int = 0  # that end here or below
+    usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of its owner; a root has none
     partials: tuple[PartialBlock, ...] = field(default=(), repr=False)
-    keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once wanted
+    keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once computed
     hashes: list[bytes] | None = field(default=None, repr=False)  # the same for KV events
 
     @property
@@ -63,7 +63,7 @@ class PrefixNode(CachedNode):
         return None if self.parent is None or self.parent.parent is None else self.parent.node_id
 
     def adopt(self, child: PrefixNode, first_block: bytes) -> None:
-        """Take a node as a child, the latest one that begins with its first token."""
+        """Add a child; it becomes the latest one that begins with its first token."""
         if self.heads is NO_HEADS:
             self.children, self.heads = {}, {}
         self.children[first_block] = child
@@ -77,7 +77,7 @@ class PrefixNode(CachedNode):
         return self.depth - len(self.edge) // TOKEN_BYTES
 
     def path(self) -> list[PrefixNode]:
-        """Return the node and its ancestors, deepest first, the root left out."""
+        """Return the node and its ancestors, deepest first, without the root."""
         nodes = []
         node = self
         while node.parent is not None:

@@ -1,4 +1,4 @@
-"""Blocks that are not full: kept behind the ends of nodes, and full ones that agree in part."""
+"""Partial blocks, kept after the ends of nodes, and full blocks of which only a part agrees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Partials:
         return len(self._blocks)
 
     def values(self) -> list[PartialBlock]:
-        """Return them all, the one to go first first."""
+        """Return them all, in eviction order."""
         return list(self._blocks.values())
 
     def get(self, block_id: BlockId) -> PartialBlock | None:
@@ -34,7 +34,7 @@ class Partials:
     def add(
         self, node: PrefixNode, tokens: bytes, block_id: BlockId, usage: TenantUsage
     ) -> list[BlockId] | None:
-        """Keep a block behind a node and return those that it replaces; None if nothing new is in it.
+        """Keep a block after a node and return those that it replaces; None if it adds nothing.
 
         `usage` is the account of its tenant.
         """
@@ -52,22 +52,22 @@ class Partials:
         return replaced
 
     def supersede(self, node: PrefixNode, tokens: bytes) -> list[BlockId]:
-        """Drop what the tokens that now follow a node begin with."""
+        """Drop the partial blocks that the tokens now following a node begin with."""
         if not node.partials:
             return []
         return [self._remove(each) for each in node.partials if tokens.startswith(each.tokens)]
 
     def touch(self, block_id: BlockId) -> None:
-        """Note a use, if it is a partial block."""
+        """Record a use, if it is a partial block."""
         if block_id in self._blocks:
             self._blocks.move_to_end(block_id)
 
     def drop_behind(self, node: PrefixNode) -> list[BlockId]:
-        """Drop those of a node that leaves."""
+        """Drop the partial blocks of a node that leaves."""
         return [self._remove(each) for each in node.partials]
 
     def first(self) -> PartialBlock | None:
-        """Return the one that was not used for the longest time."""
+        """Return the one unused for the longest time."""
         return next(iter(self._blocks.values()), None)
 
     def drop(self, partial: PartialBlock) -> BlockId:
@@ -75,7 +75,7 @@ class Partials:
         return self._remove(partial)
 
     def move(self, moved: Mapping[BlockId, BlockId]) -> None:
-        """Hold other blocks in place of those that are keys, in the same order."""
+        """Replace the blocks that are keys by their values, in the same order."""
         if moved.keys().isdisjoint(self._blocks):
             return
         for partial in self._blocks.values():
@@ -93,8 +93,8 @@ class Partials:
 def find_partial(node: PrefixNode, data: bytes, position: int, block_bytes: int) -> PartialMatch | None:
     """Find the block whose beginning agrees best with what follows `position`, where a walk ended.
 
-    Inside an edge that is the edge's next block; behind a node, its partial blocks, its few latest
-    children, and the latest one that begins with the same token.
+    Inside an edge that is the edge's next block; at the end of a node, one of its partial blocks, its few
+    latest children, or the latest child that begins with the same token.
     """
     rest = data[position : position + block_bytes]
     inside = position - node.depth * TOKEN_BYTES + len(node.edge)
@@ -120,7 +120,7 @@ def find_partial(node: PrefixNode, data: bytes, position: int, block_bytes: int)
 
 
 def count_common_tokens(one: bytes, other: bytes) -> int:
-    """Return how many packed tokens agree from the beginning on."""
+    """Return how many packed tokens agree from the start."""
     length = min(len(one), len(other))
     difference = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     if not difference:

@@ -1,4 +1,4 @@
-"""The prefix cache: checks what comes in, counts what is used, and guards one radix tree with a mutex."""
+"""The prefix cache: checks input, counts use, and guards one radix tree with a mutex."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ _log = get_logger(__name__)
 class RadixPrefixCache(PrefixCacheProtocol):
     """Token-exact prefix cache that evicts its own leaves, least recently used first.
 
-    A lock or an insertion is a use of the whole path. `eviction_policy` replaces the order; one
+    A lock or an insertion is a use of the whole path. `eviction_policy` replaces the order; a policy
     that names no victim ends eviction, and one that raises, or names anything but an unlocked leaf, is
-    itself replaced by this order. A leaf that no lock protects grows in place when its prefix is inserted
+    itself replaced by this order. An unlocked leaf grows in place when its prefix is inserted
     with more blocks and the same priority.
 
-    Reuse goes into blocks where `reuses_partial_blocks`: the last block of an insertion is kept though it
-    is not full, up to four of them behind a node, and matched as far as its tokens agree, as are the next
-    block of an edge, the first ones of the latest eight children, and of the latest with the same token.
+    With `reuses_partial_blocks`, parts of blocks are reused: the last block of an insertion is kept even if
+    it is not full, up to four per node, and matched as far as its tokens agree. So are the next
+    block of an edge, the first blocks of the latest eight children, and of the latest with the same token.
 
-    `tenant_quotas` are the full blocks that an account (`Namespace.account`) may have, "*" for all that
-    are not named. `max_pinned_blocks` is the budget of pins, by default half of `max_blocks`.
+    `tenant_quotas` are the full blocks that an account (`Namespace.account`) may have, "*" for all accounts
+    not named. `max_pinned_blocks` is the budget of pins, by default half of `max_blocks`.
 
-    What was evicted is remembered without its blocks, `max_ghost_blocks` of them (if None, 16
-    times `max_blocks`, at least 65,536; 150 bytes each): when it is inserted again, its counts go on.
+    Evicted blocks are remembered without their content, `max_ghost_blocks` of them (if None, 16
+    times `max_blocks`, at least 65,536; 150 bytes each): their counts resume when they are inserted again.
 
-    Raises ConfigError for sizes below one, negative values of what may be 0, and what is not a policy.
+    Raises ConfigError for sizes below one, negative values of options that may be 0, and an invalid policy.
     """
 
     def __init__(  # noqa: PLR0913
@@ -118,8 +118,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
     def lock(self, match: PrefixMatch, *, num_lookup_tokens: int | None = None) -> PrefixMatch:
         """Protect the whole blocks of a match from eviction and count a lookup of `num_lookup_tokens` tokens.
 
-        A match without a whole block protects nothing. Raises StaleMatchError if blocks entered or left
-        the cache since the match, or if the match is another cache's.
+        A match without a whole block protects nothing. Raises StaleMatchError if blocks have entered or left
+        the cache since the match, or if the match is from another cache.
         """
         with self._mutex:
             node = end_of(match, self._tree)
@@ -164,11 +164,11 @@ class RadixPrefixCache(PrefixCacheProtocol):
         *,
         priority: int = 0,
     ) -> InsertResult:
-        """Remember which blocks hold the beginning of `token_ids`.
+        """Record which blocks hold the beginning of `token_ids`.
 
-        Evicts nothing: at `max_blocks`, or at the tenant's quota, it keeps the first ones that fit. Raises
+        Evicts nothing: at `max_blocks`, or at the tenant's quota, it keeps the first blocks that fit. Raises
         BlockError, and changes nothing, when an id is not an int of at least 0, there are more blocks than
-        tokens to fill them, one is given twice, or one is in the cache for other tokens.
+        tokens to fill them, one is given twice, or one is cached for other tokens.
         """
         tokens = pack(token_ids)
         check_number_of_blocks(block_ids, len(tokens), self.block_size)
@@ -186,7 +186,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     ) -> list[KVBlockDescriptor] | None:
         """Return the cached blocks of a prefix, or None when fewer tokens match. Counts a lookup.
 
-        The last one holds fewer tokens of it than a block where only its beginning agrees.
+        The last block holds fewer matching tokens if only its beginning agrees.
         """
         tokens = pack(token_ids)
         size = self.block_size
@@ -212,7 +212,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return own + self._evict(num_blocks - len(own), namespace)
 
     def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
-        """Drop what keeps `num_blocks` from being inserted under a namespace, and nothing else."""
+        """Drop what prevents inserting `num_blocks` in a namespace, and nothing else."""
         check_num_dropped(num_blocks)
         with self._mutex:
             own = self._evict_own(num_blocks, namespace)
@@ -223,7 +223,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return own + self._evict(min(num_over, num_blocks), namespace)
 
     def clear(self) -> list[BlockId]:
-        """Drop everything that no lock or pin protects and return the blocks, whatever the policy says."""
+        """Drop everything that no lock or pin protects and return the blocks, whatever the policy is."""
         with self._mutex:
             now_ns = self._clock.now_ns()
             self._pins.expire(now_ns)
@@ -234,10 +234,10 @@ class RadixPrefixCache(PrefixCacheProtocol):
         return dropped
 
     def move_blocks(self, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Hold the second block of each pair in place of the first, where it holds that.
+        """Replace the first block of each pair, where it is cached, by the second.
 
-        Raises BlockError, and changes nothing, if a second one is in the cache, given twice, or no id.
-        Costs about 0.02 µs a cached block and 0.2 µs a node.
+        Raises BlockError, and changes nothing, if a second one is cached, given twice, or not a valid id.
+        Costs about 0.02 µs per cached block and 0.2 µs per node.
         """
         with self._mutex:
             cached = self._tree.cached
@@ -255,7 +255,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Partial blocks, and those of unlocked nodes. Whatever is below one is unlocked too."""
+        """Partial blocks, and those of unlocked nodes. Everything below an unlocked node is unlocked too."""
         if self._pins:
             with self._mutex:
                 self._pins.expire(self._clock.now_ns())
@@ -278,7 +278,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
     ) -> PinResult:
         """Keep the cached whole blocks of a prefix until `unpin`, or until no lookup hit them for `ttl_s`.
 
-        Pinning the same again sets its time anew. Raises InvalidInputError for a `ttl_s` not above 0.
+        Pinning the same prefix again restarts its time. Raises InvalidInputError for a `ttl_s` not above 0.
         """
         check_ttl(ttl_s)
         tokens = pack(token_ids)
@@ -288,7 +288,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return self._pins.pin(found, len(tokens), ttl_ns, self._clock.now_ns())
 
     def unpin(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> int:
-        """End the pins that end within a prefix and return how many they were."""
+        """End the pins that end within a prefix and return their number."""
         data = pack(token_ids).data
         with self._mutex:
             self._pins.expire(self._clock.now_ns())
@@ -298,17 +298,17 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return sum(self._pins.end(step) for step in path if step.depth <= end)
 
     def pins(self) -> list[PinnedPrefix]:
-        """Return the pins that hold now, in the order in which they were made."""
+        """Return the current pins, in the order in which they were made."""
         with self._mutex:
             return self._pins.prefixes(self._clock.now_ns())
 
     def runs(self) -> list[CachedRun]:
-        """Return all full blocks that are cached, a run for each node, parents first."""
+        """Return all cached full blocks, one run per node, parents first."""
         with self._mutex:
             return describe_runs(self._tree.nodes())
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
-        """Say why no more of some tokens would match now. Counts nothing."""
+        """Say why no more of these tokens would match now. Counts nothing."""
         data = pack(token_ids).data
         with self._mutex:
             return explain_miss(self._tree, data, namespace, self._clock.now_ns())
@@ -328,12 +328,12 @@ class RadixPrefixCache(PrefixCacheProtocol):
         return explain_later
 
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
-        """Show `keep` what is about to be evicted; if it raises, it is shown nothing more."""
+        """Show `keep` what is about to be evicted; if it raises, it is called no more."""
         with self._mutex:
             self._tree.ledger.events.keep = keep
 
     def subscribe(self, sink: KVEventSink) -> None:
-        """Tell `sink` of every full block that enters or leaves, beginning with those that are there."""
+        """Tell `sink` of every full block that enters or leaves, beginning with those already cached."""
         with self._mutex:
             self._tree.ledger.events.add(sink, self._tree.nodes())
 
@@ -392,7 +392,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         return dropped
 
     def _evict_own(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
-        """Drop of a tenant's own leaves as many blocks as `num_blocks` more would exceed its quota."""
+        """Drop as many of a tenant's own leaves' blocks as `num_blocks` more would exceed its quota by."""
         account = self._tree.ledger.account(namespace)
         if account.max_blocks is None:
             return []
@@ -401,7 +401,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
 
 
 class Lookups:
-    """Counts lookups, of all and by tenant."""
+    """Counts lookups, in total and by tenant."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -411,7 +411,7 @@ class Lookups:
     def count(
         self, num_tokens: int, num_hit_tokens: int, num_partial_hit_tokens: int, namespace: Namespace
     ) -> None:
-        """Count one lookup; the partial ones are among the hit tokens."""
+        """Count one lookup; hit tokens include the partial ones."""
         self.num_lookups += 1
         self.num_tokens += num_tokens
         self.num_hits += num_hit_tokens > 0
@@ -431,10 +431,10 @@ def owned_node(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
 
 
 def end_of(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
-    """Return the node in which the whole blocks of a match end; None if it has none.
+    """Return the node where the whole blocks of a match end; None if it has none.
 
-    Raises StaleMatchError if blocks entered or left since, or if the match is another cache's, and
-    InvalidInputError for one that was made longer or cut inside a block.
+    Raises StaleMatchError if blocks have entered or left since, or if the match is from another cache, and
+    InvalidInputError for a match that was lengthened or cut inside a block.
     """
     if match.version != tree.version:
         raise StaleMatchError("blocks entered or left the cache since this match; match again")
@@ -472,7 +472,7 @@ def describe(match: PrefixMatch, block_size: int) -> list[KVBlockDescriptor]:
 
 
 def describe_runs(nodes: Sequence[PrefixNode]) -> list[CachedRun]:
-    """Return what is in nodes, which come parents first."""
+    """Return the contents of nodes, which must come parents first."""
     places = {node.node_id: place for place, node in enumerate(nodes)}
     return [
         CachedRun(
@@ -486,11 +486,11 @@ def describe_runs(nodes: Sequence[PrefixNode]) -> list[CachedRun]:
 
 
 _MAX_OTHERS, _MAX_STEPS = 256, 512
-"""Other namespaces that are searched, the latest first, and nodes of all of them together."""
+"""Other namespaces to search, the latest first, and total nodes to visit in them."""
 
 
 class Miss(NamedTuple):
-    """What must be recorded when a prompt does not match further; the rest can be found later."""
+    """What to record when a prompt matches no further; the rest can be found later."""
 
     namespace: Namespace
     now_ns: int
@@ -498,15 +498,15 @@ class Miss(NamedTuple):
     match_length: int
     diverges_at: int
     ghost: Ghost | None  # of the next block
-    num_evicted: int  # blocks in a row from there on
-    is_forgotten: bool  # the next block may have been evicted longer ago than ghosts last
+    num_evicted: int  # consecutive evicted blocks from there on
+    is_forgotten: bool  # the next block may have been evicted and its ghost dropped
 
 
 def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace, now_ns: int) -> MissExplanation:
-    """Compare packed tokens with what is cached, what was, and what others have.
+    """Compare packed tokens with what is cached, what was cached, and what other namespaces have.
 
-    Costs a match, and up to 512 steps in other namespaces where the next block was never this one's. It sees
-    no more agreement inside a block than reuse does, but sees it where that is off.
+    Costs a match, and up to 512 steps in other namespaces if this one never had the next block. Inside a
+    block it looks no further for agreement than reuse does, but does so even when reuse is off.
     """
     found = tree.find(data, namespace)
     position = len(found.block_ids) * tree.block_bytes
@@ -516,7 +516,7 @@ def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace, now_ns: int
 def note_miss(
     tree: RadixTree, data: bytes, node: PrefixNode | None, position: int, namespace: Namespace, now_ns: int
 ) -> Miss:
-    """Record what became of the block behind a match that ends at a byte in a node. 1 µs if it is new."""
+    """Record the fate of the block after a match that ends at a byte in a node. 1 µs if it is new."""
     agreed = None if node is None else find_partial(node, data, position, tree.block_bytes)
     diverges_at = position // TOKEN_BYTES + (agreed.num_tokens if agreed else 0)
     match_length = diverges_at if tree.reuses_partial_blocks else position // TOKEN_BYTES
@@ -530,7 +530,7 @@ def note_miss(
 
 
 def explain(tree: RadixTree, data: bytes, miss: Miss) -> MissExplanation:
-    """Say why packed tokens did not match further; blocks of others count only if they had them then."""
+    """Say why packed tokens did not match further; other namespaces count only if they had the block then."""
     departure = miss.ghost.departure if miss.ghost else None
     return MissExplanation(
         cause=_cause(tree, data, miss),
@@ -574,7 +574,7 @@ def _key_at(node: PrefixNode | None, namespace: Namespace, position: int, tree: 
 def _find_ghosts(
     tree: RadixTree, key: int, next_key: int, data: bytes, position: int
 ) -> tuple[Ghost | None, int]:
-    """Return what became of the next block, and how many in a row were evicted."""
+    """Return the ghost of the next block, and how many blocks in a row were evicted."""
     ghosts, size = tree.ledger.ghosts, tree.block_bytes
     first, num_found = ghosts.find(next_key), 0
     if first is not None:
@@ -586,7 +586,7 @@ def _find_ghosts(
 
 
 def _others_have(tree: RadixTree, data: bytes, miss: Miss) -> MissCause:
-    """Say whether another namespace had the next block; `unknown` if there are too many to look at."""
+    """Say whether another namespace had the next block; `unknown` if there are too many to search."""
     num_steps = _MAX_STEPS
     end = miss.position + tree.block_bytes
     for other, root in islice(reversed(tree.roots.items()), _MAX_OTHERS + 1):
@@ -619,14 +619,14 @@ class Pin:
 
 
 class Pins:
-    """The pins of one tree, each a lock on the path to a node. What is pinned more than once counts once."""
+    """The pins of one tree, each a lock on the path to a node. A block pinned more than once counts once."""
 
     def __init__(self, tree: RadixTree, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_blocks = 0
         self._tree = tree
         self._pins: dict[PrefixNode, Pin] = {}
-        self._next_ns = _NEVER  # no pin expires before
+        self._next_ns = _NEVER  # no pin expires earlier
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -635,7 +635,7 @@ class Pins:
         return node in self._pins
 
     def pin(self, found: Found, num_tokens: int, ttl_ns: int | None, now_ns: int) -> PinResult:
-        """Pin what was found of so many tokens, as far as the budget allows, and say why it is no more."""
+        """Pin what was found of this many tokens, within the budget, and say why not all of them."""
         num_pinned = self._set(found, ttl_ns, now_ns)
         return PinResult(
             num_tokens=num_tokens,
@@ -646,7 +646,7 @@ class Pins:
         )
 
     def prefixes(self, now_ns: int) -> list[PinnedPrefix]:
-        """Return what is pinned, in the order in which it was."""
+        """Return what is pinned, in the order of pinning."""
         self.expire(now_ns)
         return [
             PinnedPrefix(
@@ -687,14 +687,14 @@ class Pins:
         return True
 
     def refresh(self, node: PrefixNode, now_ns: int) -> None:
-        """Note a hit of a path: the pins on it live on from now."""
+        """Record a hit of a path: the time of the pins on it restarts now."""
         for step in node.path():
             pin = self._pins.get(step) if step.num_pins else None
             if pin is not None and pin.ttl_ns is not None:
                 pin.expires_ns = now_ns + pin.ttl_ns
 
     def expire(self, now_ns: int) -> None:
-        """End the pins whose time is over. O(1) before the first one's is."""
+        """End the expired pins. O(1) before the first expires."""
         if now_ns < self._next_ns:
             return
         for node in [node for node, pin in self._pins.items() if pin.expires_ns <= now_ns]:

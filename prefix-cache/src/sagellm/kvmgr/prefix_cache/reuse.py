@@ -1,4 +1,4 @@
-"""Reuse across requests, asked for by prefix alone."""
+"""Reuse across requests, looked up by prefix alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sagellm.core.tokens import TokenIdsLike
 
 
 class CrossRequestKVCache:
-    """Answers which KV blocks another request has already computed, from any prefix cache."""
+    """Looks up in any prefix cache which KV blocks other requests have already computed."""
 
     def __init__(self, prefix_cache: PrefixCacheProtocol) -> None:
         require_object("prefix_cache", prefix_cache, PrefixCacheProtocol, "prefix_cache")

@@ -1,4 +1,4 @@
-"""The radix tree: nodes, locks, and which leaves may go. Knows no threads and no clock."""
+"""The radix tree: nodes, locks, and which leaves may be evicted. Knows no threads and no clock."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from sagellm.kvmgr.prefix_cache.partials import Partials, find_partial
 class RadixTree:
     """Path-compressed, block-aligned, one root for each namespace that has blocks.
 
-    Tells its order of leaves which nodes there are and which of them are unlocked leaves, and its ledger
-    which full blocks come and go. `version` rises when blocks enter or leave; a split keeps matches valid.
+    Reports its nodes and unlocked leaves to its order of leaves, and the full blocks that come and go to its
+    ledger. `version` rises when blocks enter or leave; a split keeps matches valid.
     """
 
     def __init__(self, limits: Limits, policy: LeafOrder) -> None:
@@ -44,7 +44,7 @@ class RadixTree:
         self._node_ids = map(NodeId, count(1))
 
     def find(self, data: bytes, namespace: Namespace) -> Found:
-        """Find the whole blocks of packed tokens that are in the tree."""
+        """Find the whole blocks of packed tokens that are cached."""
         root = self.roots.get(namespace)
         if root is None:
             return Found(namespace, None, [])
@@ -52,7 +52,7 @@ class RadixTree:
         return Found(namespace, node, block_ids)
 
     def match(self, data: bytes, namespace: Namespace) -> PrefixMatch:
-        """Find the whole blocks of packed tokens that are in the tree, and one that begins like the rest."""
+        """Find the cached whole blocks of packed tokens, and a block whose beginning agrees with the rest."""
         root = self.roots.get(namespace)
         if root is None:
             return PrefixMatch(0, [], namespace, None, self.version)
@@ -73,7 +73,7 @@ class RadixTree:
         return self.roots.get(node.namespace) is node
 
     def lock(self, node: PrefixNode, depth: int, now_ns: int, *, is_hit: bool) -> PrefixNode:
-        """Lock the path down to `depth`, which is in `node`; split it if that is not its end."""
+        """Lock the path down to `depth`, which is in `node`; split the node if it does not end there."""
         num_blocks = (depth - node.start) // self.block_size
         if num_blocks < node.num_blocks:
             node = self._split(node, num_blocks)
@@ -102,7 +102,7 @@ class RadixTree:
             self.leaves.add(node)
 
     def touch(self, node: PrefixNode, now_ns: int) -> None:
-        """Note a use of the path to a node without counting a hit."""
+        """Record a use of the path to a node without counting a hit."""
         is_candidate = self._is_candidate(node)
         if is_candidate:
             self.leaves.remove(node)
@@ -114,7 +114,7 @@ class RadixTree:
     def extend(
         self, found: Found, tail: bytes, new: list[BlockId], *, priority: int, now_ns: int
     ) -> list[BlockId]:
-        """Put blocks behind those that were found: into the unlocked leaf there, or as a new leaf.
+        """Append blocks to those found: to the unlocked leaf there, or as a new leaf.
 
         Returns the partial blocks that they replace.
         """
@@ -154,9 +154,9 @@ class RadixTree:
     def keep_partial(
         self, node: PrefixNode | None, namespace: Namespace, tokens: bytes, block_id: BlockId
     ) -> list[BlockId] | None:
-        """Keep a partial block behind the end of a node, or at the beginning of a namespace.
+        """Keep a partial block after the end of a node, or at the beginning of a namespace.
 
-        Returns those that it replaces; None if the tree has its tokens already, and nothing was kept.
+        Returns the blocks that it replaces; None if the tree has its tokens already, so it was not kept.
         """
         parent = self._root(namespace) if node is None else node
         replaced = self.partials.add(parent, tokens, block_id, self.ledger.account(namespace))
@@ -166,7 +166,7 @@ class RadixTree:
         return self._release(replaced)
 
     def release_partial(self, block_id: BlockId) -> None:
-        """Let a partial block go; its namespace stays, as something is about to enter it."""
+        """Release a partial block; its namespace stays, as something is about to enter it."""
         partial = self.partials.get(block_id)
         assert partial is not None, f"block {block_id} is not a partial one"
         self._release([self.partials.drop(partial)])
@@ -174,7 +174,7 @@ class RadixTree:
     def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
         """Drop blocks, partial ones first and then those of unlocked leaves in order.
 
-        `own` names an account whose leaves alone go.
+        With `own`, an account, only its leaves are evicted.
         """
         partials = self._drop_partials(num_blocks) if own is None and self.partials else []
         dropped: list[BlockId] = []
@@ -189,7 +189,7 @@ class RadixTree:
                     self.leaves.order.refuse(node)
                     continue
                 given = node.num_blocks
-                if given > 1:  # of a single block there is nothing to choose
+                if given > 1:  # a single block leaves no choice
                     given = min(max(1, order.num_victim_blocks(node, wanted)), wanted, given)
                 whole = given == node.num_blocks
                 dropped += self._drop(node, departure) if whole else self._shorten(node, given, departure)
@@ -211,7 +211,7 @@ class RadixTree:
         return dropped
 
     def move(self, moved: Mapping[BlockId, BlockId]) -> None:
-        """Hold other blocks in place of those that are keys; all of these are in the tree. O(tree)."""
+        """Replace the blocks that are keys by their values; all keys are in the tree. O(tree)."""
         self.version += 1
         self.partials.move(moved)
         for node in self.nodes():
@@ -282,7 +282,7 @@ class RadixTree:
         self.leaves.order.on_resize(node, len(new))
 
     def _drop(self, node: PrefixNode, departure: Departure) -> list[BlockId]:
-        """Take a leaf out; the caller counts its blocks out."""
+        """Remove a leaf; the caller subtracts its blocks."""
         self.ledger.leaving(node, node.num_blocks, departure)
         behind = self.partials.drop_behind(node) if node.partials else []
         parent = self._detach(node)
@@ -322,7 +322,7 @@ class RadixTree:
                 num_blocks -= given
                 if is_watched:
                     self._note_leaving(node, departure)
-                if remembers and (given > 1 or node.keys is None):  # if there are keys, the first is there
+                if remembers and (given > 1 or node.keys is None):  # keys, if any, include the first
                     keys_of(node, block_bytes)
                 gone.append(node)
                 dropped += node.block_ids
@@ -337,14 +337,14 @@ class RadixTree:
             ledger.left(gone, departure)
 
     def _note_leaving(self, node: PrefixNode, departure: Departure) -> None:
-        """Tell who listens that a leaf leaves, and take it out of its account's own order."""
+        """Announce that a leaf is leaving, and remove it from its account's own order."""
         if self.ledger.tells:
             self.ledger.tell(node, node.num_blocks, departure)
         if self.leaves.has_quotas:
             self.leaves.remove_own(node)
 
     def _detach(self, node: PrefixNode) -> PrefixNode:
-        """Take a leaf from its parent and return that."""
+        """Detach a leaf from its parent and return the parent."""
         parent = node.parent
         assert parent is not None, "a root is never a victim"
         del parent.children[node.edge[: self.block_bytes]]
@@ -352,14 +352,14 @@ class RadixTree:
         return parent
 
     def _bare(self, node: PrefixNode) -> None:
-        """Handle that a node has no children left."""
+        """Handle a node that has no children left."""
         if node.parent is None:
             self._drop_root(node)
         elif not node.lock_count:
             self.leaves.add(node)
 
     def _shorten(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
-        """Take the end of a leaf; the caller counts its blocks out."""
+        """Remove the end of a leaf; the caller subtracts its blocks."""
         self.ledger.leaving(node, num_blocks, departure)
         dropped = node.block_ids[-num_blocks:]
         del node.block_ids[-num_blocks:]
@@ -382,7 +382,7 @@ class RadixTree:
         return self._release(dropped)
 
     def _drop_root(self, node: PrefixNode) -> None:
-        """Let a namespace go with its last block."""
+        """Remove a namespace with its last block."""
         if node.parent is None and not node.children and not node.partials:
             self.roots.pop(node.namespace, None)
 
@@ -404,7 +404,7 @@ class RadixTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Packed tokens and the blocks that hold them from the beginning, each block once."""
+    """Packed tokens and the blocks that hold them from the beginning, no block twice."""
 
     data: bytes
     block_ids: list[BlockId]
@@ -413,9 +413,9 @@ class Offer:
 
 
 def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> InsertResult:
-    """Keep what is new of an offer, so many blocks that the tree has `max_blocks` at most.
+    """Cache what is new in an offer, as long as the tree has at most `max_blocks`.
 
-    Raises BlockError, and changes nothing, if an id is none, or a block is in the tree for other
+    Raises BlockError, and changes nothing, if an id is invalid, or a block is in the tree for other
     tokens.
     """
     offered, size = offer.block_ids, tree.block_bytes
@@ -424,7 +424,7 @@ def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> Inser
     held = found.block_ids
     grown = _grown(tree, offer, found)
     changed = [block_id for block_id, cached in zip(offered, held, strict=False) if block_id != cached]
-    if others := changed + offered[len(held) :]:  # what equals a cached one does not enter
+    if others := changed + offered[len(held) :]:  # blocks equal to cached ones are left out
         check_block_ids(others)
     _check_other_blocks(tree, changed + offered[len(held) + grown :])
     if held and found.node is not None:
@@ -432,7 +432,7 @@ def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> Inser
     new = offered[len(held) : num_full][: _room(tree, offer.namespace, max_blocks + grown)]
     released: list[BlockId] = []
     if new:
-        if grown:  # it enters again, full
+        if grown:  # it enters again as a full block
             tree.release_partial(new[0])
         tail = offer.data[len(held) * size : (len(held) + len(new)) * size]
         released = tree.extend(found, tail, new, priority=offer.priority, now_ns=now_ns)
@@ -444,7 +444,7 @@ def insert(tree: RadixTree, offer: Offer, max_blocks: int, now_ns: int) -> Inser
 
 
 def _grown(tree: RadixTree, offer: Offer, found: Found) -> int:
-    """Return 1 if the first block behind those found is one of the tree that was not full before."""
+    """Return 1 if the first block after those found is in the tree as a partial block, which is now full."""
     num_held = len(found.block_ids)
     if num_held >= len(offer.block_ids):
         return 0
@@ -470,7 +470,7 @@ def _room(tree: RadixTree, namespace: Namespace, max_blocks: int) -> int:
 def _insert_partial(
     tree: RadixTree, offer: Offer, begin: int, max_blocks: int, released: list[BlockId]
 ) -> BlockId | None:
-    """Keep the last block offered, which is not full; None if it is not the tree's, or was before."""
+    """Keep the last block offered, which is not full; None if it is not kept, or was cached already."""
     block_id = offer.block_ids[-1]
     is_held = block_id in tree.cached
     if not is_held and len(tree.cached) >= max_blocks:

@@ -32,17 +32,17 @@ _logger = get_logger(__name__)
 class BaseSchedulerIR(SchedulerIRProtocol):
     """Continuous batching with chunked prefill and preemption by recompute.
 
-    A step first serves running requests, then admits waiting ones in their order. While the token
+    A step first serves running requests, then admits waiting ones in order. While the token
     budget covers all running requests, each of them gets at least one token in every step; with
-    a smaller budget they take turns. A request that lacks blocks takes them from the one of
-    lowest priority and latest arrival, itself included. Admission reserves the blocks of all
-    tokens that a request has, stops at the first request that does not fit and pauses in a step
+    a smaller budget they take turns. A request that lacks blocks takes them from the request with the
+    lowest priority and latest arrival, itself included. Admission reserves the blocks for all
+    tokens of a request, stops at the first request that does not fit and pauses in a step
     that preempts for lack of blocks.
 
-    Passes run before this and decide on orders, caps, deferrals, preemptions and lower limits; `swap` is
-    planned as `recompute`. A step costs a few array operations on the columns of running requests and a
-    turn of Python for each admitted one, and for each running one where blocks are short. Rows of
-    requests that stay waiting are read by passes alone. Not thread-safe: one engine, one scheduler.
+    Passes run first and decide on orders, caps, deferrals, preemptions and lower limits; `swap` is
+    planned as `recompute`. A step costs a few array operations on the columns of running requests and one
+    iteration of Python for each admitted request, and for each running one if blocks are short. Only passes
+    read the rows of requests that stay waiting. Not thread-safe: one engine, one scheduler.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the prefix cache said of waiting requests, kept while its epoch stands."""
+"""What the prefix cache answered for waiting requests, kept until its epoch changes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sagellm.core.protocols.scheduler_rows import (
 )
 
 MAX_KEPT = 16_384
-"""Answers kept at most. They are dropped all at once, which costs one more question each."""
+"""Maximum number of cached answers. They are dropped all at once, at the cost of one more query each."""
 
 
 class PrefixHits:
-    """Asks a probe once for each request and epoch; without a probe, rows state their hit themselves.
+    """Asks a probe once per request and epoch; without a probe, rows state their hit themselves.
 
-    A request that has grown meanwhile, as one that was preempted, is asked for again.
+    A request that has grown since, such as a preempted one, is asked for again.
     """
 
     __slots__ = ("_block_size", "_epoch", "_kept", "_kept_epoch", "_probe")
@@ -44,5 +44,5 @@ class PrefixHits:
         return hit
 
     def forget(self, request: ScheduleRequest) -> None:
-        """Ask again next time: an admission that fails shows that the answer was wrong."""
+        """Ask again next time: a failed admission shows that the answer was wrong."""
         self._kept.pop(request.request_id, None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Turns(NamedTuple):
-    """The running requests in the order in which they are served, each (turns,)."""
+    """The running requests in the order of service; each field is (turns,)."""
 
     rows: Ints
     missing: Ints  # tokens to compute, within their caps
@@ -44,7 +44,7 @@ class Step:
         self._preempted: list[int] = []  # for lack of blocks
 
     def plan(self) -> SchedulePlan:
-        """Serve and admit, by a few array operations; request by request only where blocks are short."""
+        """Serve and admit with a few array operations; request by request only if blocks are short."""
         ir = self._ir
         turns = self._take_turns()
         num_tokens = _share(turns.missing, self._budget, is_rotated=turns.is_rotated)
@@ -88,7 +88,7 @@ class Step:
             rows = np.delete(rows, gone)
         is_rotated = len(rows) > self._budget
         if is_rotated:
-            # The longest passed over comes first. Equals are rotated, or the first would win each tie.
+            # The request passed over longest comes first. Ties are rotated, or the first would win each one.
             rows = np.roll(rows, -(ir.step * self._budget % len(rows)))
             rows = rows[np.argsort(running.last_scheduled_step[rows], kind="stable")]
         if is_rotated or ir.preempted:
@@ -96,11 +96,11 @@ class Step:
         return _Turns(rows, missing, num_computed, num_blocks, is_rotated)
 
     def _serve_short(self, turns: _Turns) -> tuple[Ints, Ints, Ints]:
-        """Serve one request after the other; those that lack blocks take them from the end of the order.
+        """Serve requests one by one; those that lack blocks take them from the end of the order.
 
-        A request that needs room is in the order itself. So it takes blocks only from those behind
-        it, and when none of them is left it goes too: the first in the order always advances, which
-        is why every request ends.
+        A request that needs room is in the order itself. So it takes blocks only from requests behind
+        it, and is preempted itself when none of them is left: the first in the order always advances, so
+        every request eventually ends.
         """
         order = [row for row in self._ir.preemption.tolist() if row not in self._ir.preempted]
         served: dict[int, tuple[int, int]] = {}  # by row: tokens, new blocks
@@ -134,10 +134,10 @@ class Step:
         self._budget += num_tokens
 
     def _admit(self, admitted: list[Admission]) -> DeferredReason | None:
-        """Admit waiting requests in their order, up to the first that does not fit; return what it lacks.
+        """Admit waiting requests in order, up to the first that does not fit; return what it lacks.
 
-        None is admitted after a preemption for lack of blocks: what was just taken would be given
-        away. None overtakes another that no pass defers, so none starves. Costs nothing for the
+        Admits none after a preemption for lack of blocks: the blocks just taken would be given
+        away. No request overtakes another that no pass defers, so none starves. Costs nothing for the
         requests that stay behind.
         """
         ir, deferred = self._ir, self._ir.deferred
@@ -158,7 +158,7 @@ class Step:
             hit = self._hits(request)
             if hit.num_blocks_needed > self._available:
                 return "blocks"
-            # A hit may cover everything: the last token is computed all the same, for its logits.
+            # A hit may cover everything: the last token is still computed, for its logits.
             num_tokens = min(max(request.num_tokens - hit.num_tokens, 1), self._budget)
             if caps is not None:
                 num_tokens = min(num_tokens, int(caps[row]))
@@ -171,11 +171,11 @@ class Step:
 
 
 def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
-    """Return the tokens of each request, in the order in which they are served.
+    """Return the tokens of each request, in the order of service.
 
-    One token is kept for each request behind, so that no prefill holds up a decode: with `slack`
-    tokens beyond those, a request gets up to slack + 1, and what it leaves of this goes on. That is a
-    sum which never falls below 0: the running sum, less its lowest value so far where that is negative.
+    One token is reserved for each later request, so that no prefill delays a decode: with `slack`
+    tokens beyond those, a request gets up to slack + 1, and passes on what it leaves. That is a
+    sum that never falls below 0: the running sum, less its lowest value so far if that is negative.
     """
     if is_rotated:
         before = np.cumsum(missing) - missing
@@ -191,7 +191,7 @@ def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
 
 
 def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> Ints:
-    """Return the blocks that each request needs beyond those that it holds; none for no tokens."""
+    """Return the blocks that each request needs beyond those it holds; none for no tokens."""
     free = turns.num_blocks * block_size - turns.num_computed - num_tokens
     needed: Ints = np.maximum(-(free // block_size), 0)
     needed[num_tokens == 0] = 0

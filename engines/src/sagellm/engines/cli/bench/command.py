@@ -1,4 +1,4 @@
-"""The group of `bench`; each of its commands is imported when it is called."""
+"""The `bench` group; each of its commands is imported when called."""
 
 from __future__ import annotations
 

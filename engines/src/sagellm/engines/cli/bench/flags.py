@@ -1,4 +1,4 @@
-"""The flags of `bench`: one for each field of the settings, from tables."""
+"""The flags of `bench`: one per field of the settings, from tables."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def offline_options(defaults: Mapping[str, object], options: dict[str, Any]) -> 
 
 
 def throughput_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `throughput` out of all; what stays are the engine's."""
+    """Take the options of `throughput` out of `options`; the rest are the engine's."""
     return offline_options(_THROUGHPUT_DEFAULTS, options)
 
 
 def latency_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `latency` out of all; what stays are the engine's."""
+    """Take the options of `latency` out of `options`; the rest are the engine's."""
     own = offline_options(_LATENCY_DEFAULTS, options)
     return {"num_prompts": own.pop("batch_size"), **own}
 

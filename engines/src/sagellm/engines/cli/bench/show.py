@@ -19,7 +19,7 @@ _SHOWN_UNITS = ("GFLOP/s", "GB/s", "tokens/s", "requests/s", "/s", "ms", "s")
 
 
 def print_result(result: Result, *, as_json: bool) -> None:
-    """Print the figures of a result: one a line, then the spreads as a table."""
+    """Print the figures of a result: one per line, then the spreads as a table."""
     if as_json:
         print_json(result)
         return
@@ -41,7 +41,7 @@ def print_result(result: Result, *, as_json: bool) -> None:
 
 
 def print_serve_result(result: Result, *, as_json: bool) -> None:
-    """Print a load's figures, its failures, the client's own cost, and what to be wary of."""
+    """Print a load's figures, its failures, the client's own cost, and warnings."""
     print_result(result, as_json=as_json)
     for kind, errors in result["figures"]["errors"].items():
         typer.echo(f"failed: {errors['count']} × {kind}: {errors['example']}", err=True)

@@ -1,4 +1,4 @@
-"""`bench throughput`: how much an engine in this process does with many prompts."""
+"""`bench throughput`: how much an engine in this process achieves with many prompts."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ def stream_answer(
     write: Callable[[str], None],
     is_stopped: Callable[[], bool],
 ) -> RequestOutput:
-    """Generate an answer, hand on its text as it comes, and return it whole or as far as it came.
+    """Generate an answer, write its text as it arrives, and return the complete or interrupted answer.
 
-    Raises InvalidRequestError before anything is run.
+    Raises InvalidRequestError before running anything.
     """
     num_written = 0
 
@@ -49,9 +49,9 @@ def stream_answer(
 
 @contextmanager
 def ctrl_c_stops(*, enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Yield what says whether Ctrl-C was pressed, which then interrupts nothing: steps are whole.
+    """Yield a function that says whether Ctrl-C was pressed, which does not interrupt a step.
 
-    A second Ctrl-C does what it did before.
+    A second Ctrl-C is handled as before the block.
     """
     if not enabled:
         yield lambda: False

@@ -1,4 +1,4 @@
-"""The commands of a chat session: what is typed with a slash, and what it does to the conversation."""
+"""The slash commands of a chat session, and their effects on the conversation."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sagellm.engines.text.messages import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its answer, which keeps the token ids that the model wrote."""
+    """A question and its answer, including the token ids that the model wrote."""
 
     question: ChatMessage
     answer: ChatMessage
@@ -25,13 +25,13 @@ class Turn:
 class Conversation:
     """The turns so far.
 
-    A prompt begins with the tokens of the one before and of its answer, whose KV is cached.
+    A prompt begins with the tokens of the previous prompt and its answer, whose KV is cached.
     """
 
     template: ChatTemplate
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
-    files: set[Path] = field(default_factory=set)  # it was saved there or loaded from there; resolved
+    files: set[Path] = field(default_factory=set)  # it was saved to or loaded from these; resolved
 
     def messages(self, num_dropped: int = 0) -> list[ChatMessage]:
         """Return what has been said, without the oldest turns."""
@@ -61,7 +61,7 @@ class Conversation:
     def load(self, messages: Sequence[ChatMessage]) -> str | None:
         """Continue with these messages instead; return the question at their end that has no answer yet.
 
-        Raises InvalidRequestError unless questions and answers take turns, perhaps after a system message.
+        Raises InvalidRequestError unless questions and answers alternate, perhaps after a system message.
         """
         system = messages[0].content if messages[0].role == "system" else None
         said = messages[0 if system is None else 1 :]
@@ -77,16 +77,16 @@ class Conversation:
         return said[-1].content if len(said) % 2 else None
 
     def add(self, question: str, output: RequestOutput) -> None:
-        """Keep a turn, also one whose answer was stopped on its way."""
+        """Add a turn, even if its answer was interrupted."""
         self.turns.append(Turn(ChatMessage("user", question), answer_message(output)))
 
 
 def answer_message(output: RequestOutput) -> ChatMessage:
-    """Return the answer as a message. The token that ended it is the template's to write."""
+    """Return the answer as a message. The template adds the token that ended it."""
     [answer] = output.outputs
     token_ids = list(answer.token_ids)
     if isinstance(answer.stop_reason, str):
-        token_ids = []  # the text was cut within them
+        token_ids = []  # the text was cut in the middle of them
     elif answer.finish_reason == "stop":
         token_ids = token_ids[:-1]
     return ChatMessage("assistant", answer.text, token_ids=token_ids)

@@ -16,7 +16,7 @@ from sagellm.engines.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine
 
-_ROOM_SHARE = 4  # an answer may count on this part of the context, or on its max_tokens if these are fewer
+_ROOM_SHARE = 4  # an answer is left this part (1 ÷ 4) of the context, or its max_tokens if fewer
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class ChatSession:
     terminal: Terminal
 
     def run(self) -> None:
-        """Converse until the end of the input. Raises what a question did wrong only in a pipe."""
+        """Converse until the end of the input. Raises a question's error only in a pipe."""
         while (line := self.terminal.read()) is not None:
             question: str | None = line
             if self.terminal.is_interactive and is_command(line):
@@ -54,7 +54,7 @@ class ChatSession:
 
     @property
     def max_context(self) -> int:
-        """Tokens of a prompt and its answer together: what the model takes, and the KV blocks hold."""
+        """Maximum tokens of a prompt and its answer together, by the model's limit and the KV blocks."""
         kv = self.engine.config.kv
         capacity = (kv.num_blocks or 0) * kv.block_size + 1  # the last token is never written to KV
         return min(self.engine.max_model_len, capacity)
@@ -76,7 +76,7 @@ class ChatSession:
         self.terminal.whisper(describe(output))
 
     def _fitting_prompt(self, question: str) -> list[int]:
-        """Return the prompt, without the oldest turns where they leave no room; that is said first."""
+        """Return the prompt, without the oldest turns if they leave no room, and report that first."""
         share = self.max_context // _ROOM_SHARE
         room = min(share, self.params.max_tokens or share)
         token_ids = self.conversation.render(question)

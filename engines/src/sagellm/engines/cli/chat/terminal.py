@@ -22,14 +22,14 @@ class Terminal:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
         self._shows_output = sys.stdout.isatty()
-        self._typed: Callable[[], str] = str  # the line so far, where it can be known
+        self._typed: Callable[[], str] = str  # the line so far, if it can be known
         self._is_quoting = False
         if self.is_interactive and self._shows_output:
             with suppress(ImportError):  # line editing, and the lines typed before
                 import readline
 
-                # What is pasted comes as one line, newlines and all; Python turns that off. Without GNU
-                # readline the lines come one by one, and quotes keep them together.
+                # Bracketed paste delivers pasted text as one line, newlines included; Python turns that off.
+                # Without GNU readline the lines come one by one, and quotes keep them together.
                 readline.parse_and_bind("set enable-bracketed-paste on")
                 self._typed = readline.get_line_buffer
         self._wrap = WordWrap(_columns)
@@ -37,8 +37,8 @@ class Terminal:
     def read(self) -> str | None:
         """Return the next question, not blank, or None at the end and on a second Ctrl-C in a row.
 
-        The first one may have been meant for an answer that has just ended, and one behind something
-        typed clears that. On a terminal, three quotes begin a text of several lines, and end it.
+        The first Ctrl-C may have been meant for an answer that has just ended, and one after typed text
+        clears that text. On a terminal, three quotes begin and end a text of several lines.
         """
         is_interrupted = False
         while True:
@@ -69,11 +69,11 @@ class Terminal:
         typer.echo(self._wrap.end() if self._shows_output else "")
 
     def tell(self, text: str) -> None:
-        """Say something that belongs to no answer."""
+        """Print a message that is not part of an answer."""
         typer.echo(self._wrapped(text), err=True)
 
     def whisper(self, text: str) -> None:
-        """Say something by the way, to people alone."""
+        """Print a side note, only for people."""
         if self.is_interactive and self._shows_output:
             typer.echo(typer.style(self._wrapped(text), dim=True), err=True)
 

@@ -13,18 +13,18 @@ class WordWrap:
     """Takes pieces of text and returns what can be shown, with lines broken before words.
 
     A word is held back until it is complete, since only then is it known whether it fits; `end` returns
-    the last one. Lines may also be broken beside characters that take two columns. `width` is called at
+    the last one. Lines may also be broken next to characters that take two columns. `width` is called for
     every word, since windows are resized.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
-        self._column = 0  # of what was returned
+        self._column = 0  # after the returned text
         self._space = ""  # before the word
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """Take a piece and return what is complete by now."""
+        """Take a piece and return what is now complete."""
         shown: list[str] = []
         for char in text:
             if char == "\n":
@@ -40,7 +40,7 @@ class WordWrap:
         return "".join(shown)
 
     def end(self) -> str:
-        """Return what was held back; the next piece begins a line."""
+        """Return what was held back; the next piece begins a new line."""
         last = self._take_word() + self._space
         self._column, self._space = 0, ""
         return last
@@ -55,7 +55,7 @@ class WordWrap:
         if begin + cell_len(word) <= width:
             self._column = begin + cell_len(word)
             return space + word
-        # A terminal cuts what is longer than a line, which can be copied whole then.
+        # The terminal itself wraps a word longer than a line, so that it can be copied whole.
         self._column = (cell_len(word) - 1) % width + 1
         return f"\n{word}" if begin else word
 

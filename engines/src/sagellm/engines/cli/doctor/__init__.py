@@ -1,1 +1,1 @@
-"""What `doctor` examines, one file a subject. Each examination returns a `Section`."""
+"""What `doctor` examines, one file per subject. Each examination returns a `Section`."""

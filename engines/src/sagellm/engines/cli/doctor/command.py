@@ -1,4 +1,4 @@
-"""`doctor`: what was found here, what is wrong, and how to mend it."""
+"""`doctor`: what was found here, what is wrong, and how to fix it."""
 
 from __future__ import annotations
 

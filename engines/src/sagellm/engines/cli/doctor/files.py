@@ -22,7 +22,7 @@ def describe_configuration(loaded: LoadedConfig) -> Section:
 
 
 def examine_hub(context: ExaminationContext) -> Section:
-    """Look at the folder that downloaded models live in, and at the hub's settings."""
+    """Examine the folder of downloaded models, and the hub's settings."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)

@@ -48,7 +48,7 @@ def examine_threads(context: ExaminationContext) -> Section:
 
     num_threads = torch.get_num_threads()
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if context.topology is not None:  # two threads on one core only get in each other's way
+    if context.topology is not None:  # two threads on one core only slow each other down
         num_cpus = min(num_cpus, context.topology.cpu.num_cores)
     limit = read_cpu_limit()
     if limit is not None:
@@ -102,7 +102,7 @@ def _compare_with_load(section: Section, num_threads: int, limit: float | None) 
 
 
 def examine_products(context: ExaminationContext) -> Section:
-    """Measure whether this CPU multiplies 16-bit weights faster as they are or widened to float32."""
+    """Measure whether this CPU multiplies 16-bit weights faster directly or widened to float32."""
     import torch
 
     from sagellm.accel.widening import widening_for

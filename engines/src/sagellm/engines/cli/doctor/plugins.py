@@ -1,4 +1,4 @@
-"""Plugins: which load, which clash, and whether those that the configuration names are there."""
+"""Plugins: which load, which clash, and whether those named by the configuration are installed."""
 
 from __future__ import annotations
 

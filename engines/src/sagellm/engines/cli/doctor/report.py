@@ -12,7 +12,7 @@ from sagellm.engines.config.schema import EngineConfig
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong. An error keeps an engine from its work, a warning slows it down."""
+    """Something that is wrong. An error prevents an engine from working, a warning slows it down."""
 
     severity: Literal["error", "warning"]
     what: str
@@ -28,7 +28,7 @@ class Section:
     problems: list[Problem] = field(default_factory=list)
 
     def error(self, what: str, remedy: str) -> None:
-        """Add a problem that keeps an engine from its work."""
+        """Add a problem that prevents an engine from working."""
         self.problems.append(Problem("error", what, remedy))
 
     def warn(self, what: str, remedy: str) -> None:
@@ -38,7 +38,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationContext:
-    """What the examinations share. `topology` is None where no reader works."""
+    """What the examinations share. `topology` is None if no reader works."""
 
     registry: PluginRegistry
     config: EngineConfig
@@ -49,7 +49,7 @@ Examination = Callable[[ExaminationContext], Section]
 
 
 def examine(examination: Examination, context: ExaminationContext) -> Section:
-    """Run one examination. If it fails itself, that is the finding."""
+    """Run one examination. If it raises, that is the finding."""
     section = Section(examination.__name__.removeprefix("examine_"))
     try:
         return examination(context)

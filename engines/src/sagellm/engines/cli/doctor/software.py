@@ -1,4 +1,4 @@
-"""Python, the nine packages and what they stand on."""
+"""Python, the nine packages and their dependencies."""
 
 from __future__ import annotations
 

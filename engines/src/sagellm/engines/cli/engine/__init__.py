@@ -1,1 +1,1 @@
-"""`sage llm engine`: engines that run in processes of their own."""
+"""`sage llm engine`: engines that run in their own processes."""

@@ -1,4 +1,4 @@
-"""`engine start`: serves a model in the background and comes back when it answers."""
+"""`engine start`: serves a model in the background and returns once it answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SYNONYMS = (
         "prefix_cache_enable", bool, typer.Option("--prefix-cache-enable/--prefix-cache-disable", hidden=True)
     ),
 )
-"""Spellings that people may know; what they mean stands in `_in_our_words`."""
+"""Spellings that people may know; `_in_our_words` says what they mean."""
 
 
 @app.command(cls=GroupedCommand)
@@ -89,7 +89,7 @@ def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_detached(config: EngineConfig, *, name: str | None, log_level: str) -> dict[str, Any]:
-    """Fork a process that serves, and wait for what it says: its entry, or an error."""
+    """Fork a process that serves, and wait for its message: its entry, or an error."""
     reading, writing = os.pipe()
     log = runtime_folder() / f"starting-{os.getpid()}.log"
     child = os.fork()
@@ -98,7 +98,7 @@ def _run_detached(config: EngineConfig, *, name: str | None, log_level: str) -> 
         _be_the_engine(config, name, log_level, log, writing)
     os.close(writing)
     try:
-        # Only now: the thread that moves a status line must not be there when the process forks.
+        # Only now: the thread that animates the status line must not exist when the process forks.
         with status_line(f"starting {config.model.name}"), os.fdopen(reading, "rb") as pipe:
             said = pipe.read()
     except KeyboardInterrupt:
@@ -117,7 +117,7 @@ def _run_detached(config: EngineConfig, *, name: str | None, log_level: str) -> 
 def _be_the_engine(
     config: EngineConfig, name: str | None, log_level: str, log: Path, writing: int
 ) -> NoReturn:
-    """Run as the forked process: a session of its own, its output in the log. Never returns."""
+    """Run as the forked process, in its own session, with its output in the log. Never returns."""
 
     stopped = "the engine was stopped before it was ready"
     told = os.fdopen(writing, "w", encoding="utf-8")

@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatus:
-    """One engine. What it did not say is None; `error` says why."""
+    """One engine. Unknown values are None; `error` says why."""
 
     name: str
     state: str  # "starting", "ready", "draining"; "busy" does not answer in time; "down" has no core
@@ -32,7 +32,7 @@ class EngineStatus:
     num_waiting: int | None = None
     num_blocks: int | None = None
     num_held_blocks: int | None = None
-    eviction_failure: str = ""  # why the eviction policy was replaced by last use, if it was
+    eviction_failure: str = ""  # why last use replaced the eviction policy, if it did
     error: str | None = None
 
 
@@ -67,14 +67,14 @@ def status(
 
 
 def read_all(*, timeout_s: float) -> list[EngineStatus]:
-    """Ask all engines at once, so that one that hangs costs its own time alone."""
+    """Ask all engines at once, so that a hanging one does not delay the others."""
     engines = RunningEngine.all()
     with ThreadPoolExecutor(max_workers=max(1, min(16, len(engines)))) as pool:
         return list(pool.map(lambda engine: read_status(engine, timeout_s=timeout_s), engines))
 
 
 def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
-    """Ask one engine how it is."""
+    """Ask one engine for its status."""
     found = EngineStatus(
         name=engine.name,
         state=engine.state,

@@ -1,4 +1,4 @@
-"""`engine stop`: ends an engine and says what became of it."""
+"""`engine stop`: ends an engine and reports the outcome."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def end(engine: RunningEngine, *, timeout_s: float, force: bool) -> str:
     _signal(engine, signal.SIGKILL)
     if not _wait(engine, _KILLED_S):
         raise EngineError(f"{engine.name} (process {engine.pid}) was killed and is still there")
-    RunningEngine.withdraw_dead()  # it could not do so itself
+    RunningEngine.withdraw_dead()  # it could not clean up itself
     return f"killed {engine.name}, which had not ended within {timeout_s:g} s; its requests are lost"
 
 

@@ -1,4 +1,4 @@
-"""Logits processors: what a request's parameters change in its logits before a token is chosen."""
+"""Logits processors: how a request's parameters change its logits before a token is chosen."""
 
 from typing import TYPE_CHECKING
 

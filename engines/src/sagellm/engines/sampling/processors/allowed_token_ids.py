@@ -1,4 +1,4 @@
-"""Forbids all tokens but some."""
+"""Forbids all tokens except the allowed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forbids the token that would complete a word that is not wanted."""
+"""Forbids the token that would complete an unwanted word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagellm.engines.sampling.processors.counting import CountingProcessor, forb
 
 
 class Word(NamedTuple):
-    """The token that completes a word, and those that have to stand before it."""
+    """The token that completes a word, and those that must precede it."""
 
     beginning: tuple[int, ...]
     last: int
@@ -23,13 +23,13 @@ class Words(NamedTuple):
 
     single: tuple[int, ...]  # words of one token
     longer: tuple[Word, ...]
-    most_before: int  # tokens of the longest beginning
+    most_before: int  # tokens of the longest word before its last
 
 
 class BadWords(CountingProcessor[Words]):
     """`bad_words`: the last token of a word cannot be chosen after the others were generated.
 
-    What stands in the prompt does not count as generated, as in vLLM.
+    The prompt does not count as generated, as in vLLM.
     """
 
     def _start(self, request: LogitsRequest) -> Words | None:

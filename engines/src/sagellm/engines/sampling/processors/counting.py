@@ -1,4 +1,4 @@
-"""What our processors have in common: they count, and they write single cells."""
+"""What our processors share: counting, and writing single cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forbids the tokens that would end a sequence before its time."""
+"""Forbids the tokens that would end a sequence too early."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sagellm.engines.sampling.processors.counting import CountingProcessor, forb
 
 
 class Minimum(NamedTuple):
-    """How many tokens come first, and what cannot be chosen before."""
+    """How many tokens must come first, and which cannot be chosen until then."""
 
     num_tokens: int
     stop_token_ids: tuple[int, ...]
 
 
 class MinTokens(CountingProcessor[Minimum]):
-    """`min_tokens`: stop tokens and the end of sequence cannot be chosen before."""
+    """`min_tokens`: stop tokens and the end of sequence cannot be chosen earlier."""
 
     def _start(self, request: LogitsRequest) -> Minimum | None:
         # A checkpoint may name an end of sequence for which its model has no logit.

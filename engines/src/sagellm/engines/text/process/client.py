@@ -1,4 +1,4 @@
-"""The front's side: sends calls to workers, and starts, times, kills and replaces those."""
+"""The front's side: sends calls to workers, and starts, times, kills and replaces them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _START_S = 60.0  # the fork server loads the tokenizer before its first worker
 _FORK_S = 10.0  # once it has: a fork takes milliseconds
 _STOP_S = 1.0
 _MAX_WAIT_S = 30.0
-_WORKERS_PER_POOL = 2  # so that a call that runs into its limit delays no other
+_WORKERS_PER_POOL = 2  # so that a call that hits its limit does not delay the others
 
 _ENVIRONMENT = {
     # A process that forks must not have threads.

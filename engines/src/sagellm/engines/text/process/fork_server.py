@@ -79,7 +79,7 @@ def _fork(control: socket.socket, connection: socket.socket, template: ChatTempl
 
 def _isolate(parent: int) -> None:
     """Die with the parent, have no standard streams, and dump no core."""
-    with suppress(OSError, AttributeError):  # elsewhere than on Linux the CPU limit ends it
+    with suppress(OSError, AttributeError):  # where unsupported (not Linux), the CPU limit ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -89,7 +89,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the kernel kill this process after so much more CPU time, in case the front cannot."""
+    """Have the kernel kill this process after that much more CPU time, in case the front cannot."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime + seconds) + _CPU_GRACE_S
     with suppress(OSError, ValueError):

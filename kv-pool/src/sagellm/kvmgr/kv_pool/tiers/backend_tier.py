@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of head and data."""
+        """The bytes of head and data."""
         return self.num_head_bytes + self.num_data_bytes
 
 
@@ -256,7 +256,7 @@ class BackendTier(KVTierProtocol):
         started_ns = self._clock.now_ns()
         head = bytearray(record.num_head_bytes)
         is_whole = self.backend.read(record.offset, [memoryview(head), data])
-        # The head of the block that is asked for, with the digest that was noted: all of it must be there.
+        # The head of the requested block, with the recorded digest: all of it must match.
         if (
             not is_whole
             or head != self._head_of(header, record)

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     import torch
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
-"""Bytes that lie one after the other in the backend, and anywhere outside."""
+"""Buffers that are stored contiguously in the backend."""
 
 
 class TierBackend(ABC):
     """A device with `total_bytes` bytes, handed out by offset.
 
-    `write` and `read` go to ranges that `allocate` returned; nobody else checks.
+    `write` and `read` go to ranges that `allocate` returned; they do not check this.
     """
 
     label = "KV tier"
-    """What the log calls it."""
+    """Its name in the log."""
 
     leaves_process = False
     """Whether other processes may read or write the bytes, which must then be sealed."""
@@ -48,32 +48,32 @@ class TierBackend(ABC):
 
     @property
     def written_bytes(self) -> int:
-        """Bytes behind which nothing was ever written."""
+        """The end of the bytes ever written."""
         return self.total_bytes
 
     @property
     def ranges(self) -> OffsetAllocator:
-        """Who has what."""
+        """Which ranges are allocated."""
         return self._ranges
 
     def allocate(self, size: int) -> int:
-        """Return the offset of a free range. Raises OutOfMemoryError, or BlockError for a size below one."""
+        """Allocate a range and return its offset. Raises OutOfMemoryError, or BlockError if size < 1."""
         return self._ranges.allocate(size)
 
     def deallocate(self, offset: int) -> None:
-        """Give a range back, joined with free neighbours. Raises BlockError if it is not allocated."""
+        """Free a range and merge it with free neighbours. Raises BlockError if it is not allocated."""
         self._ranges.deallocate(offset)
 
     @abstractmethod
     def write(self, offset: int, parts: Parts) -> None:
-        """Store parts one after the other. Raises OSError where the device fails."""
+        """Store parts contiguously. Raises OSError if the device fails."""
 
     @abstractmethod
     def read(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fill parts one after the other; False if there were fewer bytes. Raises OSError."""
+        """Fill parts in order; False if there were fewer bytes. Raises OSError."""
 
     def default_key(self) -> StoreKey | None:
-        """Return the key for a tier without one of its own; None if the bytes do not leave the process."""
+        """Return the key for a tier without its own; None if the bytes do not leave the process."""
         return None
 
     def is_fast(self, offset: int, size: int) -> bool:
@@ -83,11 +83,11 @@ class TierBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the device."""
+        """Release the device."""
 
 
 class DDRBackend(TierBackend):
-    """Host memory, taken from the system page by page as it is first written."""
+    """Host memory, taken from the system page by page when first written."""
 
     def __init__(self, total_bytes: int, alignment: int = 64) -> None:
         super().__init__(total_bytes, alignment)
@@ -108,7 +108,7 @@ class DDRBackend(TierBackend):
         return True
 
     def close(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         self._memory.release()
         self._map.close()
 
@@ -135,7 +135,7 @@ class HBMBackend(TierBackend):
         return True
 
     def close(self) -> None:
-        """Let torch have the memory."""
+        """Release the memory to torch."""
         self._memory = self._memory[:0].clone()
 
     def _copy(self, offset: int, parts: Parts, *, to_device: bool) -> None:
@@ -143,7 +143,7 @@ class HBMBackend(TierBackend):
 
         for part in parts:
             if len(part):
-                # frombuffer wants what can be written to, also where nobody does
+                # frombuffer requires a writable buffer, though nothing writes to it
                 view = bytearray(part) if memoryview(part).readonly else part
                 outside = torch.frombuffer(view, dtype=torch.uint8)
                 inside = self._memory[offset : offset + len(part)]
@@ -155,9 +155,9 @@ class HBMBackend(TierBackend):
 class NVMeBackend(TierBackend):
     """A file, mode 0600, that grows to `total_bytes` as it is written.
 
-    Its name is deleted as soon as it is open, so that it goes with its process, however that ends; unless
-    `is_persistent`, when one that exists is opened, and cut if it is longer. Raises OSError if it cannot be,
-    FileExistsError if a file that is not to stay is there already.
+    Its name is deleted as soon as it is open, so that the file goes with its process, however that ends;
+    unless `is_persistent`: then an existing file is opened, and truncated if longer. Raises OSError if it
+    cannot be opened, FileExistsError if it is not persistent and exists already.
     """
 
     leaves_process = True
@@ -206,9 +206,9 @@ class NVMeBackend(TierBackend):
         return StoreKey.of_user() if self._is_persistent else StoreKey.fresh()
 
     def is_fast(self, offset: int, size: int) -> bool:
-        """Ask whether the system has it in memory."""
+        """Ask whether it is in the system's page cache."""
         return self.file.is_resident(offset, size)
 
     def close(self) -> None:
-        """Close the file, which is gone then unless it is to stay."""
+        """Close the file, which is gone then unless it is persistent."""
         self.file.close()

@@ -200,7 +200,7 @@ class _Work:
         self.spare = [request.data for request, _ in taken if request.data is not None]
 
     def end_search(self, metrics: KVTierMetrics, search_in_s: float | None) -> None:
-        """Record a slice of the search and wake those who wait for its end."""
+        """Record a slice of the search and wake the threads that wait for its end."""
         self.metrics, self.search_in_s = metrics, search_in_s
         self._returned()
         self.changed.notify_all()

@@ -11,24 +11,24 @@ COLDEST_FIRST: dict[Temperature, int] = {"cold": 0, "warm": 1, "hot": 2}
 
 _HOT_IDLE_S = 1.0
 _NUM_OBSERVED = 512
-"""Observations after which a threshold is set anew."""
+"""Observations between updates of a threshold."""
 
 _HOT_QUANTILE, _WARM_QUANTILE, _COLD_QUANTILE = 0.8, 0.3, 0.95
 _STEP = 0.5
-"""How far a threshold moves towards what was observed."""
+"""Step of a threshold towards the observed value, as a fraction."""
 
 
 class HotColdClassifier:
-    """Says how hot a block is by how long it was idle and how often it is used, in uses a second.
+    """Rates how hot a block is by its idle time and its frequency, in uses per second.
 
-    The first that holds: idle < 1 s is hot; a frequency of at least `hot_frequency_threshold` is hot;
+    The first match counts: idle < 1 s is hot; a frequency of at least `hot_frequency_threshold` is hot;
     idle > `cold_timeout_s` is cold; a frequency below `warm_frequency_threshold` and idle for more than half
     of the timeout is cold; everything else is warm.
 
-    Unless `adapts` is off, the thresholds are starting values. After every 512 observations they move half
-    way to these: the timeout to the 95th percentile of the time between two uses of a block, the frequencies
-    to the 80th and 30th percentiles among the blocks whose turn to go has come. So they part those that
-    stand to be chosen from, at whatever pace these come.
+    If `adapts`, the thresholds are starting values: after every 512 observations they move half
+    way to these targets: the timeout to the 95th percentile of the time between two uses of a block, the
+    frequencies to the 80th and 30th percentiles among blocks considered for eviction. So they divide the
+    candidates at any load.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HotColdClassifier:
         self._frequencies: list[float] = []
 
     def classify(self, idle_s: float, frequency: float) -> Temperature:
-        """Apply the rules in their order."""
+        """Apply the rules in order."""
         if idle_s < _HOT_IDLE_S or frequency >= self.hot_frequency_threshold:
             return "hot"
         if idle_s > self.cold_timeout_s:
@@ -64,7 +64,7 @@ class HotColdClassifier:
         return "warm"
 
     def observe_gap(self, gap_s: float) -> None:
-        """Note that a block was used again after a while."""
+        """Record the time between two uses of a block."""
         if not self._adapts:
             return
         self._gaps_s.append(gap_s)
@@ -74,7 +74,7 @@ class HotColdClassifier:
             self._gaps_s = []
 
     def observe_frequency(self, frequency: float) -> None:
-        """Note how often a block was used that had to go, or was spared, when its turn had come."""
+        """Record the frequency of a block that was chosen for eviction, or spared when considered."""
         if not self._adapts:
             return
         self._frequencies.append(frequency)

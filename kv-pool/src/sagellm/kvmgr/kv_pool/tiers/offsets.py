@@ -1,4 +1,4 @@
-"""Hands out ranges of a device by offset, and joins what is given back."""
+"""Allocates ranges of a device by offset, and merges freed ranges."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from sagellm.core.errors import BlockError, ConfigError, OutOfMemoryError
 
 _MAX_TRIES = 8
-"""Free ranges of one size class that are looked at before a larger class is."""
+"""Free ranges of one size class to examine before trying a larger class."""
 
 
 class OffsetAllocator:
-    """Ranges of bytes within `[0, total_bytes)`, whole units of `alignment` bytes.
+    """Ranges of bytes within `[0, total_bytes)`, in whole units of `alignment` bytes.
 
-    Free ranges are kept by their power of two and joined with their neighbours at once, so that
-    two are never adjacent. A size is taken from the first range of its class that is large enough, among
+    Free ranges are grouped by power of two and merged with their neighbours at once, so that
+    no two are adjacent. A size is taken from the first range of its class that is large enough, among
     eight, or else from the smallest larger class: O(1), after M. Masmano et al., "TLSF: a new dynamic memory
     allocator for real-time systems" (2004), without its second level.
     """
@@ -37,9 +37,9 @@ class OffsetAllocator:
         return len(self._sizes)
 
     def allocate(self, size: int) -> int:
-        """Return the offset of a range of at least `size` bytes.
+        """Allocate at least `size` bytes and return the offset.
 
-        Raises BlockError for a size below one, OutOfMemoryError where no free range is large enough.
+        Raises BlockError for a size below one, OutOfMemoryError if no free range is large enough.
         """
         if type(size) is not int or size < 1:
             raise BlockError(f"{size!r} bytes asked for; ask for an int of at least 1")
@@ -58,7 +58,7 @@ class OffsetAllocator:
         return offset
 
     def deallocate(self, offset: int) -> None:
-        """Give a range back. Raises BlockError for an offset that is not allocated."""
+        """Free a range. Raises BlockError for an offset that is not allocated."""
         size = self._sizes.pop(offset, None) if type(offset) is int else None
         if size is None:
             raise BlockError(f"nothing is allocated at offset {offset!r}; it was freed before or never given")
@@ -73,9 +73,9 @@ class OffsetAllocator:
         self._add_free(offset, size)
 
     def restore(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin anew with these (offset, size) allocated, which ascend and do not overlap.
+        """Start over with these (offset, size) allocated, which must ascend and not overlap.
 
-        Raises BlockError, and is empty then, if they do, or lie outside.
+        Otherwise, or if one lies outside, raises BlockError and leaves the allocator empty.
         """
         self._sizes, self._free, self._free_ends = {}, {}, {}
         for free_ranges in self._classes:
@@ -112,11 +112,11 @@ class OffsetAllocator:
         return self._sizes[offset]
 
     def offsets(self) -> list[int]:
-        """Return where something is allocated, in ascending order."""
+        """Return the offsets of all allocated ranges, in ascending order."""
         return sorted(self._sizes)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if ranges overlap, are lost, or lie free side by side. O(n log n)."""
+        """Raise AssertionError if ranges overlap or are lost, or free ones are adjacent. O(n log n)."""
         ranges = sorted(
             [(offset, size, True) for offset, size in self._free.items()]
             + [(offset, size, False) for offset, size in self._sizes.items()]

@@ -21,7 +21,7 @@ _SLACK_S = 0.25
 
 
 def host_tier(max_bytes: int, *, runtime: Runtime | None = None) -> KVTierProtocol:
-    """Make a tier in host memory, which is taken as it fills. Raises ConfigError for more than can be had."""
+    """Make a tier in host memory, which is taken as it fills. Raises ConfigError if too large."""
     runtime = runtime or Runtime.system()
     try:
         backend = DDRBackend(max_bytes)

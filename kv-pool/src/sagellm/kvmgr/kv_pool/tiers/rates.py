@@ -1,13 +1,13 @@
-"""How fast a device gives blocks, as it was measured."""
+"""How fast a device returns blocks, as measured."""
 
 from __future__ import annotations
 
 _WEIGHT = 0.2
-"""Of the newest measurement."""
+"""The weight of the newest measurement."""
 
 
 class TransferRate:
-    """Nanoseconds a byte: a moving average over transfers of any size."""
+    """Nanoseconds per byte: a moving average over transfers of any size."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._ns_a_byte = 1e9 / bytes_per_s
@@ -15,11 +15,11 @@ class TransferRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate as it is believed now."""
+        """The current estimate."""
         return 1e9 / self._ns_a_byte
 
     def measure(self, num_bytes: int, duration_ns: int) -> None:
-        """Note a transfer. The first one replaces the guess."""
+        """Record a transfer. The first one replaces the guess."""
         if num_bytes < 1 or duration_ns < 1:
             return
         weight = _WEIGHT if self.num_measured else 1.0
@@ -32,5 +32,5 @@ class TransferRate:
 
 
 def is_logged(count: int) -> bool:
-    """Say whether the count-th fault of a kind is: the first, second, fourth, eighth and so on."""
+    """Say whether to log the count-th error of a kind: the first, second, fourth, eighth and so on."""
     return count & (count - 1) == 0

@@ -318,7 +318,7 @@ class RedisTier(KVTierProtocol):
             self._scan = StoreScan(self._connection, self._prefix, self._records).run(self._deadline)
 
     def _answered(self) -> None:
-        """Note that the server is well, and say so if its absence was told."""
+        """Record that the server is up, and log it if its absence was logged."""
         if self._num_failures and is_logged(self._num_lost):
             _log.warning("the %s answers again", self.label)
         self._num_failures = 0

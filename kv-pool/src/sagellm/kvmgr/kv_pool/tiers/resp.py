@@ -54,7 +54,7 @@ class Server(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Where it is, without user and password."""
+        """The address without user and password."""
         return self.path or f"{self.host}:{self.port}"
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class RespConnection:
         raise RespError("a reply has an unexpected type")
 
     def read_count(self, deadline: Deadline, *, max_items: int) -> int:
-        """Read a list's header and return its length. Raises RespError if there is none, OSError."""
+        """Read a list's header and return its length. Raises RespError for other replies, OSError."""
         line = self._read_line(deadline)
         if line[:1] != b"*":
             raise RespError("a reply is not a list")

@@ -1,4 +1,4 @@
-"""Several tiers as one: what does not fit above goes below, what is used often comes up again."""
+"""Several tiers as one: what does not fit moves down, what is used often moves up again."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from sagellm.kvmgr.kv_pool.tiers.classifier import COLDEST_FIRST, HotColdClassif
 
 _HOT = COLDEST_FIRST["hot"]
 _NUM_LOOKED_AT = 32
-"""Least recently used blocks among which the coldest goes first."""
+"""Number of least recently used blocks among which the coldest is evicted."""
 
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """One block's past, in nanoseconds of the storage's clock."""
+    """One block's history, in nanoseconds of the storage's clock."""
 
     header: BlockHeader
     num_bytes: int
@@ -41,16 +41,16 @@ class Usage:
     num_uses: int = 1
 
     def frequency(self, now_ns: int) -> float:
-        """Return uses a second since it came, at least a second ago."""
+        """Return uses per second since it arrived, counting at least one second."""
         return self.num_uses / max(1.0, (now_ns - self.since_ns) / 1e9)
 
     def temperature(self, now_ns: int, classifier: HotColdClassifier) -> Temperature:
-        """Classify the block as it is now."""
+        """Classify the block in its current state."""
         return classifier.classify((now_ns - self.last_ns) / 1e9, self.frequency(now_ns))
 
 
 class TierUsage:
-    """The blocks of one tier by their last use, here or above."""
+    """The blocks of one tier by their last use, in this or a faster tier."""
 
     def __init__(self, classifier: HotColdClassifier) -> None:
         self._classifier = classifier
@@ -66,23 +66,23 @@ class TierUsage:
         return iter(self._blocks)
 
     def add(self, usage: Usage) -> None:
-        """Note a block as the one used last."""
+        """Add a block as the most recently used."""
         self._blocks[usage.header.key] = usage
         self._blocks.move_to_end(usage.header.key)
 
     def pop(self, key: BlockKey) -> Usage | None:
-        """Take a block out."""
+        """Remove a block."""
         return self._blocks.pop(key, None)
 
     def refresh(self, key: BlockKey) -> Usage | None:
-        """Let a block go last, as it is in use elsewhere; what is here was not used."""
+        """Move a block to the end of the order, as it is in use elsewhere; do not count a use."""
         usage = self._blocks.get(key)
         if usage is not None:
             self._blocks.move_to_end(key)
         return usage
 
     def use(self, key: BlockKey, now_ns: int) -> Usage | None:
-        """Note a use."""
+        """Record a use."""
         usage = self._blocks.get(key)
         if usage is not None:
             usage.num_uses += 1
@@ -92,7 +92,7 @@ class TierUsage:
         return usage
 
     def victim(self, now_ns: int, busy: Container[BlockKey]) -> Usage | None:
-        """Return the coldest of the least recently used idle blocks, of equals the one used longest ago."""
+        """Return the coldest of the least recently used idle blocks, the least recently used among equals."""
         idle = (usage for key, usage in self._blocks.items() if key not in busy)
         looked_at = [(usage, self._heat(usage, now_ns)) for usage in islice(idle, _NUM_LOOKED_AT)]
         if not looked_at:
@@ -108,10 +108,10 @@ class TierUsage:
 
 
 _MAX_DEMOTIONS = 64
-"""Blocks that one put may move down; sizes differ, so one may not be enough."""
+"""Blocks that one put may demote; sizes differ, so one may not be enough."""
 
 _Steps: TypeAlias = Generator[tuple[int, TierRequest], TierOutcome, TierOutcome]
-"""An operation as a conversation with tiers: yields a tier's number and a request, gets the outcome."""
+"""An operation as a conversation with tiers: yields a tier's number and a request, receives the outcome."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,30 +137,30 @@ def _nothing() -> _Steps:
 
 
 _HELD = _Operation(_Submit(Ticket(-1), [], 0), 0, BlockKey(0, b""), _nothing())
-"""Stands before the operations on a block that is being moved."""
+"""Placed before the operations on a block that is being moved."""
 
 
 @dataclass(kw_only=True)
 class TieredMetrics(KVTierMetrics):
-    """Counts of the whole, and of what went between the tiers."""
+    """Counts of the whole, and of moves between tiers."""
 
     num_demoted: int = 0
     num_promoted: int = 0
-    num_fallbacks: int = 0  # puts that a tier could not take, and a lower one was asked
+    num_fallbacks: int = 0  # puts that a tier could not take and passed to a lower one
     num_dropped: int = 0  # demoted from the last tier
     tiers: dict[str, KVTierMetrics] = field(default_factory=dict)
 
 
 class TieredKVStorage(KVTierProtocol):
-    """Tiers by name, the fastest first, each block in one of them.
+    """Tiers by name, the fastest first; each block is in one of them.
 
-    A put goes to the first tier, also of what was further down. A full tier moves its coldest blocks to the
-    next one, and the last one drops them; a tier that fails, or is full of what is busy, is passed over. A
-    get looks where the block is; one that is hot by then moves up, if there is room. The classifier is the
-    policy of both.
+    A put goes to the first tier, even if the block was in a lower one. A full tier demotes its coldest blocks
+    to the next one, and the last tier drops them; a tier that fails, or is full of busy blocks, is skipped. A
+    get reads from the tier that has the block; a block that is then hot moves up, if there is room. The
+    classifier decides both.
 
-    Operations on one block are done one after the other, on several as the tiers answer. One lock guards it
-    all; `get_cost_ns` takes none.
+    Operations on one block run in sequence, on several in the order of the tiers' answers. One lock guards
+    everything; `get_cost_ns` takes none.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class TieredKVStorage(KVTierProtocol):
         self._usages = tuple(TierUsage(self.classifier) for _ in self._tiers)
         self._clock = SystemClock() if clock is None else clock
         self._lock = Lock()
-        self._busy: dict[BlockKey, deque[_Operation]] = {}  # the first is at work
-        self._ready: deque[_Operation] = deque()  # the first on their blocks by now
+        self._busy: dict[BlockKey, deque[_Operation]] = {}  # the first is running
+        self._ready: deque[_Operation] = deque()  # now first on their blocks
         self._waiting: tuple[dict[Ticket, _Operation], ...] = tuple({} for _ in self._tiers)
         self._results: list[TierResult] = []
         self._num_submits = 0
@@ -194,7 +194,7 @@ class TieredKVStorage(KVTierProtocol):
         return f"<{type(self).__name__} {tiers}>"
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Begin all requests that nothing is in the way of."""
+        """Begin all requests that no other operation blocks."""
         check_requests(requests)
         with self._lock:
             ticket = Ticket(self._num_submits)
@@ -212,14 +212,14 @@ class TieredKVStorage(KVTierProtocol):
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Ask every tier, and let go on what waited for it."""
+        """Poll every tier and resume waiting operations."""
         with self._lock:
             self._pump()
             results, self._results = self._results, []
         return results
 
     def contains(self, key: BlockKey) -> bool:
-        """Look where it would be; a block on its way from tier to tier can be asked for, too."""
+        """Look in its tier; a block that is moving between tiers counts as present."""
         with self._lock:
             return key in self._busy or any(tier.contains(key) for tier in self._tiers)
 
@@ -229,12 +229,12 @@ class TieredKVStorage(KVTierProtocol):
             return self._level_of(key)
 
     def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Take them for the last to go; want what is not in the first tier."""
+        """Make these the last to be evicted; a put is wanted for what is not in the first tier."""
         with self._lock:
             return [self._touch(key) for key in keys]
 
     def get_cost_ns(self, keys: Sequence[BlockKey]) -> int:
-        """Add up what the tiers say."""
+        """Add up the tiers' estimates."""
         return sum(tier.get_cost_ns(keys) for tier in self._tiers)
 
     def metrics(self) -> TieredMetrics:
@@ -252,7 +252,7 @@ class TieredKVStorage(KVTierProtocol):
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a block is in two tiers, or one that is idle is not where it should be."""
+        """Raise AssertionError if a block is in two tiers, or an idle one is not in its tier."""
         with self._lock:
             self._check_integrity()
 
@@ -269,7 +269,7 @@ class TieredKVStorage(KVTierProtocol):
         assert len(keys) == len(set(keys)), "a block is in two tiers"
         for usage, tier in zip(self._usages, self._tiers, strict=True):
             if tier.metrics().num_failed:
-                continue  # it may have lost, or found, what nobody told it to
+                continue  # a failing tier may have lost or found blocks by itself
             lost = [key for key in usage if key not in self._busy and not tier.contains(key)]
             assert not lost, f"{len(lost)} blocks are noted in a tier that does not have them"
             if not self._busy:
@@ -284,7 +284,7 @@ class TieredKVStorage(KVTierProtocol):
         return None
 
     def _adopt(self, level: int, stored: Sequence[tuple[BlockHeader, int]]) -> None:
-        """Take note of what a tier found in its place; what a faster one has as well stays unknown."""
+        """Record what a tier found in it, except blocks that a faster tier has too."""
         now_ns = self._clock.now_ns()
         for header, num_bytes in stored:
             key = header.key
@@ -322,7 +322,7 @@ class TieredKVStorage(KVTierProtocol):
         return outcome
 
     def _put_from(self, first: int, request: TierRequest, usage: Usage) -> _Steps:
-        """Store in the first tier from `first` on that takes it, after making room there."""
+        """Store in the first tier, from `first` on, that can take it, after making room there."""
         outcome: TierOutcome = "full"
         for level in range(first, len(self._tiers)):
             outcome = yield level, request
@@ -341,7 +341,7 @@ class TieredKVStorage(KVTierProtocol):
     def _demote_one(self, level: int) -> _Steps:
         """Move the coldest idle block of a tier down, or drop it from the last one."""
         victim = self._usages[level].victim(self._clock.now_ns(), self._busy)
-        if victim is None:  # it may be full of what it found when it was connected anew
+        if victim is None:  # it may be full of blocks found when it reconnected
             self._adopt(level, self._tiers[level].stored())
             victim = self._usages[level].victim(self._clock.now_ns(), self._busy)
         if victim is None:
@@ -390,7 +390,7 @@ class TieredKVStorage(KVTierProtocol):
         return usage.frequency(usage.last_ns) >= self.classifier.hot_frequency_threshold
 
     def _promote(self, level: int, request: TierRequest, usage: Usage) -> _Steps:
-        """Move a block up, into room that is free there: nothing goes down for it."""
+        """Move a block up if there is free room; demote nothing for it."""
         put = TierRequest("put", request.header, request.data)
         outcome = yield level - 1, put
         if outcome == "done":
@@ -419,7 +419,7 @@ class TieredKVStorage(KVTierProtocol):
         return next((level for level, usage in enumerate(self._usages) if key in usage), None)
 
     def _find(self, request: TierRequest) -> int | None:
-        """Return the tier that has a block; adopt one that its tier found after the start."""
+        """Return the tier that has a block; adopt a block that its tier found after the start."""
         header = request.header
         level = self._noted_at(header.key)
         if level is None:
@@ -431,7 +431,7 @@ class TieredKVStorage(KVTierProtocol):
         return level
 
     def _pump(self) -> None:
-        """Hand outcomes to operations until no tier has any more."""
+        """Deliver outcomes to operations until no tier has any more."""
         progressed = True
         while progressed:
             progressed = False
@@ -443,7 +443,7 @@ class TieredKVStorage(KVTierProtocol):
                         self._advance(operation, result.outcomes[0])
 
     def _advance(self, operation: _Operation, outcome: TierOutcome | None) -> None:
-        """Let an operation go on until it waits for a tier again, or ends, and those after it."""
+        """Advance an operation until it waits for a tier again or ends, then those after it."""
         self._go_on(operation, outcome)
         while self._ready:
             self._go_on(self._ready.popleft(), None)
