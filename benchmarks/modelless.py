@@ -7,7 +7,9 @@ from sagellm.engines.assembly import Modules, build_core
 from sagellm.engines.core.engine_core import EngineCore
 
 
-def modelless_core(modules: Modules, num_blocks: int) -> EngineCore:
+def modelless_core(
+    modules: Modules, num_blocks: int, *, max_model_len: int | None = None
+) -> EngineCore:
     """Build it with scheduler, pool and cache as configured."""
     group = KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8)
     return build_core(
@@ -17,4 +19,5 @@ def modelless_core(modules: Modules, num_blocks: int) -> EngineCore:
         num_blocks=num_blocks,
         vocab_size=1,
         runtime=Runtime.system(seed=0),
+        max_model_len=max_model_len,
     )
