@@ -87,7 +87,7 @@ def running(num_running: int, context: int, num_waiting: int) -> tuple[EngineCor
         "scheduler.max_num_batched_tokens": num_running * context,
     }
     modules = HostModules(PluginRegistry.load(), EngineConfig().with_values(settings))
-    core = modelless_core(modules, num_blocks, max_model_len=context + 16_384)
+    core = modelless_core(modules, num_blocks)
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
     for number in range(num_running + num_waiting):

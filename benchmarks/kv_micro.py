@@ -81,7 +81,7 @@ class Ours:
 
     def build(self, num_blocks: int) -> KVModules:
         """Make cache, pool and eviction policy as an engine does."""
-        seats = Seats(256, max_tokens=num_blocks * BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
+        seats = Seats(256, block_size=BLOCK_SIZE)
         return build_kv(Modules(PluginRegistry.load(), self.config), seats, num_blocks, SystemClock())
 
     @staticmethod

@@ -7,9 +7,7 @@ from sagellm.engines.assembly import Modules, build_core
 from sagellm.engines.core.engine_core import EngineCore
 
 
-def modelless_core(
-    modules: Modules, num_blocks: int, *, max_model_len: int | None = None
-) -> EngineCore:
+def modelless_core(modules: Modules, num_blocks: int) -> EngineCore:
     """Build it with scheduler, pool and cache as configured."""
     group = KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8)
     return build_core(
@@ -19,5 +17,4 @@ def modelless_core(
         num_blocks=num_blocks,
         vocab_size=1,
         runtime=Runtime.system(seed=0),
-        max_model_len=max_model_len,
     )

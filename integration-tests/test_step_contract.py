@@ -86,6 +86,15 @@ def test_tokens_are_the_same_with_a_step_in_flight(make_small_engine, monkeypatc
         assert engine.metrics().num_preemptions > 0
 
 
+def test_tables_widen_with_the_longest_sequence(make_small_engine, monkeypatch):
+    expected = play(make_small_engine(), aborts=False)
+    for module in ("core.seats", "worker.seat_state"):
+        monkeypatch.setattr(f"sagellm.engines.{module}.FIRST_BLOCKS", 1)
+    engine = make_small_engine()
+    assert play(engine, aborts=False) == expected
+    assert 8 <= engine.client.core.kv.seats.tables.shape[1] < 16  # blocks of the longest sequence: 8
+
+
 def test_aborts_in_flight_lose_nothing(make_small_engine, monkeypatch):
     expected = play(make_small_engine(), aborts=False)
     with_executor(monkeypatch, LateExecutor)

@@ -61,7 +61,7 @@ class Load:
         config = EngineConfig.from_flat(
             kv_allocator=allocator, enable_prefix_caching=with_cache, block_size=BLOCK_SIZE
         )
-        seats = Seats(64, max_tokens=NUM_BLOCKS * BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
+        seats = Seats(64, block_size=BLOCK_SIZE)
         built = build_kv(Modules(registry, config), seats, NUM_BLOCKS, VirtualClock())
         self.kv, self.pool = built.manager, built.pool
         self.memory = Memory()

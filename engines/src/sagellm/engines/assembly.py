@@ -87,15 +87,13 @@ def build_core(  # noqa: PLR0913
     trace: TraceWriter | None = None,
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: ProgressHook | None = None,
-    max_model_len: int | None = None,
     propose: DraftProposer | None = None,
 ) -> EngineCore:
     """Build a core around a forward backend that has no KV yet. The core closes `trace`.
 
     `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
     or a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
-    `progress` is the hook that the backend calls. The caller adds no sequences of more than `max_model_len`
-    tokens. `propose` guesses tokens that a step then verifies.
+    `progress` is the hook that the backend calls. `propose` guesses tokens that a step then verifies.
     """
     config = modules.config
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
@@ -107,12 +105,11 @@ def build_core(  # noqa: PLR0913
         extra_args(modules, processors),
         labels=[modules.label("logits_processor", name) for name in processors],
     )
-    longest = min(num_blocks * layout.block_size, max_model_len or 1 << 31) + 1
     num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
-    state = SeatState(num_seats, max_tokens=longest, block_size=block_size)
+    state = SeatState(num_seats, block_size=block_size)
     worker = Worker(runner, sampler, state, trace=trace, around=around_step)
     executor = modules.make("executor", config.forward.executor, worker)
-    seats = Seats(num_seats, max_tokens=longest, block_size=block_size)
+    seats = Seats(num_seats, block_size=block_size)
     steps = StepRunner(executor, seats, runtime.clock)
     memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
     offload = build_offload(modules, memory, runtime)
@@ -235,7 +232,6 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         trace=trace,
         around_step=nullcontext if cores is None else cores.during_step,
         progress=progress,
-        max_model_len=max_model_len,
     )
     finalize(core, trace.close)  # at the latest when the process ends: until then the file is incomplete
     weight_bytes = backend.model_metrics().weight_bytes

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int32]
 _MOST = (1 << 31) - 1
 
+FIRST_BLOCKS = 256
+"""Blocks per sequence that tables have room for at first."""
+
 NUM_STOPS = 8
 """Stop tokens per sequence that are compared as columns; a sequence with more is checked individually."""
 
@@ -32,8 +35,8 @@ class Seats:
     stale.
     """
 
-    def __init__(self, num_seats: int, *, max_tokens: int, block_size: int) -> None:
-        """Make room for sequences of `max_tokens` tokens; memory is touched only as they grow."""
+    def __init__(self, num_seats: int, *, block_size: int) -> None:
+        """Create empty seats. Their tables widen with the longest sequence."""
         self.block_size = block_size
         self.num_prompt: Ints = np.zeros(num_seats, np.int32)
         self.num_tokens: Ints = np.zeros(num_seats, np.int32)  # known: prompt and output
@@ -52,8 +55,8 @@ class Seats:
         self.is_scored = np.zeros(num_seats, np.bool_)  # log-probabilities of its prompt are still wanted
         self.has_many_stops = np.zeros(num_seats, np.bool_)
         self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
-        self.tokens: Ints = np.zeros((num_seats, max_tokens), np.int32)
-        self.tables: Ints = np.zeros((num_seats, -(-max_tokens // block_size)), np.int32)
+        self.tokens: Ints = np.zeros((num_seats, 0), np.int32)
+        self.tables: Ints = np.zeros((num_seats, 0), np.int32)
         self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
         self.sequence_ids: npt.NDArray[np.object_] = np.full(num_seats, None)
         self._free = list(range(num_seats - 1, -1, -1))
@@ -83,6 +86,7 @@ class Seats:
         self.is_scored[seat] = sequence.num_scored < sequence.num_to_score
         self.stops[seat] = -1
         self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
+        self._widen(len(block_ids))
         self.tokens[seat, : len(tokens)] = np.frombuffer(tokens.data, np.int32)
         self.sequences[seat], self.sequence_ids[seat] = sequence, sequence.sequence_id
         self._arrivals[seat] = SeatArrival(
@@ -118,6 +122,7 @@ class Seats:
     def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
         """Append blocks to a sequence's table."""
         begin = int(self.num_blocks[seat])
+        self._widen(begin + len(block_ids))
         self.set_blocks(seat, begin, block_ids)
         self.num_blocks[seat] = begin + len(block_ids)
 
@@ -126,6 +131,18 @@ class Seats:
         if block_ids:
             self.tables[seat, begin : begin + len(block_ids)] = block_ids
             self._updates.append((seat, begin, begin + len(block_ids)))
+
+    def _widen(self, num_blocks: int) -> None:
+        """Make room for a sequence of this many blocks, and its next token; copy only what is in use."""
+        if num_blocks <= self.tables.shape[1]:
+            return
+        width = max(num_blocks, 2 * self.tables.shape[1], FIRST_BLOCKS)
+        tables: Ints = np.zeros((len(self.tables), width), np.int32)
+        tokens: Ints = np.zeros((len(self.tables), width * self.block_size + 1), np.int32)
+        for seat in np.flatnonzero(self.num_blocks).tolist():
+            tables[seat, : self.num_blocks[seat]] = self.tables[seat, : self.num_blocks[seat]]
+            tokens[seat, : self.num_tokens[seat]] = self.tokens[seat, : self.num_tokens[seat]]
+        self.tables, self.tokens = tables, tokens
 
     def cut_blocks(self, seat: Seat, num_blocks: int) -> list[BlockId]:
         """Remove the blocks after the first `num_blocks` from a sequence's table and return them."""

@@ -70,7 +70,7 @@ class CacheReplay:
         runtime = replace(Runtime.virtual(), clock=self.clock)
         offload = None if make_offload is None else make_offload(modules, runtime)
         size, num_blocks = config.kv.block_size, config.kv.num_blocks
-        seats = Seats(1, max_tokens=num_blocks * size + 1, block_size=size)
+        seats = Seats(1, block_size=size)
         self.kv: KVModules = build_kv(modules, seats, num_blocks, self.clock, offload=offload)
         self._num_requests = 0
 

@@ -12,19 +12,22 @@ from sagellm.core import BlockUpdates, SeatArrival, StepInput
 from sagellm.engines.sampling.rows import LogitsStates
 
 Ints = npt.NDArray[np.int32]
+FIRST_BLOCKS = 256
+"""Blocks per sequence that tables have room for at first."""
 
 
 class SeatState:
     """Tokens, block table and sampling parameters by seat.
 
-    Tables are as large as the longest sequences in all seats need, but memory that no sequence has
-    reached is never touched. Data left by a seat's last occupant is overwritten as the next one grows, and
-    never read before that.
+    Tables widen with the longest sequence, and memory that no sequence has reached is never touched. Data
+    left by a seat's last occupant is overwritten as the next one grows, and never read before that.
     """
 
-    def __init__(self, num_seats: int, *, max_tokens: int, block_size: int) -> None:
-        self.tokens = np.zeros((num_seats, max_tokens), np.int32)
-        self.tables = np.zeros((num_seats, -(-max_tokens // block_size)), np.int32)
+    def __init__(self, num_seats: int, *, block_size: int) -> None:
+        self._block_size = block_size
+        self.tokens = np.zeros((num_seats, 0), np.int32)
+        self.tables = np.zeros((num_seats, 0), np.int32)
+        self._num_blocks = np.zeros(num_seats, np.int32)
         self.logits_states: list[LogitsStates | None] = [None] * num_seats  # None until first sampled
         self._arrivals: list[SeatArrival | None] = [None] * num_seats
 
@@ -37,6 +40,11 @@ class SeatState:
         """Apply a step's departures, arrivals, drafts and block updates."""
         for seat in step.departures:
             self._arrivals[seat] = self.logits_states[seat] = None
+            self._num_blocks[seat] = 0
+        for arrival in step.arrivals:
+            self._num_blocks[arrival.seat] = 0
+        if step.new_blocks is not None:
+            self._widen(int(step.new_blocks.indices.max()) + 1)
         for arrival in step.arrivals:
             self._take_in(arrival)
         if step.new_blocks is not None:
@@ -57,3 +65,17 @@ class SeatState:
 
     def _set_blocks(self, updates: BlockUpdates) -> None:
         self.tables[updates.seats, updates.indices] = updates.block_ids
+        np.maximum.at(self._num_blocks, updates.seats, updates.indices + 1)
+
+    def _widen(self, num_blocks: int) -> None:
+        """Make room for sequences of this many blocks, and their next token; copy only what is in use."""
+        if num_blocks <= self.tables.shape[1]:
+            return
+        width, size = max(num_blocks, 2 * self.tables.shape[1], FIRST_BLOCKS), self._block_size
+        tables = np.zeros((len(self.tables), width), np.int32)
+        tokens = np.zeros((len(self.tables), width * size + 1), np.int32)
+        for seat in np.flatnonzero(self._num_blocks).tolist():
+            end = int(self._num_blocks[seat])
+            tables[seat, :end] = self.tables[seat, :end]
+            tokens[seat, : end * size + 1] = self.tokens[seat, : end * size + 1]
+        self.tables, self.tokens = tables, tokens
