@@ -117,6 +117,7 @@ def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     from sagellm.engines.server import check_access
 
     check_access(config.server)
+    # Used by `_serve`, and imported here, where a signal raises no exception.
     import_module("sagellm.engines.serving.front")
     import_module("sagellm.engines.text.process")
     from sagellm.engines.loading.source import resolve_tokenizer
@@ -217,10 +218,12 @@ def _ended_by_signals(lock: EngineLock, tell: Callable[[], None]) -> Iterator[No
     """
 
     def end(*_: object) -> None:
-        lock.release()
-        tell()
-        sys.stderr.flush()
-        os._exit(0)
+        try:
+            lock.release()
+            tell()
+            sys.stderr.flush()
+        finally:  # also where the folder or the terminal is gone
+            os._exit(0)
 
     handlers = {number: signal.signal(number, end) for number in _ENDING}
     try:
