@@ -157,7 +157,7 @@ def test_last_use_takes_over_from_a_policy_that_names_a_locked_node():
     cache.lock(cache.match_prefix(range(50, 58)))
     assert sorted(cache.evict(4)) == [0, 1], "all that may go"
     assert cache.metrics().policy_failure == (
-        f"{Stubborn.__qualname__}: PluginError: it named node 2 as a victim, which is no unlocked leaf"
+        f"{Stubborn.__qualname__}: PluginError: it chose node 2, which is not a leaf or is locked"
     )
     cache.check_integrity()
 

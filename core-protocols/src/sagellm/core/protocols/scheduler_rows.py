@@ -174,7 +174,7 @@ class RequestRows(Sequence[ScheduleRequest]):
     def _column(self, name: str) -> Any:
         column = self._gathered.get(name)
         if column is None:
-            column = self._columns[name][self._index]
+            column = self._columns[name].take(self._index)
             column.flags.writeable = False
             self._gathered[name] = column
         return column

@@ -271,19 +271,20 @@ class EngineCore(EngineProtocol):
             sequence = self._seats.sequences[seat]
             sequence.prompt_scores += scores
             sequence.num_scored += len(scores)
-            self._seats.is_scored[seat] = sequence.num_scored < sequence.num_to_score
+            if sequence.num_scored >= sequence.num_to_score:
+                self._seats.scored.discard(seat)
         for each in result.had_drafts:
             self.kv.truncate(Seat(each), int(self._seats.num_tokens[each]))
         runs = result.tokens
-        is_told = runs.counts > 0
-        sequence_ids = self._seats.sequence_ids[result.seats]
-        if not is_told.all():
-            sequence_ids = sequence_ids[is_told]
+        sequence_ids = self._seats.sequence_ids.take(result.seats)
+        if np.count_nonzero(runs.counts) < len(sequence_ids):
+            sequence_ids = sequence_ids[runs.counts > 0]
         first = outputs.extend(sequence_ids.tolist(), runs)
         has_more = result.is_first | result.is_over
         if result.logprobs:
             has_more |= np.isin(result.seats, list(result.logprobs))
-        if has_more.any():
+        if np.count_nonzero(has_more):
+            is_told = runs.counts > 0
             places, tokens = np.cumsum(is_told) - 1 + first, runs.lists()
             for row in np.flatnonzero(has_more & is_told).tolist():
                 outputs.replace(int(places[row]), self._describe(result, row, tokens[row]))

@@ -119,7 +119,7 @@ class Scheduler:
                 available_blocks=available_blocks,
                 num_blocks_for=self._kv.num_blocks_for,
             )
-        served = self._running_seats[plan.rows]
+        served = self._running_seats.take(plan.rows)
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
         for row in sorted(plan.preempted, reverse=True):
             self._preempt(self._running[row])
@@ -131,7 +131,7 @@ class Scheduler:
         if planned is None:
             return None
         self._seats.last_step[planned.seats] = plan.step
-        if self._seats.is_scored[planned.seats].any():
+        if self._seats.scored:
             return self._limit_scored(planned)
         return planned if self._propose is None else self._with_drafts(planned, self._propose)
 
@@ -250,8 +250,9 @@ class Scheduler:
     def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
         """Cut sequences short if the step would score too many positions; the rest waits for a later step."""
         left, num_new = MAX_SCORED_POSITIONS, planned.num_new.copy()
-        for row in np.flatnonzero(self._seats.is_scored[planned.seats]).tolist():
-            seat = planned.seats[row]
+        for row, seat in enumerate(planned.seats.tolist()):
+            if seat not in self._seats.scored:
+                continue
             sequence, start = self._seats.sequences[seat], int(self._seats.num_computed[seat])
             begin = max(start, sequence.num_scored)
             num_scored = min(start + int(num_new[row]), sequence.num_to_score) - begin

@@ -52,8 +52,8 @@ class Seats:
         self.last_step: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # in which it was scheduled
         self.generation: Ints = np.zeros(num_seats, np.int32)
         self.is_held = np.zeros(num_seats, np.bool_)  # drafts are in flight: what follows is not known
-        self.is_scored = np.zeros(num_seats, np.bool_)  # log-probabilities of its prompt are still wanted
-        self.has_many_stops = np.zeros(num_seats, np.bool_)
+        self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
+        self.with_many_stops: set[int] = set()
         self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
         self.tokens: Ints = np.zeros((num_seats, 0), np.int32)
         self.tables: Ints = np.zeros((num_seats, 0), np.int32)
@@ -82,8 +82,11 @@ class Seats:
         predicted = sequence.predicted_remaining_tokens
         self.predicted[seat] = np.nan if predicted is None else predicted
         self.last_step[seat] = -1
-        self.is_held[seat], self.has_many_stops[seat] = False, len(stops) > NUM_STOPS
-        self.is_scored[seat] = sequence.num_scored < sequence.num_to_score
+        self.is_held[seat] = False
+        if len(stops) > NUM_STOPS:
+            self.with_many_stops.add(seat)
+        if sequence.num_scored < sequence.num_to_score:
+            self.scored.add(seat)
         self.stops[seat] = -1
         self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
         self._widen(len(block_ids))
@@ -106,6 +109,8 @@ class Seats:
         self.sequences[seat] = self.sequence_ids[seat] = None
         self.num_committed[seat] = self.num_blocks[seat] = 0
         self.generation[seat] += 1
+        self.scored.discard(seat)
+        self.with_many_stops.discard(seat)
         self._free.append(seat)
         if self._arrivals.pop(seat, None) is None:
             self._departures.append(seat)

@@ -110,8 +110,9 @@ class StepRunner:
     def submit(self, planned: PlannedStep, kv_ops: Seq[KVOp]) -> None:
         """Submit a step, with all that changed in the seats since the last one."""
         seats, table = planned.seats, self._seats
-        starts = table.num_computed[seats]
-        is_sampled = starts + planned.num_new >= (table.num_tokens + table.num_in_flight)[seats]
+        starts = table.num_computed.take(seats)
+        stops = starts + planned.num_new
+        is_sampled = stops >= (table.num_tokens + table.num_in_flight).take(seats)
         step = self._step(
             seats=seats,
             num_new=planned.num_new,
@@ -119,10 +120,10 @@ class StepRunner:
             is_sampled=is_sampled,
             kv_ops=kv_ops,
             drafts=planned.drafts,
-            scored=self._scored(seats, starts, planned.num_new) if table.is_scored[seats].any() else (),
+            scored=self._scored(seats, starts, planned.num_new) if table.scored else (),
         )
         self._submit(step)
-        table.num_computed[seats] += planned.num_new
+        table.num_computed[seats] = stops
         table.num_in_flight[seats] += is_sampled
         if planned.drafts is not None:
             table.is_held[seats] = planned.drafts.counts > 0
@@ -208,7 +209,7 @@ class StepRunner:
 
     def _take_in(self, flight: _Flight, output: StepOutput) -> Iterator[StepResult]:
         step = flight.step
-        is_live = self._seats.generation[step.seats] == flight.generations
+        is_live = self._seats.generation.take(step.seats) == flight.generations
         if not output.errors:
             yield self._commit(step, output, is_live)
             return
@@ -246,14 +247,13 @@ class StepRunner:
 
     def _commit(self, step: StepInput, output: StepOutput, is_live: Bools) -> StepResult:
         """Correct the counts of a step's live rows and append their tokens, up to the first that ends one."""
-        if not is_live.all():
+        if np.count_nonzero(is_live) < len(is_live):
             rows = np.flatnonzero(is_live)
             step, output = _rows_of(step, rows), _outputs_of(output, rows)
         table, seats = self._seats, step.seats
-        before = table.num_tokens[seats]
+        before = table.num_tokens.take(seats)
         runs, is_over = self._append(seats, before, output.tokens)
-        after = before + runs.counts
-        table.num_tokens[seats] = after
+        table.num_tokens[seats] = after = before + runs.counts
         table.num_in_flight[seats] -= step.is_sampled
         computed = step.starts + step.num_new
         if step.drafts is not None:
@@ -265,7 +265,7 @@ class StepRunner:
         return StepResult(
             seats=seats,
             tokens=runs,
-            is_first=(before == table.num_prompt[seats]) & (runs.counts > 0),
+            is_first=(before == table.num_prompt.take(seats)) & (runs.counts > 0),
             is_over=is_over,
             had_drafts=() if step.drafts is None else seats[step.drafts.counts > 0].tolist(),
             logprobs={
@@ -277,24 +277,25 @@ class StepRunner:
     def _append(self, seats: Ints, before: Ints, runs: Runs) -> tuple[Runs, Bools]:
         """Append runs of tokens, each up to the first that ends its sequence; return what was appended."""
         table, ids, counts = self._seats, runs.ids, runs.counts
-        is_single = len(ids) == len(seats) and bool((counts == 1).all())
+        is_single = len(ids) == len(seats) == np.count_nonzero(counts)
         seat_of, position = seats, before
         if not is_single:
             row_of = np.repeat(np.arange(len(seats)), counts)
             within = np.arange(len(ids)) - (np.cumsum(counts) - counts)[row_of]
             seat_of, position = seats[row_of], before[row_of] + within
-        is_stop = (table.stops[seat_of] == ids[:, None]).any(1) & (position >= table.min_total[seat_of])
-        if table.has_many_stops[seats].any():
-            for index in np.flatnonzero(
-                table.has_many_stops[seat_of] & (position >= table.min_total[seat_of])
-            ):
-                is_stop[index] = int(ids[index]) in table.sequences[seat_of[index]].stop_token_ids
-        is_end = is_stop | (position + 1 >= table.max_total[seat_of])
+        is_end = position + 1 >= table.max_total.take(seat_of)
+        is_stop = table.stops.take(seat_of, 0) == ids[:, None]
+        if np.count_nonzero(is_stop):
+            is_end |= is_stop.any(1) & (position >= table.min_total[seat_of])
+        if table.with_many_stops:
+            for index, seat in enumerate(seat_of.tolist()):
+                if seat in table.with_many_stops and position[index] >= table.min_total[seat]:
+                    is_end[index] |= int(ids[index]) in table.sequences[seat].stop_token_ids
         if is_single:
             table.tokens[seats, before] = ids
             return runs, is_end
         is_over = np.zeros(len(seats), np.bool_)
-        if is_end.any():
+        if np.count_nonzero(is_end):
             ended, first = np.unique(row_of[is_end], return_index=True)
             is_over[ended] = True
             counts = counts.copy()
@@ -307,7 +308,7 @@ class StepRunner:
     def _scored(self, seats: Ints, starts: Ints, num_new: Ints) -> list[Scored]:
         scored = []
         for row, seat in enumerate(seats.tolist()):
-            if not self._seats.is_scored[seat]:
+            if seat not in self._seats.scored:
                 continue
             sequence = self._seats.sequences[seat]
             start = max(int(starts[row]), sequence.num_scored)

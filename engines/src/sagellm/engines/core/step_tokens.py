@@ -45,8 +45,10 @@ class StepTokens(Seq[TokenOutput]):
         first, begin = len(self), len(self._tokens)
         self._sequence_ids += sequence_ids
         self._tokens += runs.ids.tolist()
-        ends = runs.counts.cumsum()[runs.counts > 0] + begin
-        self._ends += ends.tolist()
+        if len(sequence_ids) == len(runs.ids):  # a token each
+            self._ends += range(begin + 1, len(self._tokens) + 1)
+        else:
+            self._ends += (runs.counts.cumsum()[runs.counts > 0] + begin).tolist()
         return first
 
     def replace(self, place: int, output: TokenOutput) -> None:

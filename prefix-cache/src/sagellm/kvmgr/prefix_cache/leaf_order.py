@@ -163,7 +163,7 @@ class GuardedOrder:
     def refuse(self, node: CachedNode) -> None:
         """Treat a victim that is not an unlocked leaf as a failure of the policy."""
         name = getattr(node, "node_id", node)
-        self._replace(PluginError(f"it named node {name} as a victim, which is no unlocked leaf"))
+        self._replace(PluginError(f"it chose node {name}, which is not a leaf or is locked"))
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Pass it on."""

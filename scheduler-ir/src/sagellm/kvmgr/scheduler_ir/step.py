@@ -34,7 +34,7 @@ class _Turns(NamedTuple):
 class Step:
     """Spends a token budget and the available blocks, on running requests and then on waiting ones."""
 
-    __slots__ = ("_available", "_budget", "_hits", "_ir", "_preempted")
+    __slots__ = ("_available", "_budget", "_deferred", "_gone", "_hits", "_ir", "_preempted")
 
     def __init__(self, ir: ScheduleIR, hits: PrefixHits) -> None:
         self._ir = ir
@@ -42,6 +42,8 @@ class Step:
         self._budget = ir.max_num_batched_tokens  # tokens left
         self._available = ir.available_memory  # blocks left
         self._preempted: list[int] = []  # for lack of blocks
+        self._gone = ir.preempted if ir.decisions else {}  # preempted by passes
+        self._deferred = ir.deferred if ir.decisions else {}
 
     def plan(self) -> SchedulePlan:
         """Serve and admit with a few array operations; request by request only if blocks are short."""
@@ -56,7 +58,7 @@ class Step:
             rows = turns.rows
             self._available -= num_blocks
             self._budget -= int(num_tokens.sum())
-            if not num_tokens.all():
+            if np.count_nonzero(num_tokens) < len(num_tokens):
                 served = np.flatnonzero(num_tokens)
                 rows, num_tokens, num_new_blocks = rows[served], num_tokens[served], num_new_blocks[served]
         admitted: list[Admission] = []
@@ -69,7 +71,7 @@ class Step:
             num_tokens=num_tokens.astype(np.int32, copy=False),
             num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
             admitted=admitted,
-            preempted=[*ir.preempted, *self._preempted],
+            preempted=[*self._gone, *self._preempted],
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
             decisions=ir.decisions,
@@ -82,16 +84,15 @@ class Step:
         missing: Ints = np.maximum(running.num_tokens - num_computed, 0)
         if ir.decisions:
             np.minimum(missing, ir.caps("running"), out=missing)
-        if ir.preempted:
-            gone = list(ir.preempted)
-            self._available += int(num_blocks[gone].sum())
-            rows = np.delete(rows, gone)
+        if self._gone:
+            self._available += int(num_blocks[list(self._gone)].sum())
+            rows = np.delete(rows, list(self._gone))
         is_rotated = len(rows) > self._budget
         if is_rotated:
             # The request passed over longest comes first. Ties are rotated, or the first would win each one.
             rows = np.roll(rows, -(ir.step * self._budget % len(rows)))
             rows = rows[np.argsort(running.last_scheduled_step[rows], kind="stable")]
-        if is_rotated or ir.preempted:
+        if is_rotated or self._gone:
             missing, num_computed, num_blocks = missing[rows], num_computed[rows], num_blocks[rows]
         return _Turns(rows, missing, num_computed, num_blocks, is_rotated)
 
@@ -102,7 +103,7 @@ class Step:
         it, and is preempted itself when none of them is left: the first in the order always advances, so
         every request eventually ends.
         """
-        order = [row for row in self._ir.preemption.tolist() if row not in self._ir.preempted]
+        order = [row for row in self._ir.preemption.tolist() if row not in self._gone]
         served: dict[int, tuple[int, int]] = {}  # by row: tokens, new blocks
         gone: set[int] = set()
         reserved, share = (0, 0) if turns.is_rotated else (len(turns.rows), 1)
@@ -140,10 +141,10 @@ class Step:
         away. No request overtakes another that no pass defers, so none starves. Costs nothing for the
         requests that stay behind.
         """
-        ir, deferred = self._ir, self._ir.deferred
+        ir, deferred = self._ir, self._deferred
         if self._preempted:
             return "preemption" if len(ir.pending) else None
-        seats = ir.max_num_seqs - len(ir.running) + len(ir.preempted)
+        seats = ir.max_num_seqs - len(ir.running) + len(self._gone)
         order: Iterable[int] = range(len(ir.pending))
         caps = None
         if ir.decisions:
@@ -181,8 +182,8 @@ def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
         before = np.cumsum(missing) - missing
         left: Ints = np.clip(budget - before, 0, missing).astype(np.int32)
         return left
-    if int(np.maximum(missing, 1).sum()) <= budget:
-        return missing
+    if int(missing.sum()) + len(missing) <= budget:
+        return missing  # there are enough for everyone, with one each to spare
     change = 1 - missing.astype(np.int64)
     total = budget - len(missing) + np.cumsum(change)
     slack = (total - np.minimum(np.minimum.accumulate(total), 0))[:-1]
@@ -194,5 +195,6 @@ def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> Ints
     """Return the blocks that each request needs beyond those it holds; none for no tokens."""
     free = turns.num_blocks * block_size - turns.num_computed - num_tokens
     needed: Ints = np.maximum(-(free // block_size), 0)
-    needed[num_tokens == 0] = 0
+    if np.count_nonzero(num_tokens) < len(num_tokens):
+        needed[num_tokens == 0] = 0
     return needed
