@@ -108,7 +108,7 @@ def cost(modules: Modules, name: str, num_leaves: int, leaf_blocks: int, *, ghos
         "evict_1_us": spread(list(leaves.evict(10_000, 1))),
         "evict_16_us_a_block": spread(list(leaves.evict(10_000, 16))),
     }
-    assert leaves.cache._tree.leaves.order.current is made, "the policy failed and was replaced"
+    assert leaves.cache._tree.leaves.policy is made, "the policy failed and was replaced"
     return figures
 
 

@@ -227,9 +227,9 @@ def a_wrong_tenant_s_account() -> None:
     "::test_cause_and_position_of_1_000_known_misses_are_right_while_ghosts_are_within_budget",
 )
 def ghost_keys_that_collide() -> None:
-    from sagellm.kvmgr.prefix_cache import edges, ghosts, radix
+    from sagellm.kvmgr.prefix_cache import ghosts, node, radix, tree
 
-    for module in (edges, ghosts, radix):
+    for module in (ghosts, node, radix, tree):
         module.hash = lambda value: hash(value) & 63  # type: ignore[attr-defined]
 
 

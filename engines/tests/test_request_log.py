@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import InvalidInputError, MissExplanation, Namespace, RequestId, UnknownRequestError, pack
-from sagellm.engines.core.request_log import LoggedRequest, RequestLog
+from sagellm.core import (
+    InvalidInputError,
+    MissExplanation,
+    Request,
+    RequestId,
+    SequenceId,
+    UnknownRequestError,
+    pack,
+)
+from sagellm.engines.core.request_log import RequestLog
+from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.server.answer_ids import request_of
 
 MISS = MissExplanation(cause="none", num_tokens=0, match_length=0, diverges_at=0)
@@ -14,15 +25,11 @@ MISS = MissExplanation(cause="none", num_tokens=0, match_length=0, diverges_at=0
 def log_of(*names: str, num_tokens: int = 3) -> RequestLog:
     log = RequestLog()
     for index, name in enumerate(names):
-        log.add(
-            LoggedRequest(
-                request_id=RequestId(name),
-                namespace=Namespace(),
-                token_ids=pack(range(num_tokens)),
-                admitted_ns=index,
-                explain=lambda: MISS,
-            )
+        request = Request(
+            request_id=RequestId(name), token_ids=pack(range(num_tokens)), max_tokens=1, arrival_ns=0
         )
+        queued = QueuedSequence(SequenceId(name), request, SamplingParams(), 0, frozenset())
+        log.add(Sequence.of(queued), lambda: MISS, index)
     return log
 
 

@@ -13,7 +13,8 @@ from sagellm.core import (
     VirtualClock,
 )
 from sagellm.kvmgr.prefix_cache import PrefixNode, RadixPrefixCache
-from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts, block_keys
+from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts
+from sagellm.kvmgr.prefix_cache.node import block_keys
 
 SIZE = 4
 
@@ -107,9 +108,9 @@ def test_a_leaf_that_grows_again_in_place_leaves_no_ghost():
     cache, _ = make(Watcher())
     cache.insert_prefix(tokens(1, 2), [0, 1])
     cache.evict(1)
-    assert len(cache._tree.ledger.ghosts) == 1
+    assert len(cache._tree.ghosts) == 1
     cache.insert_prefix(tokens(1, 2), [0, 5])
-    assert len(cache._tree.ledger.ghosts) == 0
+    assert len(cache._tree.ghosts) == 0
     cache.check_integrity()
 
 
@@ -122,11 +123,17 @@ def make_node(number):
 @pytest.mark.parametrize(("budget", "num_known"), [(0, 0), (2, 2), (10, 3)])
 def test_the_budget_counts_blocks_and_the_oldest_go(budget, num_known):
     ghosts = Ghosts(budget)
-    keys = block_keys(0, b"".join(bytes([name]) * 4 for name in (1, 2, 3)), 4)
+    data = b"".join(bytes([name]) * 4 for name in (1, 2, 3))
+    keys = block_keys(0, data, 4)
     for number, key in enumerate(keys):
         ghosts.remember([key], make_node(number), Departure(0, "evicted"))
     assert len(ghosts) == num_known
-    assert [ghosts.find(key) is not None for key in keys] == [False] * (3 - num_known) + [True] * num_known
+    runs = [
+        ghosts.find_run(before, data, position, 4)
+        for before, position in zip([0, *keys], range(0, 12, 4), strict=False)
+    ]
+    assert [run.num_blocks for run in runs] == [0] * (3 - num_known) + list(range(num_known, 0, -1))
+    assert [run.is_forgotten for run in runs] == [True] * (3 - num_known) + [False] * num_known
 
 
 def test_no_budget_remembers_nothing():

@@ -4,7 +4,7 @@ import pytest
 
 from sagellm.core import BlockError, Namespace, PartialMatch, VirtualClock
 from sagellm.kvmgr.prefix_cache import CrossRequestKVCache, RadixPrefixCache
-from sagellm.kvmgr.prefix_cache.partials import count_common_tokens
+from sagellm.kvmgr.prefix_cache.node import count_common_tokens
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core import NodeId, pack
-from sagellm.kvmgr.prefix_cache.edges import split, walk
-from sagellm.kvmgr.prefix_cache.node import PrefixNode
+from sagellm.kvmgr.prefix_cache.node import PrefixNode, split, walk
 
 BLOCK_BYTES = 8  # two tokens
 

@@ -39,9 +39,7 @@ class Clock(ABC):
 class SystemClock(Clock):
     """The machine's own monotonic clock."""
 
-    def now_ns(self) -> int:
-        """Return `time.perf_counter_ns()`."""
-        return time.perf_counter_ns()
+    now_ns = staticmethod(time.perf_counter_ns)  # read several times a step, so without a call in between
 
     def wall_s(self) -> float:
         """Return `time.time()`."""

@@ -26,7 +26,7 @@ from sagellm.core import (
     TokenIds,
 )
 from sagellm.engines.core.block_tables import replace_blocks
-from sagellm.engines.core.request_log import LoggedRequest, RequestLog
+from sagellm.engines.core.request_log import RequestLog
 from sagellm.engines.core.seats import Seats
 from sagellm.engines.core.sequence import Sequence
 
@@ -71,6 +71,7 @@ class KVCacheManager:
         self._awaited: dict[SequenceId, _Awaited] = {}
         self.policy_names = dict(policy_names or {})  # what the configuration calls a class
         self.log = RequestLog()
+        self.total_blocks = pool.total_blocks
         self._pool = pool
         self._clock = clock
         self._block_size = pool.block_size
@@ -85,11 +86,6 @@ class KVCacheManager:
     def available_blocks(self) -> int:
         """Blocks that are free or could be made free by eviction."""
         return self._pool.get_free_blocks() + self.cache.num_evictable_blocks
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks of the pool."""
-        return self._pool.total_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -140,19 +136,21 @@ class KVCacheManager:
         Raises OutOfBlocksError, and whatever a module raises; nothing is held in that case.
         """
         self.epoch += 1
-        tokens = sequence.token_ids()
-        first_time = sequence.num_cached_tokens is None
-        reusable, namespace = self._reusable(sequence, tokens), sequence.request.namespace
+        tokens, namespace = sequence.waiting_ids, sequence.request.namespace
+        num_tokens, first_time = len(tokens), sequence.num_cached_tokens is None
+        reusable = self._reusable(sequence, tokens)
         match = self.cache.match_prefix(reusable, namespace)
-        match = self.cache.lock(match, num_lookup_tokens=len(tokens) if first_time else None)
+        match = self.cache.lock(match, num_lookup_tokens=num_tokens if first_time else None)
+        num_cached, cached = match.match_length, match.block_ids
         with ExitStack() as undo:
             undo.callback(self.cache.unlock, match)
             explain = self.cache.note_miss(reusable, match) if first_time else None
-            new_blocks = self._allocate(sequence, self.num_blocks_for(len(tokens)) - len(match.block_ids))
+            new_blocks = self._allocate(sequence, -(-num_tokens // self._block_size) - len(cached))
             undo.callback(self._pool.free, new_blocks)
-            self._pool.share(match.block_ids)
-            undo.callback(self._pool.free, match.block_ids)
-            seat = self.seats.take(sequence, tokens, [*match.block_ids, *new_blocks], match.match_length)
+            if cached:
+                self._pool.share(cached)
+                undo.callback(self._pool.free, cached)
+            seat = self.seats.take(sequence, tokens, [*cached, *new_blocks], num_cached)
             undo.pop_all()
         if match.partial is not None and match.partial.block_id != new_blocks[0]:
             # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
@@ -160,8 +158,8 @@ class KVCacheManager:
         self._awaited.pop(sequence.sequence_id, None)
         sequence.match, sequence.seats, sequence.seat = match, self.seats, seat
         if explain is not None:
-            sequence.num_cached_tokens = match.match_length
-            self.log.add(LoggedRequest.of(sequence, explain, self._clock.now_ns()))
+            sequence.num_cached_tokens = num_cached
+            self.log.add(sequence, explain, self._clock.now_ns())
 
     def reserve(self, seat: Seat, num_tokens: int) -> None:
         """Give a sequence the blocks it still needs to hold `num_tokens`. Raises OutOfBlocksError."""
@@ -353,25 +351,24 @@ class KVCacheManager:
     def _forget(self, sequence: Sequence) -> None:
         sequence.match = None
         if sequence.seat is not None:
-            sequence.output = sequence.output_token_ids()
+            sequence.waiting_ids = sequence.token_ids()
             self.seats.leave(sequence.seat)
             sequence.seat = None
 
     def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
         # Tokens whose logits are wanted are computed: at least the last one.
-        return tokens[: sequence.first_wanted]
+        return tokens[: sequence.num_scored if sequence.num_scored < sequence.num_to_score else -1]
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
         if num_blocks == 0:
             return []
-        if num_blocks <= self._pool.total_blocks:
-            namespace = sequence.request.namespace
-            while (missing := num_blocks - self._pool.get_free_blocks()) > 0 and self.evictor(
-                missing, namespace
-            ):
-                pass
+        given = sequence.request
+        if num_blocks <= self.total_blocks:
+            missing = num_blocks - self._pool.get_free_blocks()
+            while missing > 0 and (num_evicted := self.evictor(missing, given.namespace)):
+                missing -= num_evicted
         request = BlockAllocationRequest(
-            num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=sequence.request.priority
+            num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=given.priority
         )
         return self._pool.allocate(request)
 

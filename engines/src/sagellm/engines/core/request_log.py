@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from sagellm.core import (
     InvalidInputError,
@@ -34,19 +33,6 @@ class LoggedRequest:
     explain: Callable[[], MissExplanation]  # why no more of it matched
     is_scored: bool = False  # its prompt's log-probabilities are wanted, so nothing was looked up
 
-    @classmethod
-    def of(cls, sequence: Sequence, explain: Callable[[], MissExplanation], admitted_ns: int) -> Self:
-        """Record what an admitted sequence asked for."""
-        request = sequence.request
-        return cls(
-            request_id=request.request_id,
-            namespace=request.namespace,
-            token_ids=request.token_ids,
-            admitted_ns=admitted_ns,
-            explain=explain,
-            is_scored=sequence.num_to_score > 0,
-        )
-
 
 class RequestLog:
     """The last 1,024 requests, or fewer if their prompts exceed a million tokens in total."""
@@ -58,10 +44,19 @@ class RequestLog:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: LoggedRequest) -> None:
-        """Record a request; the oldest are dropped when there are too many."""
-        requests = self._requests
-        requests.append(request)
+    def add(self, sequence: Sequence, explain: Callable[[], MissExplanation], admitted_ns: int) -> None:
+        """Record what an admitted sequence asked for; the oldest are dropped when there are too many."""
+        requests, request = self._requests, sequence.request
+        requests.append(
+            LoggedRequest(
+                request_id=request.request_id,
+                namespace=request.namespace,
+                token_ids=request.token_ids,
+                admitted_ns=admitted_ns,
+                explain=explain,
+                is_scored=sequence.num_to_score > 0,
+            )
+        )
         self._num_tokens += len(request.token_ids)
         while len(requests) > _MAX_REQUESTS or (self._num_tokens > _MAX_TOKENS and len(requests) > 1):
             self._num_tokens -= len(requests.popleft().token_ids)

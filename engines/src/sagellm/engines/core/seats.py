@@ -72,8 +72,9 @@ class Seats:
     def take(self, sequence: Sequence, tokens: TokenIds, block_ids: Seq[BlockId], num_computed: int) -> Seat:
         """Seat a sequence with its tokens so far and its blocks; its first `num_computed` tokens have KV."""
         seat, request, params = Seat(self._free.pop()), sequence.request, sequence.params
-        num_prompt, stops = len(request.token_ids), sorted(sequence.stop_token_ids)
-        self.num_prompt[seat], self.num_tokens[seat] = num_prompt, len(tokens)
+        num_prompt, num_tokens = len(request.token_ids), len(tokens)
+        num_blocks, stops = len(block_ids), sorted(sequence.stop_token_ids)
+        self.num_prompt[seat], self.num_tokens[seat] = num_prompt, num_tokens
         self.num_computed[seat] = self.num_committed[seat] = num_computed
         self.num_in_flight[seat] = self.num_blocks[seat] = 0
         self.max_total[seat] = num_prompt + request.max_tokens
@@ -89,8 +90,12 @@ class Seats:
             self.scored.add(seat)
         self.stops[seat] = -1
         self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
-        self._widen(len(block_ids))
-        self.tokens[seat, : len(tokens)] = np.frombuffer(tokens.data, np.int32)
+        if num_blocks > self.tables.shape[1]:
+            self._widen(num_blocks)
+        self.tokens[seat, :num_tokens] = np.frombuffer(tokens.data, np.int32)
+        self.tables[seat, :num_blocks] = block_ids
+        self.num_blocks[seat] = num_blocks
+        self._updates.append((seat, 0, num_blocks))
         self.sequences[seat], self.sequence_ids[seat] = sequence, sequence.sequence_id
         self._arrivals[seat] = SeatArrival(
             seat=seat,
@@ -101,7 +106,6 @@ class Seats:
             seed=sequence.seed,
             stop_token_ids=sequence.stop_token_ids,
         )
-        self.append_blocks(seat, block_ids)
         return seat
 
     def leave(self, seat: Seat) -> None:
@@ -127,7 +131,8 @@ class Seats:
     def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
         """Append blocks to a sequence's table."""
         begin = int(self.num_blocks[seat])
-        self._widen(begin + len(block_ids))
+        if begin + len(block_ids) > self.tables.shape[1]:
+            self._widen(begin + len(block_ids))
         self.set_blocks(seat, begin, block_ids)
         self.num_blocks[seat] = begin + len(block_ids)
 
@@ -139,8 +144,6 @@ class Seats:
 
     def _widen(self, num_blocks: int) -> None:
         """Make room for a sequence of this many blocks, and its next token; copy only what is in use."""
-        if num_blocks <= self.tables.shape[1]:
-            return
         width = max(num_blocks, 2 * self.tables.shape[1], FIRST_BLOCKS)
         tables: Ints = np.zeros((len(self.tables), width), np.int32)
         tokens: Ints = np.zeros((len(self.tables), width * self.block_size + 1), np.int32)

@@ -25,8 +25,8 @@ from sagellm.engines.sampling.params import SamplingParams
 class Sequence:
     """What the core knows about one sequence: its fixed data, and a view of its seat while it runs.
 
-    Its counts are columns of `Seats`. While it waits it has no seat, no blocks and no KV, and `output`
-    holds what it had generated before it was preempted.
+    Its counts are columns of `Seats`. While it waits it has no seat, no blocks and no KV, and `waiting_ids`
+    are its tokens: the prompt, and what it had generated before it was preempted.
     """
 
     sequence_id: SequenceId
@@ -36,7 +36,7 @@ class Sequence:
     stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
     seat: Seat | None = None
     seats: Seats | None = None  # set while it has a seat
-    output: TokenIds = EMPTY
+    waiting_ids: TokenIds = EMPTY
     match: PrefixMatch | None = None  # the lock held on the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
@@ -57,19 +57,15 @@ class Sequence:
             params=given.params,
             seed=given.seed,
             stop_token_ids=given.stop_token_ids,
+            waiting_ids=given.request.token_ids,
             num_to_score=0 if given.params.prompt_logprobs is None else len(given.request.token_ids) - 1,
         )
-
-    @property
-    def first_wanted(self) -> int:
-        """The first position whose logits are still wanted; KV before it may come from a cache."""
-        return self.num_scored if self.num_scored < self.num_to_score else self.num_tokens - 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens known so far, prompt and output."""
         if self.seat is None or self.seats is None:
-            return len(self.request.token_ids) + len(self.output)
+            return len(self.waiting_ids)
         return int(self.seats.num_tokens[self.seat])
 
     @property
@@ -90,8 +86,7 @@ class Sequence:
     def token_ids(self) -> TokenIds:
         """Return prompt and output packed together."""
         if self.seat is None or self.seats is None:
-            prompt = self.request.token_ids
-            return TokenIds(prompt.data + self.output.data) if self.output else prompt
+            return self.waiting_ids
         return self.seats.token_ids(self.seat)
 
     def output_token_ids(self) -> TokenIds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import Lock
+from threading import RLock
 from typing import NamedTuple, cast
 
 from sagellm.core import (
@@ -24,7 +24,7 @@ from sagellm.core import (
     require_object,
 )
 from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
-from sagellm.kvmgr.kv_pool.refusal import no_number, refusal, shortage
+from sagellm.kvmgr.kv_pool.refusal import no_ids, no_number, refusal, shortage
 
 
 class _Grant(NamedTuple):
@@ -65,7 +65,7 @@ class PagedKVPool(KVPoolProtocol):
         self._allocator = FreeListAllocator(total_blocks) if allocator is None else allocator
         self._clock = SystemClock() if clock is None else clock
         _check_fresh(self._allocator, total_blocks)
-        self._lock = Lock()
+        self._lock = RLock()
         self._grants = [_NOBODY] * total_blocks  # by block; stale where it is free
         self._extra_refs: dict[BlockId, int] = {}  # references beyond the first, if any
         self._evictor: Evictor | None = None
@@ -104,11 +104,24 @@ class PagedKVPool(KVPoolProtocol):
             raise no_number(num_blocks, f" by sequence {request.sequence_id!r}")
         grant = _Grant(request.sequence_id, request.priority, self._clock.now_ns())
         with self._lock:
-            return self._take(num_blocks, grant)
+            try:
+                block_ids = self._allocator.allocate(num_blocks)
+            except OutOfBlocksError as error:
+                self._num_failed_allocations += 1
+                available, by = self._allocator.num_free_blocks, f" by sequence {request.sequence_id!r}"
+                raise shortage(num_blocks, available, self._total_blocks, by) from error
+            grants = self._grants
+            for block_id in block_ids:
+                grants[block_id] = grant
+            self._num_allocations += 1
+            return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""
-        ids = _as_list(block_ids)
+        try:  # a copy, so that the caller cannot change it during the call
+            ids = cast("list[BlockId]", list(block_ids))
+        except TypeError:
+            raise no_ids(block_ids) from None
         extra_refs, grants = self._extra_refs, self._grants
         now_ns = self._clock.now_ns()
         previous = touched = _NOBODY
@@ -127,14 +140,14 @@ class PagedKVPool(KVPoolProtocol):
 
         Raises OutOfBlocksError when none is free, BlockError for a block that is free or unknown.
         """
-        grant = _Grant(sequence_id, priority, self._clock.now_ns())
+        request = BlockAllocationRequest(num_blocks=1, sequence_id=sequence_id, priority=priority)
         with self._lock:
             num_refs = self._num_refs(block_id)
             if not num_refs:
                 raise self._refusal([block_id])
             if num_refs == 1:
                 return block_id
-            (fresh,) = self._take(1, grant)
+            (fresh,) = self.allocate(request)
             self._drop_extra_refs([block_id])
         return fresh
 
@@ -143,7 +156,10 @@ class PagedKVPool(KVPoolProtocol):
 
         Raises BlockError for an id that is unknown or has no reference left to drop.
         """
-        ids = _as_list(block_ids)
+        try:  # a copy, so that the caller cannot change it during the call
+            ids = cast("list[BlockId]", list(block_ids))
+        except TypeError:
+            raise no_ids(block_ids) from None
         with self._lock:
             if self._extra_refs and not _is_disjoint(self._extra_refs, ids):
                 ids = self._drop_extra_refs(ids)
@@ -285,22 +301,6 @@ class PagedKVPool(KVPoolProtocol):
             last_access_time=grant.accessed_ns / 1e9,
         )
 
-    def _take(self, num_blocks: int, grant: _Grant) -> list[BlockId]:
-        """Get blocks from the allocator and record their grant. Called with the lock held."""
-        try:
-            block_ids = self._allocator.allocate(num_blocks)
-        except OutOfBlocksError as error:
-            self._num_failed_allocations += 1
-            available = self._allocator.num_free_blocks
-            raise shortage(
-                num_blocks, available, self._total_blocks, f" by sequence {grant.sequence_id!r}"
-            ) from error
-        grants = self._grants
-        for block_id in block_ids:
-            grants[block_id] = grant
-        self._num_allocations += 1
-        return block_ids
-
     def _num_refs(self, block_id: BlockId) -> int:
         if not self._allocator.all_allocated([block_id]):
             return 0
@@ -313,14 +313,6 @@ class PagedKVPool(KVPoolProtocol):
 
 GPUKVPool = PagedKVPool
 """Another name for the pool; where its blocks lie is up to the engine."""
-
-
-def _as_list(block_ids: Sequence[int]) -> list[BlockId]:
-    """Copy a caller's sequence, so that it cannot change during the call."""
-    try:
-        return cast("list[BlockId]", list(block_ids))
-    except TypeError:
-        raise BlockError(f"block ids must be a sequence of ints, not {block_ids!r}") from None
 
 
 def _is_disjoint(extra_refs: Mapping[BlockId, int], block_ids: list[BlockId]) -> bool:

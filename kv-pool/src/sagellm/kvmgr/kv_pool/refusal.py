@@ -19,6 +19,11 @@ def no_number(num_blocks: object, by: str = "") -> BlockError:
     return BlockError(f"{num_blocks!r} blocks asked for{by}; ask for an int >= 1")
 
 
+def no_ids(block_ids: object) -> BlockError:
+    """Return the error for what is not a sequence."""
+    return BlockError(f"block ids must be a sequence of ints, not {block_ids!r}")
+
+
 def shortage(num_blocks: int, available: int, total_blocks: int, by: str = "") -> OutOfBlocksError:
     """Return the error for more blocks than are free."""
     return OutOfBlocksError(

@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 
 class Events:
-    """Tells sinks about the full blocks of a tree. An event costs 5 µs per block: check `sinks` first."""
+    """Tells sinks about the full blocks of a tree. An event costs 5 µs per block."""
 
     def __init__(self, block_bytes: int, identity: KVIdentity) -> None:
         self.sinks: list[KVEventSink] = []
@@ -42,10 +42,18 @@ class Events:
 
     def leaving(self, node: PrefixNode, num_blocks: int, departure: Departure) -> None:
         """Announce that the last blocks of a node, which are still there, are about to leave."""
+        if departure.reason != "cleared":
+            self._show(node, num_blocks)
+        if not self.sinks:
+            return
         gone = self._hashes_of(node)[: -num_blocks - 1 : -1]  # the last first
         self._tell(BlockRemoved(block_hashes=gone, reason=departure.reason, tenant=node.namespace.account))
 
-    def show(self, node: PrefixNode, num_blocks: int) -> None:
+    def emptied(self) -> None:
+        """Announce that the cache is empty."""
+        self._tell(AllBlocksCleared())
+
+    def _show(self, node: PrefixNode, num_blocks: int) -> None:
         """Show the last blocks of a node, before they go, to the keeper of evicted blocks."""
         if self.keep is None:
             return
@@ -62,10 +70,6 @@ class Events:
         except BaseException:
             _log.exception("what was evicted could not be kept; it is not tried again")
             self.keep = None
-
-    def emptied(self) -> None:
-        """Announce that the cache is empty."""
-        self._tell(AllBlocksCleared())
 
     def _tell(self, event: KVCacheEvent) -> None:
         for sink in list(self.sinks):

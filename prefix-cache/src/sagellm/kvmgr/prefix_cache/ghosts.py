@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from sagellm.core.ids import NodeId
+from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.kv_events import RemovalReason
 
@@ -23,7 +24,7 @@ class Departure(NamedTuple):
     now_ns: int
     reason: RemovalReason
     policy: str | None = None  # class of the policy that chose them; None if none was asked
-    evicted_for: str | None = None  # account whose blocks take the room
+    evicted_for: Namespace | None = None  # whose blocks take the room
 
 
 class Ghost(NamedTuple):
@@ -33,6 +34,14 @@ class Ghost(NamedTuple):
     access_count: int
     last_access_ns: int
     departure: Departure
+
+
+class GhostRun(NamedTuple):
+    """The ghosts of consecutive blocks."""
+
+    first: Ghost | None
+    num_blocks: int
+    is_forgotten: bool = False  # the first block may have been evicted and its ghost dropped
 
 
 _Entry: TypeAlias = tuple[NodeId, int, int, Departure]
@@ -73,14 +82,15 @@ class Ghosts:
             ghosts[key] = ghost
         self._departed.append((keys, ghost))
         self._num_departed += len(keys)
-        self._keep_to_budget()
+        if len(ghosts) > self.max_blocks or self._num_departed > 2 * len(ghosts) + _MAX_STALE:
+            self._keep_to_budget()
 
     def remember_all(self, nodes: list[PrefixNode], departure: Departure) -> None:
         """Record what became of all blocks of some nodes, which have left the cache with their keys.
 
         They are filed when ghosts are next looked up, so evictions need not wait.
         """
-        if nodes:
+        if self.max_blocks:
             self._unfiled.append((nodes, departure))
 
     def _file(self) -> None:
@@ -99,19 +109,25 @@ class Ghosts:
         self._num_departed += num_blocks
         self._keep_to_budget()
 
-    def find(self, key: int) -> Ghost | None:
-        """Return the ghost of a block."""
-        if self._unfiled:
-            self._file()
-        found = self._ghosts.get(key)
-        return None if found is None else Ghost(*found)
+    def find_run(self, key: int, data: bytes, position: int, block_bytes: int) -> GhostRun:
+        """Find the ghosts of consecutive blocks of packed tokens from a byte position on.
 
-    def may_have_forgotten(self, key: int) -> bool:
-        """Say whether a block may have been evicted so long ago that its ghost was dropped."""
+        `key` is that of the block before.
+        """
         if self._unfiled:
             self._file()
-        bits = self._forgotten
-        return bits is not None and all(bits[bit >> 3] >> (bit & 7) & 1 for bit in self._bits_of(key))
+        first: _Entry | None = None
+        num_blocks = 0
+        for begin in range(position, len(data) - block_bytes + 1, block_bytes):
+            key = hash((key, data[begin : begin + block_bytes]))
+            ghost = self._ghosts.get(key)
+            if ghost is None:
+                if first is None and self._forgotten is not None:
+                    return GhostRun(None, 0, self._may_have_forgotten(key, self._forgotten))
+                break
+            first = ghost if first is None else first
+            num_blocks += 1
+        return GhostRun(None if first is None else Ghost(*first), num_blocks)
 
     def revive(self, key: int, edge: bytes, block_bytes: int, keys: list[int]) -> tuple[Ghost | None, int]:
         """Forget the ghosts of an edge that is back in the cache; `key` is its parent's.
@@ -134,8 +150,6 @@ class Ghosts:
     def _keep_to_budget(self) -> None:
         """Drop the oldest ghosts, and the records of those that came back."""
         departed = self._departed
-        if len(self._ghosts) <= self.max_blocks and self._num_departed <= 2 * len(self._ghosts) + _MAX_STALE:
-            return
         while departed and len(self._ghosts) > self.max_blocks:
             keys, ghost = departed.popleft()
             self._num_departed -= len(keys)
@@ -157,19 +171,8 @@ class Ghosts:
         for bit in self._bits_of(key):
             bits[bit >> 3] |= 1 << (bit & 7)
 
+    def _may_have_forgotten(self, key: int, bits: bytearray) -> bool:
+        return all(bits[bit >> 3] >> (bit & 7) & 1 for bit in self._bits_of(key))
+
     def _bits_of(self, key: int) -> tuple[int, int]:
         return key % self._num_bits, (key >> 20) * 0x9E3779B97F4A7C15 % self._num_bits
-
-
-def block_key(parent_key: int, tokens: bytes) -> int:
-    """Return the key of a block that follows its parent's."""
-    return hash((parent_key, tokens))
-
-
-def block_keys(parent_key: int, edge: bytes, block_bytes: int) -> list[int]:
-    """Return the keys of all blocks of an edge. About 0.2 µs per block of 16 tokens."""
-    keys = []
-    for begin in range(0, len(edge), block_bytes):
-        parent_key = hash((parent_key, edge[begin : begin + block_bytes]))
-        keys.append(parent_key)
-    return keys

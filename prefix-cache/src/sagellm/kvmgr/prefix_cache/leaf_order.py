@@ -79,122 +79,15 @@ class LeafLRU:
 _log = get_logger(__name__)
 
 
-class GuardedOrder:
-    """Asks a policy until a call raises or names a wrong node, and from then on `LeafLRU`.
-
-    The error is logged and not raised: in the middle of a change of the tree it would leave blocks
-    that are both cached and free. This includes AssertionError and SystemExit from the
-    policy; only Ctrl-C passes, and AuditError, which accuses the cache.
-    """
-
-    def __init__(self, policy: LeafOrder, find_leaves: Callable[[], Iterable[CachedNode]]) -> None:
-        self.current = policy
-        self.failure = ""  # of the policy that was replaced
-        self._find_leaves = find_leaves  # the unlocked ones
-
-    def on_insert(self, node: CachedNode) -> None:
-        """Pass it on."""
-        try:
-            self.current.on_insert(node)
-        except BaseException as error:
-            self._replace(error).on_insert(node)
-
-    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
-        """Pass it on."""
-        try:
-            self.current.on_split(upper, lower)
-        except BaseException as error:
-            self._replace(error).on_split(upper, lower)
-
-    def on_resize(self, node: CachedNode, num_more: int) -> None:
-        """Pass it on."""
-        try:
-            self.current.on_resize(node, num_more)
-        except BaseException as error:
-            self._replace(error)
-
-    def on_hit(self, node: CachedNode) -> None:
-        """Pass it on."""
-        try:
-            self.current.on_hit(node)
-        except BaseException as error:
-            self._replace(error).on_hit(node)
-
-    def leave(self, node: CachedNode) -> None:
-        """Report a candidate that has left the tree."""
-        try:
-            self.current.remove_candidate(node)
-            self.current.on_remove(node)
-        except BaseException as error:
-            self._replace(error)
-
-    def add_candidate(self, node: CachedNode) -> None:
-        """Pass it on."""
-        try:
-            self.current.add_candidate(node)
-        except BaseException as error:
-            self._replace(error).add_candidate(node)
-
-    def remove_candidate(self, node: CachedNode) -> None:
-        """Pass it on."""
-        try:
-            self.current.remove_candidate(node)
-        except BaseException as error:
-            self._replace(error).remove_candidate(node)
-
-    def victim(self) -> CachedNode | None:
-        """Pass it on."""
-        try:
-            return self.current.victim()
-        except BaseException as error:
-            return self._replace(error).victim()
-
-    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Return what the policy yields; the caller passes errors raised by the iterator to `fail`."""
-        try:
-            return iter(self.current.victims(num_blocks))
-        except BaseException as error:
-            return self._replace(error).victims(num_blocks)
-
-    def fail(self, error: BaseException) -> None:
-        """Treat an error as a failure of the policy."""
-        self._replace(error)
-
-    def refuse(self, node: CachedNode) -> None:
-        """Treat a victim that is not an unlocked leaf as a failure of the policy."""
-        name = getattr(node, "node_id", node)
-        self._replace(PluginError(f"it chose node {name}, which is not a leaf or is locked"))
-
-    def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
-        """Pass it on."""
-        try:
-            num_blocks = self.current.num_victim_blocks(node, num_wanted)
-            if type(num_blocks) is not int:
-                raise TypeError(f"num_victim_blocks returned {num_blocks!r}; it must be an int")
-            return num_blocks
-        except BaseException as error:
-            return self._replace(error).num_victim_blocks(node, num_wanted)
-
-    def _replace(self, error: BaseException) -> LeafLRU:
-        from sagellm.core.testing import AuditError
-
-        if isinstance(error, KeyboardInterrupt | AuditError):
-            raise error
-        assert not isinstance(self.current, LeafLRU), f"the order of leaves is wrong: {error}"
-        self.failure = f"{type(self.current).__qualname__}: {type(error).__name__}: {error}"
-        _log.error(
-            "eviction policy %s failed; the least recently used leaf goes first from now on",
-            type(self.current).__qualname__,
-            exc_info=error,
-        )
-        self.current = order = LeafLRU()
-        for leaf in self._find_leaves():
-            order.add_candidate(leaf)
-        return order
-
-
 class Leaves:
-    """The order of all leaves, and a separate LRU order for each account that has a quota."""
+    """Ranks all unlocked leaves by a policy, and those of each account that has a quota by last use.
+
+    The policy is asked until it raises or names a wrong node, and from then on `LeafLRU`. The error is logged
+    and not raised: in the middle of a change of the tree it would leave blocks
+    that are both cached and free. This includes AssertionError and SystemExit from the
+    policy; only Ctrl-C passes, and AuditError, which accuses the cache. Who calls `policy` directly,
+    as the tree does for hits and victims, passes on what it raises to `fail`.
+    """
 
     def __init__(
         self,
@@ -202,30 +95,64 @@ class Leaves:
         find_leaves: Callable[[], Iterable[CachedNode]],
         has_quota: Callable[[str], bool] | None,
     ) -> None:
-        self.order = GuardedOrder(policy, find_leaves)
+        self.policy = policy
+        self.failure = ""  # of the policy that was replaced
+        self._find_leaves = find_leaves  # the unlocked ones
         self._own: dict[str, LeafLRU] = {}
         self._has_quota = has_quota
         self.has_quotas = has_quota is not None
-
-    @property
-    def policy_name(self) -> str:
-        """The class of the policy now in use."""
-        return type(self.order.current).__name__
 
     def of_account(self, account: str) -> LeafLRU:
         """Return the order of one account's leaves; empty for one without a quota."""
         return self._own.get(account) or LeafLRU()
 
+    def on_insert(self, node: CachedNode) -> None:
+        """Record that a node entered the tree."""
+        try:
+            self.policy.on_insert(node)
+        except BaseException as error:
+            self.fail(error)
+
+    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
+        """Record that a node was split."""
+        try:
+            self.policy.on_split(upper, lower)
+        except BaseException as error:
+            self.fail(error)
+
+    def on_resize(self, node: CachedNode, num_more: int) -> None:
+        """Record that a node gained or lost blocks at its end."""
+        try:
+            self.policy.on_resize(node, num_more)
+        except BaseException as error:
+            self.fail(error)
+
+    def leave(self, node: PrefixNode) -> None:
+        """Record that an unlocked leaf has left the tree."""
+        try:
+            self.policy.remove_candidate(node)
+            self.policy.on_remove(node)
+        except BaseException as error:
+            self.fail(error)
+        if self.has_quotas:
+            self.remove_own(node)
+
     def add(self, node: PrefixNode) -> None:
         """Record that a node became an unlocked leaf."""
-        self.order.add_candidate(node)
+        try:
+            self.policy.add_candidate(node)
+        except BaseException as error:
+            self.fail(error).add_candidate(node)
         if self._has_quota is not None and self._has_quota(account := node.namespace.account):
             self._own.setdefault(account, LeafLRU()).add_candidate(node)
 
     def remove(self, node: PrefixNode) -> None:
         """Record that a node is no longer an unlocked leaf."""
-        self.order.remove_candidate(node)
-        if self._has_quota is not None:
+        try:
+            self.policy.remove_candidate(node)
+        except BaseException as error:
+            self.fail(error).remove_candidate(node)
+        if self.has_quotas:
             self.remove_own(node)
 
     def remove_own(self, node: PrefixNode) -> None:
@@ -234,8 +161,32 @@ class Leaves:
         if own is not None:
             own.remove_candidate(node)
 
+    def fail(self, error: BaseException) -> LeafLRU:
+        """Replace the policy because of an error; return its successor, which ranks all unlocked leaves."""
+        from sagellm.core.testing import AuditError
+
+        if isinstance(error, KeyboardInterrupt | AuditError):
+            raise error
+        assert not isinstance(self.policy, LeafLRU), f"the order of leaves is wrong: {error}"
+        name = type(self.policy).__qualname__
+        self.failure = f"{name}: {type(error).__name__}: {error}"
+        _log.error(
+            "eviction policy %s failed; the least recently used leaf goes first from now on",
+            name,
+            exc_info=error,
+        )
+        self.policy = order = LeafLRU()
+        for leaf in self._find_leaves():
+            order.add_candidate(leaf)
+        return order
+
     def check_integrity(self, leaves: list[PrefixNode]) -> None:
         """Raise AssertionError if an account's own order differs from the leaves of the tree."""
         for account, own in self._own.items():
             expected = {leaf.node_id for leaf in leaves if leaf.namespace.account == account}
             assert own.candidates().keys() == expected, f"the order of {account}'s leaves is not the tree's"
+
+
+def wrong_victim(node: object) -> PluginError:
+    """Return the error for a victim that is not an unlocked leaf."""
+    return PluginError(f"it chose node {getattr(node, 'node_id', node)}, which is not a leaf or is locked")

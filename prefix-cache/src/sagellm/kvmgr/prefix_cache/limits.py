@@ -91,10 +91,9 @@ def check_block_ids(block_ids: Sequence[BlockId]) -> None:
         raise BlockError(f"{wrong!r} is not a block id; block ids are ints of at least 0")
 
 
-def check_num_dropped(num_blocks: int) -> None:
-    """Raise InvalidInputError unless this is a number of blocks."""
-    if type(num_blocks) is not int:
-        raise InvalidInputError(f"{num_blocks!r} blocks to be dropped; give an int")
+def no_number(num_blocks: object) -> InvalidInputError:
+    """Return the error for what is not a number of blocks."""
+    return InvalidInputError(f"{num_blocks!r} blocks to be dropped; give an int")
 
 
 def check_ttl(ttl_s: float | None) -> None:

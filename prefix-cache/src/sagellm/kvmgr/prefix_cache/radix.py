@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from threading import Lock
+from threading import RLock
 from typing import NamedTuple, cast
 
 from sagellm.core.checks import require_object
@@ -31,19 +31,16 @@ from sagellm.core.protocols.prefix_cache import (
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.tokens import TokenIds, TokenIdsLike, pack
-from sagellm.kvmgr.prefix_cache.edges import Found, end_key, keys_of
-from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghost, block_key, block_keys
+from sagellm.kvmgr.prefix_cache.ghosts import Departure, GhostRun
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
-from sagellm.kvmgr.prefix_cache.ledger import Ledger
 from sagellm.kvmgr.prefix_cache.limits import (
     Limits,
     check_block_ids,
-    check_num_dropped,
     check_number_of_blocks,
     check_ttl,
+    no_number,
 )
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, PrefixNode
-from sagellm.kvmgr.prefix_cache.partials import find_partial
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, Found, PrefixNode, find_partial, keys_of
 from sagellm.kvmgr.prefix_cache.tree import Offer, RadixTree, insert
 
 _log = get_logger(__name__)
@@ -99,13 +96,13 @@ class RadixPrefixCache(PrefixCacheProtocol):
         )
         self._tree = RadixTree(limits, LeafLRU() if eviction_policy is None else eviction_policy)
         self._pins = Pins(self._tree, limits.max_pinned_blocks)
-        self._mutex = Lock()  # held while tree, pins or counts are read or changed
-        self._lookups = Lookups(self._tree.ledger)
+        self._mutex = RLock()  # held while tree, pins or counts are read or changed
+        self._lookups = Lookups(self._tree)
         self._num_inserted = self._num_inserted_partials = self._num_evicted = 0
 
     def __repr__(self) -> str:
         tree = self._tree  # without the lock: a debugger may ask while it is held
-        policy = type(tree.leaves.order.current).__name__
+        policy = type(tree.leaves.policy).__name__
         used = f"{len(tree.cached):,} of {self.max_blocks:,} blocks of {self.block_size} tokens"
         return f"<{type(self).__name__} {used}, {tree.num_nodes:,} nodes, {policy}>"
 
@@ -133,12 +130,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             if match.partial is not None:
                 self._tree.partials.touch(match.partial.block_id)
             if num_lookup_tokens is not None:
-                self._lookups.count(
-                    num_lookup_tokens,
-                    match.match_length,
-                    match.match_length % self.block_size,
-                    match.namespace,
-                )
+                self._lookups.count(num_lookup_tokens, match.match_length, match.namespace)
             return match._replace(node=node, version=self._tree.version)
 
     def unlock(self, match: PrefixMatch) -> None:
@@ -149,7 +141,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         if match.match_length < self.block_size:
             return
         with self._mutex:
-            node = owned_node(match, self._tree)
+            node = self._tree.owned(match.node)
             if node is None or node.num_own_locks <= (node in self._pins):
                 raise BlockError(
                     f"a match of {match.match_length} tokens is not locked; unlock once what lock returned"
@@ -189,31 +181,31 @@ class RadixPrefixCache(PrefixCacheProtocol):
         The last block holds fewer matching tokens if only its beginning agrees.
         """
         tokens = pack(token_ids)
-        size = self.block_size
         with self._mutex:
             match = self._tree.match(tokens.data, namespace)
             is_hit = match.match_length >= max(min_match_length, 1)
-            num_hit = match.match_length if is_hit else 0
-            self._lookups.count(len(tokens), num_hit, num_hit % size, namespace)
+            self._lookups.count(len(tokens), match.match_length if is_hit else 0, namespace)
         if not is_hit:
             return None
-        return describe(match, size)
+        return describe(match, self.block_size)
 
     def evict(self, num_blocks: int, *, namespace: Namespace | None = None) -> list[BlockId]:
         """Drop blocks until `num_blocks` are dropped or no victim is left, and return them.
 
         Partial blocks go first.
         """
-        check_num_dropped(num_blocks)
+        if type(num_blocks) is not int:
+            raise no_number(num_blocks)
         with self._mutex:
-            if namespace is None or not self._tree.ledger.has_quotas:
+            if namespace is None or not self._tree.leaves.has_quotas:
                 return self._evict(num_blocks, namespace)
             own = self._evict_own(num_blocks, namespace)
             return own + self._evict(num_blocks - len(own), namespace)
 
     def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
         """Drop what prevents inserting `num_blocks` in a namespace, and nothing else."""
-        check_num_dropped(num_blocks)
+        if type(num_blocks) is not int:
+            raise no_number(num_blocks)
         with self._mutex:
             own = self._evict_own(num_blocks, namespace)
             account = self._tree.ledger.account(namespace)
@@ -308,18 +300,35 @@ class RadixPrefixCache(PrefixCacheProtocol):
             return describe_runs(self._tree.nodes())
 
     def explain_miss(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> MissExplanation:
-        """Say why no more of these tokens would match now. Counts nothing."""
-        data = pack(token_ids).data
+        """Say why no more of these tokens would match now. Counts nothing.
+
+        Costs a match, and up to 512 steps in other namespaces if this one never had the next block. Inside a
+        block it looks no further for agreement than reuse does, but does so even when reuse is off.
+        """
+        tokens = pack(token_ids)
         with self._mutex:
-            return explain_miss(self._tree, data, namespace, self._clock.now_ns())
+            return self.note_miss(tokens, self._tree.match(tokens.data, namespace))()
 
     def note_miss(self, token_ids: TokenIdsLike, match: PrefixMatch) -> Callable[[], MissExplanation]:
         """Return a function that explains a miss later. Costs 1 µs, or 0.2 µs for each evicted block."""
         data, tree = pack(token_ids).data, self._tree
+        size = tree.block_bytes
         with self._mutex:
-            position = match.match_length // self.block_size * self.block_size * TOKEN_BYTES
-            node = end_of(match, tree) or tree.roots.get(match.namespace)
-            miss = note_miss(tree, data, node, position, match.namespace, self._clock.now_ns())
+            node = end_of(match, tree)
+            position = match.match_length // self.block_size * size
+            match_length = diverges_at = match.match_length
+            if not tree.reuses_partial_blocks:
+                end = node or tree.roots.get(match.namespace)
+                agreed = None if end is None else find_partial(end, data, position, size)
+                diverges_at += agreed.num_tokens if agreed else 0
+            ghosts = GhostRun(None, 0)
+            if len(data) - position >= size:
+                key = hash(match.namespace)
+                if node is not None:
+                    key = keys_of(node, size)[(position - node.start * TOKEN_BYTES) // size - 1]
+                ghosts = tree.ghosts.find_run(key, data, position, size)
+            now_ns = self._clock.now_ns()
+        miss = Miss(match.namespace, now_ns, position, match_length, diverges_at, ghosts)
 
         def explain_later() -> MissExplanation:
             with self._mutex:
@@ -330,12 +339,12 @@ class RadixPrefixCache(PrefixCacheProtocol):
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
         """Show `keep` what is about to be evicted; if it raises, it is called no more."""
         with self._mutex:
-            self._tree.ledger.events.keep = keep
+            self._tree.events.keep = keep
 
     def subscribe(self, sink: KVEventSink) -> None:
         """Tell `sink` of every full block that enters or leaves, beginning with those already cached."""
         with self._mutex:
-            self._tree.ledger.events.add(sink, self._tree.nodes())
+            self._tree.events.add(sink, self._tree.nodes())
 
     def metrics(self) -> PrefixCacheMetrics:
         """Return the counts so far; what `clear` dropped counts as evicted."""
@@ -360,8 +369,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 num_pins=len(self._pins),
                 num_pinned_blocks=self._pins.num_blocks,
                 max_pinned_blocks=self._pins.max_blocks,
-                num_ghost_blocks=len(tree.ledger.ghosts),
-                policy_failure=tree.leaves.order.failure,
+                num_ghost_blocks=len(tree.ghosts),
+                policy_failure=tree.leaves.failure,
                 tenants={name: replace(usage) for name, usage in tree.ledger.accounts.items()},
             )
 
@@ -373,20 +382,19 @@ class RadixPrefixCache(PrefixCacheProtocol):
             num_blocks = len(self._tree.cached)
             assert num_blocks <= self.max_blocks, f"{num_blocks} blocks, {self.max_blocks} allowed"
             assert self._num_inserted - self._num_evicted == num_blocks, "blocks came or went uncounted"
-            ghosts = self._tree.ledger.ghosts
+            ghosts = self._tree.ghosts
             assert len(ghosts) <= ghosts.max_blocks, f"{len(ghosts)} ghosts, {ghosts.max_blocks} allowed"
 
     def _evict(self, num_blocks: int, namespace: Namespace | None, own: str | None = None) -> list[BlockId]:
         if num_blocks <= 0:
             return []
-        now_ns = self._clock.now_ns()
-        self._pins.expire(now_ns)
-        tree = self._tree
-        whom = None if namespace is None else namespace.account
+        tree, now_ns = self._tree, self._clock.now_ns()
+        if self._pins:
+            self._pins.expire(now_ns)
         if own is None:
-            departure = Departure(now_ns, "evicted", tree.leaves.policy_name, whom)
+            departure = Departure(now_ns, "evicted", type(tree.leaves.policy).__name__, namespace)
         else:
-            departure = Departure(now_ns, "quota", None, whom)
+            departure = Departure(now_ns, "quota", None, namespace)
         dropped = tree.evict(num_blocks, departure, own)
         self._num_evicted += len(dropped)
         return dropped
@@ -403,31 +411,24 @@ class RadixPrefixCache(PrefixCacheProtocol):
 class Lookups:
     """Counts lookups, in total and by tenant."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
         self.num_lookups = self.num_hits = self.num_tokens = 0
         self.num_hit_tokens = self.num_partial_hit_tokens = 0
 
-    def count(
-        self, num_tokens: int, num_hit_tokens: int, num_partial_hit_tokens: int, namespace: Namespace
-    ) -> None:
-        """Count one lookup; hit tokens include the partial ones."""
+    def count(self, num_tokens: int, num_hit_tokens: int, namespace: Namespace) -> None:
+        """Count one lookup; hit tokens include those in a block that matched in part."""
         self.num_lookups += 1
         self.num_tokens += num_tokens
         self.num_hits += num_hit_tokens > 0
         self.num_hit_tokens += num_hit_tokens
-        self.num_partial_hit_tokens += num_partial_hit_tokens
-        account = self._ledger.account(namespace)
+        self.num_partial_hit_tokens += num_hit_tokens % self._tree.block_size
+        root = self._tree.roots.get(namespace)
+        account = self._tree.ledger.account(namespace) if root is None else root.usage
         account.num_lookups += 1
         account.num_hits += num_hit_tokens > 0
         account.num_lookup_tokens += num_tokens
         account.num_hit_tokens += num_hit_tokens
-
-
-def owned_node(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
-    """Return the node of a match if it is in this tree now."""
-    node = match.node
-    return node if isinstance(node, PrefixNode) and tree.owns(node) else None
 
 
 def end_of(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
@@ -446,7 +447,7 @@ def end_of(match: PrefixMatch, tree: RadixTree) -> PrefixNode | None:
         )
     if not depth:
         return None
-    node = owned_node(match, tree)
+    node = tree.owned(match.node)
     if node is None:
         raise StaleMatchError("this match is another cache's; match again in this one")
     if depth > node.depth:
@@ -497,41 +498,13 @@ class Miss(NamedTuple):
     position: int  # bytes of whole blocks that matched
     match_length: int
     diverges_at: int
-    ghost: Ghost | None  # of the next block
-    num_evicted: int  # consecutive evicted blocks from there on
-    is_forgotten: bool  # the next block may have been evicted and its ghost dropped
-
-
-def explain_miss(tree: RadixTree, data: bytes, namespace: Namespace, now_ns: int) -> MissExplanation:
-    """Compare packed tokens with what is cached, what was cached, and what other namespaces have.
-
-    Costs a match, and up to 512 steps in other namespaces if this one never had the next block. Inside a
-    block it looks no further for agreement than reuse does, but does so even when reuse is off.
-    """
-    found = tree.find(data, namespace)
-    position = len(found.block_ids) * tree.block_bytes
-    return explain(tree, data, note_miss(tree, data, found.node, position, namespace, now_ns))
-
-
-def note_miss(
-    tree: RadixTree, data: bytes, node: PrefixNode | None, position: int, namespace: Namespace, now_ns: int
-) -> Miss:
-    """Record the fate of the block after a match that ends at a byte in a node. 1 µs if it is new."""
-    agreed = None if node is None else find_partial(node, data, position, tree.block_bytes)
-    diverges_at = position // TOKEN_BYTES + (agreed.num_tokens if agreed else 0)
-    match_length = diverges_at if tree.reuses_partial_blocks else position // TOKEN_BYTES
-    ghost, num_evicted, is_forgotten = None, 0, False
-    if len(data) - position >= tree.block_bytes:
-        key = _key_at(node, namespace, position, tree)
-        next_key = block_key(key, data[position : position + tree.block_bytes])
-        ghost, num_evicted = _find_ghosts(tree, key, next_key, data, position)
-        is_forgotten = ghost is None and tree.ledger.ghosts.may_have_forgotten(next_key)
-    return Miss(namespace, now_ns, position, match_length, diverges_at, ghost, num_evicted, is_forgotten)
+    ghosts: GhostRun  # of the next blocks
 
 
 def explain(tree: RadixTree, data: bytes, miss: Miss) -> MissExplanation:
     """Say why packed tokens did not match further; other namespaces count only if they had the block then."""
-    departure = miss.ghost.departure if miss.ghost else None
+    departure = miss.ghosts.first.departure if miss.ghosts.first else None
+    beneficiary = departure.evicted_for if departure else None
     return MissExplanation(
         cause=_cause(tree, data, miss),
         num_tokens=len(data) // TOKEN_BYTES,
@@ -540,8 +513,8 @@ def explain(tree: RadixTree, data: bytes, miss: Miss) -> MissExplanation:
         reason=departure.reason if departure else None,
         policy=departure.policy if departure else None,
         evicted_ns=departure.now_ns if departure else None,
-        evicted_for=departure.evicted_for if departure else None,
-        num_evicted_blocks=miss.num_evicted,
+        evicted_for=None if beneficiary is None else beneficiary.account,
+        num_evicted_blocks=miss.ghosts.num_blocks,
     )
 
 
@@ -551,38 +524,14 @@ def _cause(tree: RadixTree, data: bytes, miss: Miss) -> MissCause:
     is_inside = miss.diverges_at * TOKEN_BYTES > miss.position
     if len(data) - miss.position < tree.block_bytes:
         return "block_border" if is_inside or miss.position else "never_seen"
-    if miss.ghost is not None:
+    if miss.ghosts.first is not None:
         return "evicted"
     cause = _others_have(tree, data, miss)
-    if cause == "never_seen" and miss.is_forgotten:
+    if cause == "never_seen" and miss.ghosts.is_forgotten:
         return "unknown"
     if cause == "never_seen" and miss.diverges_at > miss.match_length:
         return "block_border"
     return cause
-
-
-def _key_at(node: PrefixNode | None, namespace: Namespace, position: int, tree: RadixTree) -> int:
-    """Return the key of the last whole block that matched."""
-    if node is None:
-        return hash(namespace)
-    num_inside = (position - node.start * TOKEN_BYTES) // tree.block_bytes
-    if num_inside == node.num_blocks:
-        return end_key(node, tree.block_bytes)
-    return keys_of(node, tree.block_bytes)[num_inside - 1]
-
-
-def _find_ghosts(
-    tree: RadixTree, key: int, next_key: int, data: bytes, position: int
-) -> tuple[Ghost | None, int]:
-    """Return the ghost of the next block, and how many blocks in a row were evicted."""
-    ghosts, size = tree.ledger.ghosts, tree.block_bytes
-    first, num_found = ghosts.find(next_key), 0
-    if first is not None:
-        for each in block_keys(key, data[position : len(data) // size * size], size):
-            if ghosts.find(each) is None:
-                break
-            num_found += 1
-    return first, num_found
 
 
 def _others_have(tree: RadixTree, data: bytes, miss: Miss) -> MissCause:
@@ -618,21 +567,15 @@ class Pin:
         self.expires_ns = _NEVER if ttl_ns is None else now_ns + ttl_ns
 
 
-class Pins:
+class Pins(dict[PrefixNode, Pin]):
     """The pins of one tree, each a lock on the path to a node. A block pinned more than once counts once."""
 
     def __init__(self, tree: RadixTree, max_blocks: int) -> None:
+        super().__init__()
         self.max_blocks = max_blocks
         self.num_blocks = 0
         self._tree = tree
-        self._pins: dict[PrefixNode, Pin] = {}
         self._next_ns = _NEVER  # no pin expires earlier
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def __contains__(self, node: PrefixNode) -> bool:
-        return node in self._pins
 
     def pin(self, found: Found, num_tokens: int, ttl_ns: int | None, now_ns: int) -> PinResult:
         """Pin what was found of this many tokens, within the budget, and say why not all of them."""
@@ -655,7 +598,7 @@ class Pins:
                 ttl_s=None if pin.ttl_ns is None else pin.ttl_ns / 1e9,
                 left_s=None if pin.ttl_ns is None else (pin.expires_ns - now_ns) / 1e9,
             )
-            for node, pin in self._pins.items()
+            for node, pin in self.items()
         ]
 
     def _reason(self, found: Found, num_tokens: int, num_pinned: int) -> str:
@@ -678,7 +621,7 @@ class Pins:
 
     def end(self, node: PrefixNode) -> bool:
         """End the pin at a node, if there is one."""
-        if self._pins.pop(node, None) is None:
+        if self.pop(node, None) is None:
             return False
         for step in node.path():
             step.num_pins -= 1
@@ -689,7 +632,7 @@ class Pins:
     def refresh(self, node: PrefixNode, now_ns: int) -> None:
         """Record a hit of a path: the time of the pins on it restarts now."""
         for step in node.path():
-            pin = self._pins.get(step) if step.num_pins else None
+            pin = self.get(step) if step.num_pins else None
             if pin is not None and pin.ttl_ns is not None:
                 pin.expires_ns = now_ns + pin.ttl_ns
 
@@ -697,14 +640,14 @@ class Pins:
         """End the expired pins. O(1) before the first expires."""
         if now_ns < self._next_ns:
             return
-        for node in [node for node, pin in self._pins.items() if pin.expires_ns <= now_ns]:
+        for node in [node for node, pin in self.items() if pin.expires_ns <= now_ns]:
             self.end(node)
-        self._next_ns = min((pin.expires_ns for pin in self._pins.values()), default=_NEVER)
+        self._next_ns = min((pin.expires_ns for pin in self.values()), default=_NEVER)
 
     def check_integrity(self, nodes: list[PrefixNode]) -> None:
         """Raise AssertionError if the counts on the nodes of the tree contradict the pins."""
         counted = dict.fromkeys(nodes, 0)
-        for pinned in self._pins:
+        for pinned in self:
             assert pinned.num_own_locks, f"node {pinned.node_id} is pinned, yet not locked"
             for step in pinned.path():
                 counted[step] += 1
@@ -726,11 +669,11 @@ class Pins:
             return 0
         while depth <= node.start and node.parent is not None:
             node = node.parent
-        if node.depth != depth or node not in self._pins:
+        if node.depth != depth or node not in self:
             node = self._tree.lock(node, depth, now_ns, is_hit=False)
             for step in node.path():
                 self.num_blocks += 0 if step.num_pins else step.num_blocks
                 step.num_pins += 1
-        pin = self._pins[node] = Pin(ttl_ns, now_ns)
+        pin = self[node] = Pin(ttl_ns, now_ns)
         self._next_ns = min(self._next_ns, pin.expires_ns)
         return depth

@@ -5,34 +5,49 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 from sagellm.core.errors import BlockError
 from sagellm.core.ids import BlockId, NodeId
 from sagellm.core.namespace import Namespace
+from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixMatch
-from sagellm.kvmgr.prefix_cache.edges import Found, keys_of, split, walk
-from sagellm.kvmgr.prefix_cache.ghosts import Departure
-from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder, Leaves
+from sagellm.kvmgr.prefix_cache.events import Events
+from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts
+from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU, LeafOrder, Leaves, wrong_victim
 from sagellm.kvmgr.prefix_cache.ledger import Ledger
 from sagellm.kvmgr.prefix_cache.limits import Limits, check_block_ids
-from sagellm.kvmgr.prefix_cache.node import NO_CHILDREN, NO_HEADS, TOKEN_BYTES, PartialBlock, PrefixNode
-from sagellm.kvmgr.prefix_cache.partials import Partials, find_partial
+from sagellm.kvmgr.prefix_cache.node import (
+    NO_CHILDREN,
+    NO_HEADS,
+    TOKEN_BYTES,
+    Found,
+    PartialBlock,
+    Partials,
+    PrefixNode,
+    end_key,
+    find_partial,
+    keys_of,
+    split,
+    walk,
+)
 
 
 class RadixTree:
     """Path-compressed, block-aligned, one root for each namespace that has blocks.
 
-    Reports its nodes and unlocked leaves to its order of leaves, and the full blocks that come and go to its
-    ledger. `version` rises when blocks enter or leave; a split keeps matches valid.
+    Reports its nodes and unlocked leaves to its order of leaves, and the full blocks that come and go to
+    accounts, ghosts and events. `version` rises when blocks enter or leave; a split keeps matches valid.
     """
 
     def __init__(self, limits: Limits, policy: LeafOrder) -> None:
         self.block_size = limits.block_size
         self.block_bytes = limits.block_size * TOKEN_BYTES
         self.reuses_partial_blocks = limits.reuses_partial_blocks
-        self.ledger = Ledger(self.block_bytes, limits.max_ghost_blocks, limits.quotas, limits.identity)
+        self.ledger = Ledger(limits.quotas)
+        self.ghosts = Ghosts(limits.max_ghost_blocks)
+        self.events = Events(self.block_bytes, limits.identity)
         has_quota = (lambda name: self.ledger.quota_of(name) is not None) if limits.quotas else None
         self.leaves = Leaves(policy, self._unlocked_leaves, has_quota)
         self.partials = Partials()
@@ -66,11 +81,14 @@ class RadixTree:
         end = node if num_bytes else None
         return PrefixMatch(num_tokens, block_ids, namespace, end, self.version, partial)
 
-    def owns(self, node: PrefixNode) -> bool:
-        """Say whether a node is in this tree now."""
-        while node.parent is not None:
-            node = node.parent
-        return self.roots.get(node.namespace) is node
+    def owned(self, node: CachedNode | None) -> PrefixNode | None:
+        """Return a match's node if it is in this tree now."""
+        if not isinstance(node, PrefixNode):
+            return None
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        return node if self.roots.get(root.namespace) is root else None
 
     def lock(self, node: PrefixNode, depth: int, now_ns: int, *, is_hit: bool) -> PrefixNode:
         """Lock the path down to `depth`, which is in `node`; split the node if it does not end there."""
@@ -79,7 +97,6 @@ class RadixTree:
             node = self._split(node, num_blocks)
         elif self._is_candidate(node):
             self.leaves.remove(node)
-        order = self.leaves.order
         for step in node.path():
             if not step.lock_count:
                 self.num_evictable -= step.num_blocks
@@ -87,7 +104,10 @@ class RadixTree:
             step.last_access_ns = now_ns
             if is_hit:
                 step.access_count += 1
-                order.on_hit(step)
+                try:
+                    self.leaves.policy.on_hit(step)
+                except BaseException as error:  # Ctrl-C is raised again, here and below
+                    self.leaves.fail(error)
         node.num_own_locks += 1
         return node
 
@@ -141,13 +161,13 @@ class RadixTree:
             edge=tail,
             block_ids=list(new),
             parent=node,
-            usage=self.ledger.account(found.namespace),
+            usage=node.usage,
         )
-        self.ledger.revive(leaf, node)
+        self._revive(leaf, node)
         node.adopt(leaf, tail[: self.block_bytes])
         self.num_nodes += 1
-        self.ledger.entered(leaf, len(new))
-        self.leaves.order.on_insert(leaf)
+        self._note_entered(leaf, len(new))
+        self.leaves.on_insert(leaf)
         self.leaves.add(leaf)
         return released
 
@@ -159,7 +179,7 @@ class RadixTree:
         Returns the blocks that it replaces; None if the tree has its tokens already, so it was not kept.
         """
         parent = self._root(namespace) if node is None else node
-        replaced = self.partials.add(parent, tokens, block_id, self.ledger.account(namespace))
+        replaced = self.partials.add(parent, tokens, block_id)
         if replaced is None:
             return None
         self._enter([block_id])
@@ -169,45 +189,49 @@ class RadixTree:
         """Release a partial block; its namespace stays, as something is about to enter it."""
         partial = self.partials.get(block_id)
         assert partial is not None, f"block {block_id} is not a partial one"
-        self._release([self.partials.drop(partial)])
+        self._release(self.partials.remove([partial]))
 
     def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
         """Drop blocks, partial ones first and then those of unlocked leaves in order.
 
         With `own`, an account, only its leaves are evicted.
         """
-        partials = self._drop_partials(num_blocks) if own is None and self.partials else []
-        dropped: list[BlockId] = []
-        num_blocks -= len(partials)
-        order = self.leaves.order if own is None else self.leaves.of_account(own)
+        dropped = self._drop_partials(num_blocks) if own is None and self.partials else []
+        leaves = self.leaves
         try:
-            if own is None and num_blocks > 0:
-                self._drop_whole(num_blocks, departure, dropped)
-            while (wanted := num_blocks - len(dropped)) > 0 and (node := order.victim()) is not None:
-                if not isinstance(node, PrefixNode) or not node.parent or node.children or node.lock_count:
-                    assert own is None, f"node {node.node_id} is not a leaf of {own}'s"
-                    self.leaves.order.refuse(node)
+            if own is None and len(dropped) < num_blocks:
+                self._drop_whole(num_blocks - len(dropped), departure, dropped)
+            while (wanted := num_blocks - len(dropped)) > 0:
+                order = leaves.policy if own is None else leaves.of_account(own)
+                try:
+                    if (node := order.victim()) is None:
+                        break
+                    if type(node) is not PrefixNode or not node.parent or node.children or node.lock_count:
+                        raise wrong_victim(node)
+                    given = node.num_blocks
+                    if given > 1:  # a single block leaves no choice
+                        if type(given := order.num_victim_blocks(node, wanted)) is not int:
+                            raise TypeError(f"num_victim_blocks returned {given!r}; it must be an int")
+                        given = min(max(1, given), wanted, node.num_blocks)
+                except BaseException as error:
+                    if own is not None:  # that order is ours
+                        raise
+                    leaves.fail(error)
                     continue
-                given = node.num_blocks
-                if given > 1:  # a single block leaves no choice
-                    given = min(max(1, order.num_victim_blocks(node, wanted)), wanted, given)
-                whole = given == node.num_blocks
-                dropped += self._drop(node, departure) if whole else self._shorten(node, given, departure)
+                dropped += self._cut(node, given, departure)
         finally:
             self._leave(dropped)
-        return partials + dropped if partials else dropped
+        return dropped
 
     def clear(self, departure: Departure) -> list[BlockId]:
         """Drop every unlocked node and all partial blocks."""
         dropped = self._drop_partials(len(self.partials))
-        gone: list[BlockId] = []
         for node in reversed(self.nodes()):
             if not node.lock_count:
-                gone += self._drop(node, departure)
-        self._leave(gone)
-        dropped += gone
+                dropped += self._cut(node, node.num_blocks, departure)
+        self._leave(dropped)
         if dropped and not self.cached:
-            self.ledger.events.emptied()
+            self.events.emptied()
         return dropped
 
     def move(self, moved: Mapping[BlockId, BlockId]) -> None:
@@ -240,8 +264,11 @@ class RadixTree:
             if each.has_blocks
         }
         assert found.num_blocks_of == accounts, f"{found.num_blocks_of} blocks by tenant, {accounts} counted"
+        for namespace, root in self.roots.items():
+            usage = self.ledger.accounts.get(namespace.account)
+            assert root.usage is usage, f"the root of {namespace} has another account's usage"
         self.leaves.check_integrity(self._unlocked_leaves())
-        policy = self.leaves.order.current
+        policy = self.leaves.policy
         if isinstance(policy, LeafLRU):
             assert policy.candidates() == found.leaves, "the order of leaves differs from the tree"
 
@@ -263,93 +290,126 @@ class RadixTree:
                 namespace=namespace,
                 edge=b"",
                 block_ids=[],
+                usage=self.ledger.account(namespace),
+                keys=[hash(namespace)],
             )
         return root
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
         upper = split(node, num_blocks, next(self._node_ids), self.block_bytes)
         self.num_nodes += 1
-        self.leaves.order.on_split(upper, node)
+        self.leaves.on_split(upper, node)
         return upper
 
     def _lengthen(self, node: PrefixNode, tail: bytes, new: list[BlockId]) -> None:
-        self.ledger.revive_behind(node, tail)
+        if self.ghosts:
+            self.ghosts.revive(end_key(node, self.block_bytes), tail, self.block_bytes, [])
         node.edge += tail
         node.block_ids += new
         node.num_blocks += len(new)
         node.depth += len(new) * self.block_size
-        self.ledger.entered(node, len(new))
-        self.leaves.order.on_resize(node, len(new))
+        self._note_entered(node, len(new))
+        self.leaves.on_resize(node, len(new))
 
-    def _drop(self, node: PrefixNode, departure: Departure) -> list[BlockId]:
-        """Remove a leaf; the caller subtracts its blocks."""
-        self.ledger.leaving(node, node.num_blocks, departure)
-        behind = self.partials.drop_behind(node) if node.partials else []
-        parent = self._detach(node)
-        self.num_nodes -= 1
-        self.leaves.order.leave(node)
-        if self.leaves.has_quotas:
-            self.leaves.remove_own(node)
-        if not parent.children:
-            self._bare(parent)
-        return node.block_ids + behind if behind else node.block_ids
+    def _revive(self, leaf: PrefixNode, parent: PrefixNode) -> None:
+        """Restore to a new leaf its state from before it was evicted."""
+        if not self.ghosts.max_blocks:
+            return
+        keys: list[int] = []
+        key = end_key(parent, self.block_bytes)
+        ghost, num_bytes = self.ghosts.revive(key, leaf.edge, self.block_bytes, keys)
+        leaf.keys = keys  # of its first blocks; the rest are computed on demand
+        if ghost is not None:
+            leaf.former_id, leaf.former_access_ns = ghost.node_id, ghost.last_access_ns
+            leaf.former_depth = parent.depth + num_bytes // TOKEN_BYTES
+            leaf.access_count = ghost.access_count + 1
+
+    def _note_entered(self, node: PrefixNode, num_blocks: int) -> None:
+        """Record that the last blocks of a node are new."""
+        node.usage.num_blocks += num_blocks
+        if self.events.sinks:
+            self.events.entered(node, num_blocks)
+
+    def _cut(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
+        """Remove the end of a leaf, or all of it; the caller subtracts its blocks."""
+        usage = node.usage
+        usage.num_blocks -= num_blocks
+        usage.num_evicted_blocks += num_blocks
+        if self.ghosts.max_blocks:
+            self.ghosts.remember(keys_of(node, self.block_bytes)[-num_blocks:], node, departure)
+        if self.events.sinks or self.events.keep is not None:
+            self.events.leaving(node, num_blocks, departure)
+        dropped = node.block_ids[-num_blocks:]
+        if node.partials:
+            dropped += self.partials.remove(node.partials)
+        if num_blocks == node.num_blocks:
+            parent = node.parent
+            assert parent is not None, "a root is never a victim"
+            del parent.children[node.edge[: self.block_bytes]]
+            node.parent = None
+            self.num_nodes -= 1
+            self.leaves.leave(node)
+            if not parent.children:
+                self._bare(parent)
+            return dropped
+        del node.block_ids[-num_blocks:]
+        node.edge = node.edge[: -num_blocks * self.block_bytes]
+        node.num_blocks -= num_blocks
+        for by_block in (node.keys, node.hashes):
+            if by_block is not None:
+                del by_block[node.num_blocks :]
+        node.depth -= num_blocks * self.block_size
+        try:
+            self.leaves.policy.on_resize(node, -num_blocks)
+        except BaseException as error:
+            self.leaves.fail(error)
+        return dropped
 
     def _drop_whole(self, num_blocks: int, departure: Departure, dropped: list[BlockId]) -> None:
-        """Remove the whole leaves that the order yields, often hundreds; add their blocks to `dropped`."""
-        leaves, ledger, block_bytes = self.leaves, self.ledger, self.block_bytes
-        remembers, is_watched = ledger.remembers, ledger.tells or leaves.has_quotas
+        """Remove the whole leaves that the policy yields, often hundreds; add their blocks to `dropped`."""
+        leaves, events, block_bytes = self.leaves, self.events, self.block_bytes
+        remembers = self.ghosts.max_blocks > 0
+        is_watched = leaves.has_quotas or events.sinks or events.keep is not None
         gone: list[PrefixNode] = []
-        order = leaves.order
-        policy, victims = order.current, order.victims(num_blocks)
+        policy = leaves.policy
+        victims = chain.from_iterable(map(policy.victims, (num_blocks,)))  # called by the first `next`
         try:
-            while order.current is policy:
+            while leaves.policy is policy:
                 try:
-                    node = next(victims, None)
-                except BaseException as error:  # Ctrl-C is raised again
-                    order.fail(error)
-                    break
-                if node is None:
-                    break
-                if (
-                    type(node) is not PrefixNode
-                    or (parent := node.parent) is None
-                    or node.children
-                    or node.lock_count
-                    or (given := node.num_blocks) > num_blocks
-                ):
-                    order.refuse(node)
+                    if (node := next(victims, None)) is None:
+                        break
+                    if (
+                        type(node) is not PrefixNode
+                        or (parent := node.parent) is None
+                        or node.children
+                        or node.lock_count
+                        or (given := node.num_blocks) > num_blocks
+                    ):
+                        raise wrong_victim(node)
+                except BaseException as error:
+                    leaves.fail(error)
                     break
                 num_blocks -= given
                 if is_watched:
-                    self._note_leaving(node, departure)
+                    events.leaving(node, given, departure)
+                    leaves.remove_own(node)
                 if remembers and (given > 1 or node.keys is None):  # keys, if any, include the first
                     keys_of(node, block_bytes)
+                usage = node.usage
+                usage.num_blocks -= given
+                usage.num_evicted_blocks += given
                 gone.append(node)
                 dropped += node.block_ids
                 if node.partials:
-                    dropped += self.partials.drop_behind(node)
+                    dropped += self.partials.remove(node.partials)
                 del parent.children[node.edge[:block_bytes]]
                 node.parent = None
                 if not parent.children:
                     self._bare(parent)
         finally:
             self.num_nodes -= len(gone)
-            ledger.left(gone, departure)
-
-    def _note_leaving(self, node: PrefixNode, departure: Departure) -> None:
-        """Announce that a leaf is leaving, and remove it from its account's own order."""
-        if self.ledger.tells:
-            self.ledger.tell(node, node.num_blocks, departure)
-        if self.leaves.has_quotas:
-            self.leaves.remove_own(node)
-
-    def _detach(self, node: PrefixNode) -> PrefixNode:
-        """Detach a leaf from its parent and return the parent."""
-        parent = node.parent
-        assert parent is not None, "a root is never a victim"
-        del parent.children[node.edge[: self.block_bytes]]
-        node.parent = None
-        return parent
+            if gone:
+                self.ghosts.remember_all(gone, departure)
 
     def _bare(self, node: PrefixNode) -> None:
         """Handle a node that has no children left."""
@@ -358,28 +418,14 @@ class RadixTree:
         elif not node.lock_count:
             self.leaves.add(node)
 
-    def _shorten(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
-        """Remove the end of a leaf; the caller subtracts its blocks."""
-        self.ledger.leaving(node, num_blocks, departure)
-        dropped = node.block_ids[-num_blocks:]
-        del node.block_ids[-num_blocks:]
-        if node.partials:
-            dropped += self.partials.drop_behind(node)
-        node.edge = node.edge[: -num_blocks * self.block_bytes]
-        node.num_blocks -= num_blocks
-        for by_block in (node.keys, node.hashes):
-            if by_block is not None:
-                del by_block[node.num_blocks :]
-        node.depth -= num_blocks * self.block_size
-        self.leaves.order.on_resize(node, -num_blocks)
-        return dropped
-
     def _drop_partials(self, num_blocks: int) -> list[BlockId]:
-        dropped: list[BlockId] = []
-        while len(dropped) < num_blocks and (partial := self.partials.first()) is not None:
-            dropped.append(self.partials.drop(partial))
-            self._drop_root(partial.node)
-        return self._release(dropped)
+        """Remove the partial blocks unused for the longest time; the caller subtracts them."""
+        oldest = list(islice(self.partials.values(), num_blocks))
+        dropped = self.partials.remove(oldest)
+        for partial in oldest:
+            if partial.node.parent is None:
+                self._drop_root(partial.node)
+        return dropped
 
     def _drop_root(self, node: PrefixNode) -> None:
         """Remove a namespace with its last block."""
