@@ -30,8 +30,8 @@ from common import foreign_cores, output_flags, publish, spread
 from sagellm.core import BlockAllocationRequest, BlockId, KVLayout, SequenceId
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
-from sagellm.engines.core.block_tables import replace_blocks
-from sagellm.engines.serving.operations import core_operations
+from sagellm.engines.engine_core.kv_cache_manager import replace_blocks
+from sagellm.engines.remote.operations import core_operations
 
 GIB = 1 << 30
 

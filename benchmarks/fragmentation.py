@@ -38,8 +38,8 @@ from sagellm.core import (
 )
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules
-from sagellm.engines.core.engine_core import EngineCore
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.queued_request import QueuedSequence
 from sagellm.kvmgr.kv_pool import PagedKVPool
 

@@ -31,7 +31,7 @@ from sagellm.core import (
     pack,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.core.engine_core import EngineCore
+from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.modules import Modules
 from sagellm.engines.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams

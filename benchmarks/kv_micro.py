@@ -34,8 +34,8 @@ from rich.progress import Progress
 from sagellm.core import BlockAllocationRequest, BlockId, PluginRegistry, SequenceId, SystemClock, pack
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
-from sagellm.engines.core.kv_modules import KVModules, build_kv
-from sagellm.engines.core.seats import Seats
+from sagellm.engines.engine_core.kv_modules import KVModules, build_kv
+from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.modules import Modules
 
 NUM_CALLS = 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sagellm.core import KVGroup, KVLayout, NullForwardBackend, Runtime
 from sagellm.engines.assembly import Modules, build_core
-from sagellm.engines.core.engine_core import EngineCore
+from sagellm.engines.engine_core.core import EngineCore
 
 
 def modelless_core(modules: Modules, num_blocks: int) -> EngineCore:

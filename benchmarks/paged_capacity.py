@@ -20,7 +20,7 @@ from modelless import modelless_core
 from sagellm.core import DEFAULT, PluginRegistry, Runtime
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules
-from sagellm.engines.core.engine_core import EngineCore
+from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.input_processor import InputProcessor, RequestLimits
 
 LIMIT = 4096

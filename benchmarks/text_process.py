@@ -18,9 +18,9 @@ from common import foreign_cores, report, spread
 from sagellm.engines.embedded import embedded_model
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.text.calls import Encode, Render
+from sagellm.engines.text.chat_messages import ChatMessage
 from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.local import LocalTextRunner
-from sagellm.engines.text.messages import ChatMessage
 from sagellm.engines.text.process import ProcessTextRunner
 
 SENTENCE = "The river has three names: one at the spring, one in the valley, and one where it meets the sea. "

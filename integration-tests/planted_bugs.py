@@ -149,7 +149,7 @@ def a_shared_block_written_without_a_copy() -> None:
     "::test_every_slot_holds_its_sequences_kv_wherever_its_block_went[free_list-True]",
 )
 def compaction_into_a_block_in_use() -> None:
-    from sagellm.engines.core.compaction import Compactor
+    from sagellm.engines.engine_core.compaction import Compactor
 
     @change(Compactor, "advance")
     def advance(original: Any, self: Any) -> int:
@@ -255,7 +255,7 @@ def an_eviction_order_upside_down() -> None:
 )
 def a_lock_kept_after_an_abort() -> None:
     from sagellm.core import RequestStatus
-    from sagellm.engines.core.scheduler import Scheduler
+    from sagellm.engines.engine_core.scheduler import Scheduler
 
     @change(Scheduler, "finish")
     def finish(original: Any, self: Any, sequence_id: Any, status: Any) -> Any:
@@ -270,7 +270,7 @@ def a_lock_kept_after_an_abort() -> None:
     caught_by="engines/tests/test_engine_requests.py::test_preempted_requests_end_as_if_alone",
 )
 def blocks_kept_after_a_preemption() -> None:
-    from sagellm.engines.core.scheduler import Scheduler
+    from sagellm.engines.engine_core.scheduler import Scheduler
 
     @change(Scheduler, "_preempt")
     def preempt(original: Any, self: Any, sequence: Any) -> None:
@@ -284,7 +284,7 @@ def blocks_kept_after_a_preemption() -> None:
     "::test_output_is_the_same_when_a_block_is_reused_in_part",
 )
 def a_partial_block_shared_for_writing() -> None:
-    from sagellm.engines.core.kv_cache_manager import KVCacheManager
+    from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 
     @change(KVCacheManager, "admit")
     def admit(original: Any, self: Any, sequence: Any) -> None:
@@ -302,7 +302,7 @@ def a_partial_block_shared_for_writing() -> None:
     caught_by="engines/tests/test_compaction.py::test_tokens_are_the_same_when_blocks_move_at_every_step[enable_prefix_caching-free_list]",
 )
 def a_stale_block_table() -> None:
-    from sagellm.engines.core.seats import Seats
+    from sagellm.engines.engine_core.seats import Seats
 
     @change(Seats, "replace_blocks")
     def replace_blocks(original: Any, self: Any, moved: Any) -> None:
@@ -316,7 +316,7 @@ def a_stale_block_table() -> None:
     caught_by="integration-tests/test_step_contract.py::test_aborts_in_flight_lose_nothing",
 )
 def a_seat_without_generations() -> None:
-    from sagellm.engines.core.seats import Seats
+    from sagellm.engines.engine_core.seats import Seats
 
     @change(Seats, "leave")
     def leave(original: Any, self: Any, seat: Any) -> None:
@@ -331,7 +331,7 @@ def a_seat_without_generations() -> None:
 def a_refused_draft_kept() -> None:
     from dataclasses import replace
 
-    from sagellm.engines.core.step_runner import StepRunner
+    from sagellm.engines.engine_core.step_runner import StepRunner
 
     @change(StepRunner, "_commit")
     def commit(original: Any, self: Any, step: Any, output: Any, is_live: Any) -> Any:
@@ -506,10 +506,10 @@ def bytes_dropped_by_the_detokenizer() -> None:
 
 @bug(
     "The core sends every token to every front.",
-    caught_by="engines/tests/serving/test_engine_client.py::test_two_clients_see_their_own_sequences_alone",
+    caught_by="engines/tests/remote/test_engine_client.py::test_two_clients_see_their_own_sequences_alone",
 )
 def tokens_sent_to_everybody() -> None:
-    from sagellm.engines.serving import core_server
+    from sagellm.engines.remote import core_server
 
     @change(core_server.CoreServer, "_send_outputs")
     def send_outputs(original: Any, self: Any, outputs: Any) -> None:
@@ -523,11 +523,11 @@ def tokens_sent_to_everybody() -> None:
 
 @bug(
     "All API keys are one tenant's.",
-    caught_by="engines/tests/server/test_server_access.py"
+    caught_by="engines/tests/http/test_server_access.py"
     "::test_each_key_is_a_tenant_and_nothing_in_the_body_changes_it",
 )
 def one_tenant_for_all_keys() -> None:
-    from sagellm.engines.server import access_control
+    from sagellm.engines.http import access_control
 
     @change(access_control, "tenant_of")
     def tenant_of(original: Any, key: bytes) -> Any:
@@ -536,10 +536,10 @@ def one_tenant_for_all_keys() -> None:
 
 @bug(
     "Requests with any Host header are answered, as after DNS rebinding.",
-    caught_by="engines/tests/server/test_server_access.py::test_other_hosts_are_refused_on_loopback",
+    caught_by="engines/tests/http/test_server_access.py::test_other_hosts_are_refused_on_loopback",
 )
 def a_foreign_host_answered() -> None:
-    from sagellm.engines.server.access_control import AccessControl
+    from sagellm.engines.http.access_control import AccessControl
 
     @change(AccessControl, "__init__")
     def init(original: Any, self: Any, *arguments: Any, **options: Any) -> None:
@@ -604,8 +604,8 @@ def import_what_tests_import() -> None:
     import uvicorn  # noqa: F401
     from transformers import AutoModelForCausalLM
 
-    import sagellm.engines.server
-    import sagellm.engines.serving  # noqa: F401
+    import sagellm.engines.http
+    import sagellm.engines.remote  # noqa: F401
     from sagellm.engines import LLMEngine, SamplingParams
     from sagellm.engines.testing import make_checkpoint
 

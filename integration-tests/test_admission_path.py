@@ -21,9 +21,9 @@ from sagellm.core import (
     pack,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.core.kv_modules import build_kv
-from sagellm.engines.core.seats import Seats
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.engine_core.kv_modules import build_kv
+from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.modules import Modules
 from sagellm.engines.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams

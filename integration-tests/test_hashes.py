@@ -36,7 +36,7 @@ KEYS_OF_A_PROCESS = """
 import json
 from sagellm.core import Namespace, VirtualClock, pack
 from sagellm.core.kv_block import KVIdentity, headers_of
-from sagellm.engines.server.access_control import tenant_of
+from sagellm.engines.http.access_control import tenant_of
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 
 identity = KVIdentity("model", "layout", "float32")

@@ -9,13 +9,10 @@ import pytest
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.config import EngineConfig
-from sagellm.engines.server.access_control import LOOPBACK_PATHS, OPEN_PATHS
-from sagellm.engines.server.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, MAX_PARAMETERS
-from sagellm.engines.server.framing import MAX_HEADER_BYTES, MAX_HEADERS
-from sagellm.engines.server.metrics import ServerMetrics
-from sagellm.engines.server.params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
-from sagellm.engines.server.parsing import MAX_FIELD_BYTES
-from sagellm.engines.server.schema import (
+from sagellm.engines.http.access_control import LOOPBACK_PATHS, OPEN_PATHS
+from sagellm.engines.http.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, MAX_PARAMETERS
+from sagellm.engines.http.body_params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
+from sagellm.engines.http.body_schema import (
     MAX_MESSAGES,
     MAX_PARTS,
     ChatBody,
@@ -23,7 +20,10 @@ from sagellm.engines.server.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from sagellm.engines.server.unsupported import (
+from sagellm.engines.http.framing import MAX_HEADER_BYTES, MAX_HEADERS
+from sagellm.engines.http.metrics import ServerMetrics
+from sagellm.engines.http.parsing import MAX_FIELD_BYTES
+from sagellm.engines.http.unsupported import (
     IGNORED,
     IGNORED_IN_MESSAGES,
     UNSUPPORTED,

@@ -29,7 +29,7 @@ DETERMINISTIC = [
     "eviction-policy/src",
     "scheduler-ir/src",
     "lifetime-predictor/src",
-    "engines/src/sagellm/engines/core",
+    "engines/src/sagellm/engines/engine_core",
 ]
 
 SOFT_MEDIAN_LINES = 100

@@ -88,7 +88,7 @@ def test_tokens_are_the_same_with_a_step_in_flight(make_small_engine, monkeypatc
 
 def test_tables_widen_with_the_longest_sequence(make_small_engine, monkeypatch):
     expected = play(make_small_engine(), aborts=False)
-    for module in ("core.seats", "worker.seat_state"):
+    for module in ("engine_core.seats", "worker.seat_state"):
         monkeypatch.setattr(f"sagellm.engines.{module}.FIRST_BLOCKS", 1)
     engine = make_small_engine()
     assert play(engine, aborts=False) == expected

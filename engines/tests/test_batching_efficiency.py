@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sagellm.core import Admission, RequestRows, SchedulePlan, ScheduleRequest
-from sagellm.engines.core.batching import BatchingMeter
+from sagellm.engines.engine_core.batching import BatchingMeter
 
 
 def request(name: str, num_tokens: int, num_computed: int = 0) -> ScheduleRequest:

@@ -8,11 +8,11 @@ import pytest
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
-from sagellm.engines.server.prompts import PromptEncoder
+from sagellm.engines.http.prompt_encoder import PromptEncoder
 from sagellm.engines.testing.tokenizers import make_tokenizer
 from sagellm.engines.text import ChatMessage, ChatTemplate
-from sagellm.engines.text.chat import ChatTemplateError
-from sagellm.engines.text.messages import read_conversations
+from sagellm.engines.text.chat_messages import read_conversations
+from sagellm.engines.text.chat_template import ChatTemplateError
 from sagellm.engines.text.placeholders import Placeholders
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -9,7 +9,7 @@ import pytest
 from sagellm.core import EngineError, KVAllocatorProtocol, RequestId, SequenceId
 from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines import SamplingParams
-from sagellm.engines.core.compaction import Compactor
+from sagellm.engines.engine_core.compaction import Compactor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _random = random.Random(5)

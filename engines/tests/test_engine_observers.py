@@ -6,7 +6,7 @@ import pytest
 
 from sagellm.core import BlockRemoved, BlockStored, PluginRegistry, hookimpl
 from sagellm.engines import SamplingParams
-from sagellm.engines.core.cache_admin import CacheAdmin
+from sagellm.engines.engine_core.kv_admin import CacheAdmin
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(20, 60))
@@ -75,7 +75,7 @@ def test_an_observer_that_raises_keeps_nothing_from_the_others(watched):
 
 def test_an_observer_that_raises_at_every_step_is_named_and_logged_ever_more_rarely(watched, caplog):
     engine = watched(Broken())
-    with caplog.at_level("ERROR", "sagellm.engines.core.observers"):
+    with caplog.at_level("ERROR", "sagellm.engines.engine_core.observers"):
         engine.generate(PROMPT, GREEDY)
     logged = [record for record in caplog.records if "steps" in record.getMessage()]
     place = "test_engine_observers.Broken.sagellm_step_finished failed,"

@@ -19,7 +19,7 @@ from transformers.utils import hub
 from sagellm.core import CheckpointError, UnsupportedModelError
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.loading import load_tokenizer
-from sagellm.engines.loading.families import select_family
+from sagellm.engines.loading.format_and_family import select_family
 from sagellm.engines.models.families import LlamaFamily
 from sagellm.engines.models.hf_config import read_hf_config
 from sagellm.engines.models.transformers_family import TransformersFamily

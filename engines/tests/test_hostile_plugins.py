@@ -18,7 +18,7 @@ from sagellm.core import (
 )
 from sagellm.engines import EngineConfig
 from sagellm.engines.config.schema import flat_to_dotted
-from sagellm.engines.loading.families import installed_families, select_family
+from sagellm.engines.loading.format_and_family import installed_families, select_family
 from sagellm.engines.machine import read_topology
 from sagellm.engines.traces.read import read_trace
 

@@ -22,8 +22,8 @@ import pytest
 from sagellm.core import CheckpointError, EngineError, InvalidRequestError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import ServerConfig
+from sagellm.engines.http import create_app, make_server
 from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
-from sagellm.engines.server import create_app, make_server
 from sagellm.engines.testing import make_tokenizer
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
 from sagellm.engines.text.calls import Encode
@@ -308,7 +308,7 @@ def test_a_tokenizer_whose_decoder_multiplies_text_is_refused(tmp_path, decoder,
 
 @pytest.mark.full  # it loads two
 def test_a_fork_server_that_does_not_answer_is_replaced(hostile, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.text.process.client._FORK_S", 0.2)
+    monkeypatch.setattr("sagellm.engines.text.process.text_runner._FORK_S", 0.2)
     call = Encode(["The river"], add_special_tokens=False)
 
     async def use():

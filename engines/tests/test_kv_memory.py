@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from sagellm.engines.forward.kv_memory import zeroed
+from sagellm.engines.forward.device_memory import zeroed
 
 CPU = torch.device("cpu")
 

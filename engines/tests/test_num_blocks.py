@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sagellm.core import KVGroup, KVLayout, ModelGeometry, OutOfMemoryError
-from sagellm.engines.core import num_blocks
-from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
+from sagellm.engines.engine_core import num_blocks
+from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
 
 GIB = 1 << 30
 CPU = torch.device("cpu")

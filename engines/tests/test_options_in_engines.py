@@ -10,9 +10,9 @@ import pytest
 from sagellm.core import ConfigError, QuantizationGranularity
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
+from sagellm.engines.http.body_params import _AS_THEY_ARE
+from sagellm.engines.http.body_schema import CompletionBody
 from sagellm.engines.sampling.params import PARAMETERS
-from sagellm.engines.server.params import _AS_THEY_ARE
-from sagellm.engines.server.schema import CompletionBody
 
 NO_MODEL = "/there/is/no/model"
 IMPLEMENTATION = """

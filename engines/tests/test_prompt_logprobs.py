@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sagellm.engines import SamplingParams
-from sagellm.engines.core.scheduler import MAX_SCORED_POSITIONS
+from sagellm.engines.engine_core.scheduler import MAX_SCORED_POSITIONS
 
 PROMPT = [(37 * i + 11) % 500 for i in range(150)]
 

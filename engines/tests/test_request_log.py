@@ -13,11 +13,11 @@ from sagellm.core import (
     UnknownRequestError,
     pack,
 )
-from sagellm.engines.core.request_log import RequestLog
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.engine_core.request_log import RequestLog
+from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.http.answer_ids import request_of
 from sagellm.engines.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.server.answer_ids import request_of
 
 MISS = MissExplanation(cause="none", num_tokens=0, match_length=0, diverges_at=0)
 

@@ -6,12 +6,12 @@ import pytest
 
 from sagellm.core import ExtraArg, Namespace, Runtime, SequenceId
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
-from sagellm.engines.core import TokenOutput
+from sagellm.engines.engine_core import TokenOutput
 from sagellm.engines.input_processor import RequestLimits
 from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.remote.frames import FrameReader, encode
+from sagellm.engines.remote.messages import Hello, Step
 from sagellm.engines.request_checks import check_request
-from sagellm.engines.serving.frames import FrameReader, encode
-from sagellm.engines.serving.messages import Hello, Step
 from sagellm.engines.testing import make_tokenizer
 
 LIMITS = RequestLimits(

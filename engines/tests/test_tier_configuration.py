@@ -11,9 +11,9 @@ import pytest
 
 from sagellm.core import ConfigError, EngineError, UnknownNameError
 from sagellm.engines import AsyncLLMEngine, LLMEngine, SamplingParams
-from sagellm.engines.serving.core_process import listen
-from sagellm.engines.serving.core_server import CoreServer
-from sagellm.engines.serving.messages import Hello
+from sagellm.engines.remote.core_process import listen
+from sagellm.engines.remote.core_server import CoreServer
+from sagellm.engines.remote.messages import Hello
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 NO_MODEL = "/there/is/no/such/model"

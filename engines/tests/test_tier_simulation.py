@@ -27,7 +27,7 @@ from sagellm.core import (
 from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules, build_core
-from sagellm.engines.core.compaction import Compactor
+from sagellm.engines.engine_core.compaction import Compactor
 from sagellm.engines.queued_request import QueuedSequence
 
 VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32

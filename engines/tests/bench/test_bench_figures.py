@@ -8,12 +8,12 @@ import pytest
 
 from sagellm.core import ConfigError, goodput, itl_s, percentile, throughput, total_throughput, tpot_s, ttft_s
 from sagellm.engines.bench import Limits, compare_results, spread
+from sagellm.engines.bench.answer import EventSplitter
 from sagellm.engines.bench.driver import LoadRun
 from sagellm.engines.bench.figures import serve_figures
 from sagellm.engines.bench.http_reader import ResponseReader
 from sagellm.engines.bench.records import RequestFailedError, RequestRecord
 from sagellm.engines.bench.results import load_result, make_result, request_rows, save_result
-from sagellm.engines.bench.sse import EventSplitter
 
 MS = 1_000_000
 

@@ -119,10 +119,10 @@ class _Unstepped:
 
 @contextmanager
 def _listening(engine: Any, name: str, *, steps: bool) -> Iterator[Any]:
-    from sagellm.engines.serving import CoreServer, EngineLock, RunningEngine
-    from sagellm.engines.serving.core_process import listen
-    from sagellm.engines.serving.messages import Hello
-    from sagellm.engines.serving.operations import core_operations
+    from sagellm.engines.remote import CoreServer, EngineLock, RunningEngine
+    from sagellm.engines.remote.core_process import listen
+    from sagellm.engines.remote.messages import Hello
+    from sagellm.engines.remote.operations import core_operations
 
     running = RunningEngine(name=name, pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")
     hello = Hello(engine.config.values(), engine.driver.input.limits, engine.default_params, os.getpid())

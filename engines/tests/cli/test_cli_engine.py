@@ -12,12 +12,12 @@ import time
 import pytest
 
 from sagellm.core.runtime_folder import runtime_folder
-from sagellm.engines.serving import EngineLock, RunningEngine
+from sagellm.engines.remote import EngineLock, RunningEngine
 
 # A front as far as stopping goes; {answer} is what it does when it is asked to end.
 _FRONT = """
 import signal, sys, time
-from sagellm.engines.serving import EngineLock, RunningEngine
+from sagellm.engines.remote import EngineLock, RunningEngine
 import os
 lock = EngineLock("front")
 engine = RunningEngine(name="front", pid=os.getpid(), url="http://127.0.0.1:8000", model="tiny")

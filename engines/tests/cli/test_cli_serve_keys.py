@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core import ConfigError
 from sagellm.engines.config import ServerConfig
-from sagellm.engines.server.api_key_file import with_key_file
+from sagellm.engines.http.api_key_file import with_key_file
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_pipe_is_read_once(tmp_path):
 
 
 def test_create_app_reads_the_file_too(key_file):
-    from sagellm.engines.server import check_access
+    from sagellm.engines.http import check_access
 
     with pytest.raises(ConfigError, match="set a key"):
         check_access(ServerConfig(host="0.0.0.0"))

@@ -14,7 +14,7 @@ import pytest
 from sagellm.core import EngineDeadError, Namespace
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.figures import figures_table, label, tenants_table, write, write_duration
-from sagellm.engines.serving import AdminClient
+from sagellm.engines.remote import AdminClient
 
 PROMPTS = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [3, 4]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

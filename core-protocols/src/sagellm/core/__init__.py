@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.prefix_cache import *
     from sagellm.core.protocols.quantizer import *
     from sagellm.core.protocols.scheduler_ir import *
-    from sagellm.core.protocols.scheduler_rows import *
-    from sagellm.core.protocols.scheduler_rules import *
     from sagellm.core.protocols.step import *
     from sagellm.core.protocols.topology import *
     from sagellm.core.protocols.trace import *
@@ -143,14 +141,13 @@ _NAMES = {
         QuantizerProtocol check_weight_shape
     """,
     "protocols.scheduler_ir": """
-        Admission NullSchedulerIR NullSchedulerPass ScheduleIR SchedulePlan ScheduledRequest
-        SchedulerIRProtocol SchedulerMetrics SchedulerPassProtocol
+        Admission Decision NullSchedulerIR NullSchedulerPass PrefixHit Probe RequestRows ScheduleIR
+        SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol SchedulerMetrics
+        SchedulerPassProtocol verify_rewrite
     """,
     "protocols.step": """
         BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks
     """,
-    "protocols.scheduler_rows": "Decision PrefixHit Probe RequestRows ScheduleRequest",
-    "protocols.scheduler_rules": "verify_rewrite",
     "protocols.topology": """
         CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol
     """,

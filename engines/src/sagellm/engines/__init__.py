@@ -6,8 +6,8 @@ from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine
-    from sagellm.engines.client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
+    from sagellm.engines.engine_client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
     from sagellm.engines.llm_engine import LLMEngine as LLMEngine
     from sagellm.engines.output_stream import OutputStream as OutputStream
@@ -27,44 +27,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AsyncLLMEngine",
-    "BadLogitsError",
-    "CompletionOutput",
-    "EngineClient",
-    "EngineConfig",
-    "InProcessClient",
-    "InputProcessor",
-    "LLMEngine",
-    "Logprob",
-    "OutputStream",
-    "RequestMetrics",
-    "RequestOutput",
-    "SampledToken",
-    "Sampler",
-    "SamplingParams",
-    "SamplingRow",
-    "__version__",
-]
+_MODULE_OF = {
+    "AsyncLLMEngine": ".async_engine",
+    "BadLogitsError": ".sampling.rows",
+    "CompletionOutput": ".outputs",
+    "EngineClient": ".engine_client",
+    "EngineConfig": ".config.schema",
+    "InProcessClient": ".engine_client",
+    "InputProcessor": ".input_processor",
+    "LLMEngine": ".llm_engine",
+    "Logprob": ".outputs",
+    "OutputStream": ".output_stream",
+    "RequestMetrics": ".outputs",
+    "RequestOutput": ".outputs",
+    "SampledToken": ".sampling.rows",
+    "Sampler": ".sampling.sampler",
+    "SamplingParams": ".sampling.params",
+    "SamplingRow": ".sampling.rows",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "AsyncLLMEngine": ".async_engine",
-        "BadLogitsError": ".sampling.rows",
-        "CompletionOutput": ".outputs",
-        "EngineClient": ".client",
-        "EngineConfig": ".config.schema",
-        "InProcessClient": ".client",
-        "InputProcessor": ".input_processor",
-        "LLMEngine": ".llm_engine",
-        "Logprob": ".outputs",
-        "OutputStream": ".output_stream",
-        "RequestMetrics": ".outputs",
-        "RequestOutput": ".outputs",
-        "SampledToken": ".sampling.rows",
-        "Sampler": ".sampling.sampler",
-        "SamplingParams": ".sampling.params",
-        "SamplingRow": ".sampling.rows",
-    },
-)
+__all__ = sorted(["__version__", *_MODULE_OF])
+
+__getattr__ = lazy(__name__, _MODULE_OF)

@@ -31,22 +31,22 @@ from sagellm.core import (
     UnsupportedModelError,
     get_logger,
 )
-from sagellm.engines.attention.progress import ProgressHook, ProgressReportingAttention
+from sagellm.engines.attention.progress_hook import ProgressHook, ProgressReportingAttention
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.core.batching import BatchingMeter
-from sagellm.engines.core.engine_core import CoreParts, EngineCore
-from sagellm.engines.core.kv_modules import build_kv
-from sagellm.engines.core.kv_tiers import build_offload, build_saves, read_tiers
-from sagellm.engines.core.num_blocks import KVDemand, find_num_blocks
-from sagellm.engines.core.scheduler import DraftProposer, Scheduler
-from sagellm.engines.core.seats import Seats
-from sagellm.engines.core.step_runner import StepRunner
+from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.core import CoreParts, EngineCore
+from sagellm.engines.engine_core.kv_modules import build_kv
+from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves, read_tiers
+from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
+from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
+from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.step_runner import StepRunner
 from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
+from sagellm.engines.loading.device_and_dtype import resolve_device
 from sagellm.engines.loading.fingerprint import fingerprint_of
-from sagellm.engines.loading.generation import GenerationDefaults
+from sagellm.engines.loading.generation_defaults import GenerationDefaults
 from sagellm.engines.loading.load import open_model
-from sagellm.engines.loading.placement import resolve_device
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors

@@ -27,8 +27,8 @@ from sagellm.engines.input_processor import Prompt
 from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream, OutputStreams
 from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.remote.heartbeat import RESPONSIVE_S
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.serving.heartbeat import RESPONSIVE_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,7 +31,7 @@ from sagellm.engines.request_checks import (
 )
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.bad_words import bad_words_token_ids
-from sagellm.engines.text.tokenizer import decode, encode
+from sagellm.engines.text.guarded_tokenizer import decode, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,17 +20,17 @@ from sagellm.core import (
     TokenIdsLike,
 )
 from sagellm.engines.assembly import assemble
-from sagellm.engines.client import InProcessClient
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
 from sagellm.engines.config.vllm_names import without_vllm_names
+from sagellm.engines.engine_client import InProcessClient
 from sagellm.engines.input_processor import Prompt
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.text.chat import ChatTemplate
-from sagellm.engines.text.messages import Message, read_conversations
+from sagellm.engines.text.chat_messages import Message, read_conversations
+from sagellm.engines.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime

@@ -13,7 +13,7 @@ from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
-from sagellm.engines.text.tokenizer import decode
+from sagellm.engines.text.guarded_tokenizer import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

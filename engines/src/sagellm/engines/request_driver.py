@@ -13,7 +13,7 @@ from sagellm.core import (
     TokenOutput,
     UnknownRequestError,
 )
-from sagellm.engines.client import EngineClient
+from sagellm.engines.engine_client import EngineClient
 from sagellm.engines.input_processor import InputProcessor, Prompt
 from sagellm.engines.output_processor import OutputProcessor
 from sagellm.engines.outputs import RequestOutput
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class RequestDriver:
     """Every live request of one engine, from its prompt to its last output.
 
-    `LLMEngine`, `AsyncLLMEngine` and the server's `Front` are shells around it: they choose the thread that
+    `LLMEngine`, `AsyncLLMEngine` and the server's `RemoteEngine` are shells around it: they choose the thread that
     calls it and wait for the engine's tokens. Call `begin` first, and again after the engine was restarted.
     All calls come from one thread; only `input` may be used on another.
     """

@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     )
     from sagellm.core.conformance.supervisor import Conformance as Conformance
 
-__all__ = ["CheckResult", "Conformance", "Fault", "ProviderReport"]
+_MODULE_OF = {
+    "CheckResult": ".report",
+    "Conformance": ".supervisor",
+    "Fault": ".report",
+    "ProviderReport": ".report",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "CheckResult": ".report",
-        "Conformance": ".supervisor",
-        "Fault": ".report",
-        "ProviderReport": ".report",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

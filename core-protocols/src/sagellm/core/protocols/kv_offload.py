@@ -11,7 +11,7 @@ from sagellm.core.ids import BlockId
 from sagellm.core.kv_block import BlockHeader, KVIdentity
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.kv_tier import KVTierMetrics
-from sagellm.core.protocols.prefix_cache_types import EvictedBlocks
+from sagellm.core.protocols.prefix_cache import EvictedBlocks
 from sagellm.core.tokens import TokenIds
 
 FetchRule: TypeAlias = Literal["cheaper", "always", "never"]

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from sagellm.core.errors import InvalidInputError
 from sagellm.core.ids import BlockId, SequenceId
 from sagellm.core.protocols.kv_tier import KVTierProtocol
-from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol
-from sagellm.core.protocols.prefix_cache_types import PrefixMatch
+from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol, PrefixMatch
 from sagellm.core.tokens import TokenIds
 
 SavePhase: TypeAlias = Literal["reading the model", "copying", "writing", "done"]

@@ -3,32 +3,254 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
-from sagellm.core.errors import InvalidInputError
-from sagellm.core.protocols.scheduler_rows import (
-    LIMITS,
-    Decision,
-    Limit,
-    Part,
-    PrefixHit,
-    Probe,
-    RequestRows,
-    ScheduleRequest,
-)
+from sagellm.core.errors import EngineError, InvalidInputError
+from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.tokens import TokenIdsLike, pack
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sagellm.core.protocols.scheduler_rows import Ints
-
     Rows: TypeAlias = Sequence[int] | npt.NDArray[Any]
+    Ints = npt.NDArray[np.int32]
 
+# numpy is imported by the functions that make arrays, so that core alone needs none.
+
+Part = Literal["pending", "running"]
+Limit = Literal["available_memory", "max_num_batched_tokens", "max_num_seqs"]
+LIMITS: tuple[Limit, ...] = ("available_memory", "max_num_batched_tokens", "max_num_seqs")
 DeferredReason = Literal["tokens", "seats", "blocks", "preemption", "pass"]
+WAYS = ("recompute", "swap")
+MAX_CAP = 2**31 - 1
+
+
+class PrefixHit(NamedTuple):
+    """What the prefix cache holds of a waiting request.
+
+    `num_blocks_needed` is what its admission takes from the available memory: blocks to allocate
+    plus cached blocks that its lock makes unavailable.
+    """
+
+    num_tokens: int
+    num_blocks_needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRequest:
+    """A request as schedulers and passes see it in one step. Times are seconds on the engine's clock.
+
+    For a waiting request, `kv_blocks_needed` is its hit's `num_blocks_needed`; if None, it is
+    derived from the tokens and the hit. Both are read only without a probe.
+    """
+
+    request_id: str
+    token_ids: TokenIdsLike  # the prompt, kept packed
+    max_tokens: int
+    priority: int = 0  # larger is more urgent
+    arrived_time: float = 0.0
+    prefix_cache_hit: int = 0  # tokens
+    kv_blocks_needed: int | None = None
+    num_tokens: int = 0  # prompt + generated so far, with those in flight; 0 means the prompt alone
+    num_computed_tokens: int = 0  # whose KV exists, or will be after the steps in flight
+    num_in_flight: int = 0  # of num_tokens: sampled by steps that are not collected yet
+    num_blocks: int = 0  # held
+    last_scheduled_step: int = -1
+    predicted_remaining_tokens: float | None = None
+    prediction_confidence: float | None = None  # 0 … 1
+    deadline: float | None = None
+    namespace: Namespace = DEFAULT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", pack(self.token_ids))
+        if self.num_tokens == 0:
+            object.__setattr__(self, "num_tokens", len(self.token_ids))
+
+    def stated_hit(self, block_size: int) -> PrefixHit:
+        """Return the hit stated in the row."""
+        num_blocks = self.kv_blocks_needed
+        if num_blocks is None:
+            num_blocks = -(-self.num_tokens // block_size) - self.prefix_cache_hit // block_size
+        return PrefixHit(self.prefix_cache_hit, num_blocks)
+
+
+Probe = Callable[[ScheduleRequest], PrefixHit]
+"""Queries the prefix cache for a waiting request; called only for requests whose hit is needed."""
+
+
+class RequestRows(Sequence[ScheduleRequest]):
+    """The same requests as columns, each (rows,) and read-only, so that passes sort arrays, not objects.
+
+    Column `x` is `columns["x"][index]`, gathered when it is first read, and item `i` is
+    `make(index[i])`. A row never read costs nothing; `len` is O(1).
+    """
+
+    __slots__ = ("_columns", "_gathered", "_index", "_make")
+
+    def __init__(
+        self,
+        columns: Mapping[str, npt.NDArray[Any]],
+        index: npt.NDArray[Any],
+        make: Callable[[int], ScheduleRequest],
+    ) -> None:
+        self._columns = columns
+        self._index = index
+        self._make = make
+        self._gathered: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, requests: Sequence[ScheduleRequest]) -> RequestRows:
+        """Return the rows of request objects; rows pass through. The sequence may change afterwards."""
+        if isinstance(requests, RequestRows):
+            return requests
+        import numpy as np
+
+        kept = tuple(requests)
+        return cls(_ObjectColumns(kept), np.arange(len(kept)), kept.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, row: int) -> ScheduleRequest: ...
+    @overload
+    def __getitem__(self, row: slice) -> RequestRows: ...
+    def __getitem__(self, row: int | slice) -> ScheduleRequest | RequestRows:
+        if isinstance(row, slice):
+            return RequestRows(self._columns, self._index[row], self._make)
+        return self._make(int(self._index[row]))
+
+    @property
+    def priority(self) -> Ints:
+        """Larger is more urgent."""
+        column: Ints = self._column("priority")
+        return column
+
+    @property
+    def arrived_time(self) -> npt.NDArray[np.float64]:
+        """Seconds on the engine's clock."""
+        column: npt.NDArray[np.float64] = self._column("arrived_time")
+        return column
+
+    @property
+    def num_prompt_tokens(self) -> Ints:
+        """Tokens of each prompt."""
+        column: Ints = self._column("num_prompt_tokens")
+        return column
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Prompt and output, including tokens in flight."""
+        column: Ints = self._column("num_tokens")
+        return column
+
+    @property
+    def num_computed_tokens(self) -> Ints:
+        """Tokens whose KV exists, or will be after the steps in flight."""
+        column: Ints = self._column("num_computed_tokens")
+        return column
+
+    @property
+    def num_blocks(self) -> Ints:
+        """Blocks held."""
+        column: Ints = self._column("num_blocks")
+        return column
+
+    @property
+    def last_scheduled_step(self) -> npt.NDArray[np.int64]:
+        """The last step that computed part of it; -1: none yet."""
+        column: npt.NDArray[np.int64] = self._column("last_scheduled_step")
+        return column
+
+    @property
+    def predicted_remaining_tokens(self) -> npt.NDArray[np.float32]:
+        """NaN if unknown."""
+        column: npt.NDArray[np.float32] = self._column("predicted_remaining_tokens")
+        return column
+
+    def by_rank(self) -> npt.NDArray[np.intp]:
+        """Return the positions in order of rank: priority, then arrival, then position."""
+        import numpy as np
+
+        return np.lexsort((self.arrived_time, -self.priority))
+
+    def _column(self, name: str) -> Any:
+        column = self._gathered.get(name)
+        if column is None:
+            column = self._columns[name].take(self._index)
+            column.flags.writeable = False
+            self._gathered[name] = column
+        return column
+
+
+_COLUMNS: Mapping[str, tuple[str, Callable[[ScheduleRequest], float]]] = {
+    "priority": ("i4", lambda row: row.priority),
+    "arrived_time": ("f8", lambda row: row.arrived_time),
+    "num_prompt_tokens": ("i4", lambda row: len(row.token_ids)),
+    "num_tokens": ("i4", lambda row: row.num_tokens),
+    "num_computed_tokens": ("i4", lambda row: row.num_computed_tokens),
+    "num_blocks": ("i4", lambda row: row.num_blocks),
+    "last_scheduled_step": ("i8", lambda row: row.last_scheduled_step),
+    "predicted_remaining_tokens": (
+        "f4",
+        lambda row: float("nan") if (left := row.predicted_remaining_tokens) is None else left,
+    ),
+}
+
+
+class _ObjectColumns(dict[str, Any]):
+    """The columns of request objects, each made on demand."""
+
+    def __init__(self, requests: tuple[ScheduleRequest, ...]) -> None:
+        self._requests = requests
+
+    def __missing__(self, name: str) -> Any:
+        import numpy as np
+
+        dtype, value = _COLUMNS[name]
+        return np.fromiter(map(value, self._requests), dtype, len(self._requests))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """One edit of a schedule: what a pass decided about some rows, or about a limit.
+
+    | kind | target | value |
+    |---|---|---|
+    | `order` | `pending`, `running` | all rows in their new order |
+    | `cap` | `pending`, `running` | tokens that each may compute in this step, at most |
+    | `defer` | `pending` | why they are not admitted in this step |
+    | `preempt` | `running` | `recompute` or `swap` |
+    | `lower` | a limit | its new value |
+    """
+
+    kind: Literal["order", "cap", "defer", "preempt", "lower"]
+    target: Part | Limit
+    rows: npt.NDArray[Any]  # positions in the target, read-only; empty for a limit
+    value: int | str | None = None
+    made_by: str = ""  # the name of the pass; empty until it has been verified
+
+    def __str__(self) -> str:
+        made_by = f"{self.made_by}: " if self.made_by else ""
+        rows = f" {_ranges(self.rows.tolist())}" if len(self.rows) else ""
+        value = "" if self.value is None else f" = {self.value}"
+        return f"{made_by}{self.kind} {self.target}{rows}{value}"
+
+
+def _ranges(rows: list[int]) -> str:
+    """Print `0 1 2 7` as `0-2 7`."""
+    ranges: list[tuple[int, int]] = []
+    for row in rows:
+        if ranges and row == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], row)
+        else:
+            ranges.append((row, row))
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -398,3 +620,124 @@ class NullSchedulerIR(SchedulerIRProtocol):
     def metrics(self) -> SchedulerMetrics:
         """Return zeros."""
         return SchedulerMetrics()
+
+
+class _BrokenRule(Exception):
+    """Says which rule a pass broke, and how."""
+
+    def __init__(self, rule: str, how: str) -> None:
+        super().__init__(f"broke the rule {rule!r}: {how}")
+
+
+def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
+    """Return `after` with its new decisions signed by the pass called `name`, if the pass kept its contract.
+
+    Every scheduler runs it after every pass. Raises EngineError with the names of the pass and of the
+    rule that it broke. O(rows decided on).
+    """
+    try:
+        if not isinstance(after, ScheduleIR):
+            raise _BrokenRule("a pass returns a ScheduleIR", f"it returned {type(after).__name__}")
+        new = _new_decisions(before, after)
+        for decision in new:
+            _check(decision, before)
+        _check_given(before, after, new)
+    except _BrokenRule as broken:
+        raise EngineError(f"scheduler pass {name!r} {broken}") from None
+    if not new:
+        return after
+    signed = tuple(replace(decision, made_by=name) for decision in new)
+    return replace(after, decisions=before.decisions + signed)
+
+
+def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...]:
+    num_old = len(before.decisions)
+    kept, new = after.decisions[:num_old], after.decisions[num_old:]
+    if [*map(id, kept)] != [*map(id, before.decisions)]:
+        raise _BrokenRule("what earlier passes decided stands", "it dropped or replaced a decision")
+    return new
+
+
+def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...]) -> None:
+    """Compare everything but the decisions with the input and the effects of `lower`."""
+    for name in ("pending", "running", "probe"):
+        if getattr(after, name) is not getattr(before, name):
+            raise _BrokenRule("a pass changes nothing but decisions", f"it replaced {name}")
+    lowered = {str(each.target): each.value for each in new if each.kind == "lower"}
+    for name in (*LIMITS, "block_size", "step", "now"):
+        expected, found = lowered.get(name, getattr(before, name)), getattr(after, name)
+        if found != expected:
+            hint = f"ir.lower({name}=...)" if name in LIMITS else "nothing"
+            raise _BrokenRule(
+                "a pass changes nothing but decisions",
+                f"it set {name} to {found} in place of {expected}; what may change it is {hint}",
+            )
+
+
+def _check(decision: Decision, before: ScheduleIR) -> None:
+    if not isinstance(decision, Decision):
+        raise _BrokenRule("a decision is a Decision", f"it added {type(decision).__name__}")
+    targets = _TARGETS.get(decision.kind)
+    if targets is None:
+        raise _BrokenRule(
+            "a decision is of a known kind", f"it is {decision.kind!r}, not one of {sorted(_TARGETS)}"
+        )
+    if decision.target not in targets:
+        raise _BrokenRule(
+            f"{decision.kind} is for {' or '.join(targets)}", f"it was decided for {decision.target!r}"
+        )
+    if decision.kind == "lower":
+        _check_number(decision, "limits only go down", 0, getattr(before, decision.target))
+        return
+    _check_rows(decision, len(getattr(before, decision.target)))
+    if decision.kind == "cap":
+        _check_number(decision, "a cap lets a request advance", 1, MAX_CAP)
+    elif decision.kind == "preempt" and decision.value not in WAYS:
+        raise _BrokenRule("preemption is by recompute or swap", f"it chose {decision.value!r}")
+    elif decision.kind == "defer" and not (isinstance(decision.value, str) and decision.value):
+        raise _BrokenRule("a deferral has a reason", f"it gave {decision.value!r}")
+
+
+def _check_number(decision: Decision, rule: str, least: int, most: int) -> None:
+    value = decision.value
+    if not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise _BrokenRule(
+            rule, f"it set {decision.kind} {decision.target} to {value!r}; possible is {least} … {most}"
+        )
+
+
+def _check_rows(decision: Decision, num_rows: int) -> None:
+    """Check that rows are positions, each named once, and that an order names all of them."""
+    import numpy as np
+
+    rows, target = decision.rows, decision.target
+    if getattr(rows, "ndim", None) != 1 or rows.dtype.kind not in "iu":
+        raise _BrokenRule("rows are positions", f"it named {target} rows by {rows!r}")
+    invented = rows[(rows < 0) | (rows >= num_rows)]
+    if len(invented):
+        raise _BrokenRule(
+            "rows are those that were given",
+            f"there are {num_rows} {target} rows, and none is {_some(invented)}",
+        )
+    counts = np.bincount(rows, minlength=num_rows)
+    doubled = np.flatnonzero(counts > 1)
+    if len(doubled):
+        raise _BrokenRule("a row is named once", f"it named {target} rows twice: {_some(doubled)}")
+    if decision.kind == "order" and len(rows) != num_rows:
+        raise _BrokenRule(
+            "an order keeps all rows", f"it lost {target} rows: {_some(np.flatnonzero(counts == 0))}"
+        )
+
+
+def _some(rows: npt.NDArray[Any]) -> str:
+    shown = ", ".join(map(str, rows[:8].tolist()))
+    return f"{shown}, … ({len(rows)} of them)" if len(rows) > 8 else shown
+
+
+_TARGETS: Mapping[str, tuple[str, ...]] = {
+    "order": ("pending", "running"),
+    "cap": ("pending", "running"),
+    "defer": ("pending",),
+    "preempt": ("running",),
+    "lower": LIMITS,
+}

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from sagellm.core.testing.kv_tier import KVTierContract as KVTierContract
     from sagellm.core.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
     from sagellm.core.testing.logits_processor import LogitsProcessorContract as LogitsProcessorContract
-    from sagellm.core.testing.prefix_cache import PrefixCacheContract as PrefixCacheContract
-    from sagellm.core.testing.prefix_cache_keeping import (
+    from sagellm.core.testing.prefix_cache import (
         KeepingPrefixCacheContract as KeepingPrefixCacheContract,
+        PrefixCacheContract as PrefixCacheContract,
     )
     from sagellm.core.testing.prefix_cache_model import (
         PrefixCacheMachine as PrefixCacheMachine,
@@ -56,7 +56,7 @@ _TABLE = {
     "KVAllocatorContract": ".kv_allocator",
     "KVPoolContract": ".kv_pool",
     "KVTierContract": ".kv_tier",
-    "KeepingPrefixCacheContract": ".prefix_cache_keeping",
+    "KeepingPrefixCacheContract": ".prefix_cache",
     "LifetimePredictorContract": ".lifetime",
     "LogitsProcessorContract": ".logits_processor",
     "PrefixCacheContract": ".prefix_cache",
@@ -74,42 +74,19 @@ _TABLE = {
     "run_in_threads": ".threads",
 }
 
-__all__ = [
-    "AuditError",
-    "AuditingEvictionPolicy",
-    "EvictionPolicyContract",
-    "KVAllocatorContract",
-    "KVPoolContract",
-    "KVTierContract",
-    "KeepingPrefixCacheContract",
-    "LifetimePredictorContract",
-    "LogitsProcessorContract",
-    "PrefixCacheContract",
-    "PrefixCacheMachine",
-    "PrefixCacheModel",
-    "QuantizerContract",
-    "RankingEvictionPolicyContract",
-    "ScheduleSimulation",
-    "SchedulerContract",
-    "SchedulerPassContract",
-    "SchedulerPlanContract",
-    "TopologyContract",
-    "TraceReaderContract",
-    "installed_contract",
-    "run_in_threads",
-]
+__all__ = sorted(_TABLE)
 
 # So that a failing `assert` of the kit shows its values, as in a test file.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{name}"
         for name in (
-            "eviction_load",
+            "eviction",
             "eviction_machine",
-            "kv_allocator_load",
-            "kv_pool_load",
+            "kv_allocator",
+            "kv_pool",
             "kv_tier_model",
-            "kv_tier_threads",
+            "kv_tier_model",
         )
     ),
     *(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))),

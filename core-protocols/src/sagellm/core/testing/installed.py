@@ -21,7 +21,7 @@ from sagellm.core.plugins.registry import PluginRegistry
 from sagellm.core.protocols.eviction import EvictionCandidate
 from sagellm.core.protocols.logits_processor import LogitsRequest
 from sagellm.core.protocols.quantizer import QuantizationConfig
-from sagellm.core.protocols.scheduler_rows import (
+from sagellm.core.protocols.scheduler_ir import (
     ScheduleRequest,
 )
 from sagellm.core.runtime import VirtualClock
@@ -29,12 +29,10 @@ from sagellm.core.testing.calls import Calls
 from sagellm.core.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
 from sagellm.core.testing.kv_allocator import KVAllocatorContract
 from sagellm.core.testing.kv_pool import KVPoolContract
-from sagellm.core.testing.kv_tier import KVTierContract
-from sagellm.core.testing.kv_tier_probe import delete_blocks_of_the_kit, probe_tier
+from sagellm.core.testing.kv_tier import KVTierContract, delete_blocks_of_the_kit, probe_tier
 from sagellm.core.testing.lifetime import LifetimePredictorContract
 from sagellm.core.testing.logits_processor import KIT_REQUESTS, LogitsProcessorContract
-from sagellm.core.testing.prefix_cache import PrefixCacheContract
-from sagellm.core.testing.prefix_cache_keeping import KeepingPrefixCacheContract
+from sagellm.core.testing.prefix_cache import KeepingPrefixCacheContract, PrefixCacheContract
 from sagellm.core.testing.quantizer import QuantizerContract
 from sagellm.core.testing.scheduler import SchedulerContract, SchedulerPlanContract
 from sagellm.core.testing.scheduler_pass import SchedulerPassContract

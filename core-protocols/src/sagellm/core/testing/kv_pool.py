@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import Counter
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sagellm.core.errors import BlockError, OutOfBlocksError
-from sagellm.core.ids import SequenceId
-from sagellm.core.runtime import VirtualClock
+from sagellm.core.ids import BlockId, SequenceId
+from sagellm.core.protocols.kv_pool import KVPoolProtocol
+from sagellm.core.runtime import Clock, VirtualClock
 from sagellm.core.testing.kv_allocator import BAD_IDS, BAD_SIZES, need
-from sagellm.core.testing.kv_pool_load import KVPoolLoad
-from sagellm.core.testing.kv_pool_model import ask
-from sagellm.core.testing.kv_pool_random import KVPoolRandomOperations
+from sagellm.core.testing.kv_pool_model import KVPoolMachine, ask, compare
+from sagellm.core.testing.random_operations import run_operations
+from sagellm.core.testing.threads import NUM_THREADS, run_in_threads
+
+_PICKS = st.lists(st.integers(0, 15), max_size=6)
 
 
-class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
+class KVPoolContract:
     """The contract of KVPoolProtocol as tests.
 
     `make` may return a pool with fewer blocks than requested, even none; tests that need more
     are skipped.
     """
 
+    max_growth = 8.0  # of the cost of a call from 2,000 blocks to 64,000; a linear one grows by 32
     budget_us = 200.0  # for allocate, share and free of 32 blocks, best of many
+
+    def make(self, total_blocks: int, block_size: int, clock: Clock) -> KVPoolProtocol:
+        """Return a fresh pool."""
+        raise NotImplementedError
+
+    def make_with(self, at_least: int, clock: Clock | None = None) -> KVPoolProtocol:
+        """Return a fresh pool; skip if it has too few blocks."""
+        pool = self.make(max(64, at_least), 16, clock or VirtualClock())
+        need(pool.total_blocks, at_least)
+        return pool
 
     def test_everything_is_free_at_first(self) -> None:
         """In a fresh pool all counts but the free blocks are zero."""
@@ -274,3 +293,263 @@ class KVPoolContract(KVPoolLoad, KVPoolRandomOperations):
             pool.free(block_ids)
             best_ns = min(best_ns, time.perf_counter_ns() - begin_ns)
         assert best_ns / 1000 < self.budget_us
+
+    def test_random_operations_agree_with_a_model(self) -> None:
+        """Four thousand of them, with the integrity checked after each."""
+        self.run_alone(4_000, check_every=1)
+
+    @pytest.mark.full
+    def test_a_million_random_operations_agree_with_a_model(self) -> None:
+        """A longer run, with the integrity checked at every hundredth."""
+        self.make_with(1)
+        self.run_alone(1_000_000, check_every=100, seed=1)
+
+    def test_random_operations_of_eight_threads_agree_with_a_model(self) -> None:
+        """No block has two holders, every wrong call is refused, and all counts are exact at the end."""
+        self._run_in_eight_threads(8_000, check_every=100)
+
+    @pytest.mark.full
+    def test_a_million_random_operations_of_eight_threads_agree_with_a_model(self) -> None:
+        """A longer run."""
+        self.make_with(1)
+        self._run_in_eight_threads(1_000_000, check_every=100, seed=1)
+
+    def test_moves_bring_what_is_free_together(self) -> None:
+        """A few at a time, with the integrity checked after each; holders and references move too."""
+        pool = self.make_with(8)
+        held = sorted(pool.allocate(ask(pool.total_blocks, "seq", priority=3)))
+        pool.free(held[::3])
+        del held[::3]
+        pool.share(held[::2])
+        refs = dict(zip(held, ([2, 1] * len(held))[: len(held)], strict=True))
+        num_misplaced = pool.metrics().num_misplaced_blocks
+        assert num_misplaced > 0
+        while moves := pool.plan_moves(3):
+            pool.move(moves)
+            pool.check_integrity()
+            for source, target in moves:
+                refs[target] = refs.pop(source)
+            infos = pool.block_info
+            assert {block_id: info.ref_count for block_id, info in infos.items()} == refs
+            assert {(info.sequence_id, info.priority) for info in infos.values()} == {("seq", 3)}
+        metrics = pool.metrics()
+        assert sorted(refs) == list(range(len(refs)))
+        assert metrics.num_moved_blocks == num_misplaced
+        assert (metrics.num_misplaced_blocks, metrics.external_fragmentation) == (0, 0)
+        assert metrics.largest_free_run == pool.get_free_blocks()
+
+    def test_a_plan_takes_the_highest_to_the_lowest_and_changes_nothing(self) -> None:
+        """Neighbours stay in order, and no useless move is planned."""
+        pool = self.make_with(8)
+        held = sorted(pool.allocate(ask(pool.total_blocks)))
+        assert pool.plan_moves(100) == []
+        pool.free(held[:4])
+        moves = pool.plan_moves(2)
+        assert moves == list(zip(held[-2:], held[:2], strict=True))
+        assert [target for _, target in pool.plan_moves(100)] == held[:4]
+        assert pool.plan_moves(0) == []
+        pool.free(held[4:])
+        assert pool.plan_moves(100) == []
+        assert pool.get_free_blocks() == pool.total_blocks
+
+    def test_a_wrong_move_is_refused_whole(self) -> None:
+        """From blocks that are free or repeated, to blocks that are held, repeated or unknown."""
+        pool = self.make_with(6)
+        a, b, c, d = pool.allocate(ask(4))
+        pool.share([a])
+        pool.free([c, d])
+        wrong = [[(c, d)], [(a, b)], [(a, a)], [(a, c), (a, d)], [(a, c), (b, c)], [(a, BlockId(-1))]]
+        for moves in [*wrong, [(a, BlockId(pool.total_blocks))], [(a, c), (BlockId(-1), d)]]:
+            with pytest.raises(BlockError):
+                pool.move(moves)
+            pool.check_integrity()
+        pool.move([])
+        assert {block_id: info.ref_count for block_id, info in pool.block_info.items()} == {a: 2, b: 1}
+        assert pool.metrics().num_moved_blocks == 0
+
+    def run_alone(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
+        """Compare with a reference count per block, mixing in wrong calls."""
+        pool = self.make_with(0)
+        machine = KVPoolMachine(pool, random.Random(seed))
+        for step in range(num_operations):
+            machine.step()
+            if step % check_every == 0:
+                pool.check_integrity()
+                compare(pool, [machine])
+        compare(pool, [machine])
+
+    def _run_in_eight_threads(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
+        """Divide the operations among threads that know who holds which block."""
+        pool = self.make_with(0)
+        owners: dict[BlockId, KVPoolMachine] = {}
+        machines = [KVPoolMachine(pool, random.Random(seed * 8 + thread), owners) for thread in range(8)]
+
+        def work(thread: int) -> None:
+            for step in range(num_operations // 8):
+                machines[thread].step()
+                if step % check_every == 0:
+                    pool.check_integrity()
+
+        run_in_threads(work, num_threads=8)
+        pool.check_integrity()
+        compare(pool, machines)
+        for machine in machines:
+            pool.free(list(machine.refs.elements()))
+        assert pool.get_free_blocks() == pool.total_blocks
+        assert dict(pool.block_info) == {}
+        pool.check_integrity()
+
+    def test_no_random_sequence_of_calls_disagrees_with_a_model(self) -> None:
+        """No reference is lost or invented, and the integrity holds after each step."""
+        run_operations(lambda: KVPoolOperations(self.make(16, 16, VirtualClock())))
+
+    def test_the_integrity_holds_while_all_blocks_come_and_go(self) -> None:
+        """One by one, in the order of allocation and in reverse, held once and twice."""
+        pool = self.make(24, 16, VirtualClock())
+        for step in (1, -1):
+            held = []
+            for _ in range(pool.total_blocks):
+                held += pool.allocate(ask(1))
+                pool.share(held[-1:] * (len(held) % 2))
+                pool.check_integrity()
+            for block_id in held[::step] + held[::2]:
+                pool.free([block_id])
+                pool.check_integrity()
+            assert pool.get_free_blocks() == pool.total_blocks
+
+    def test_two_pools_decide_without_each_other(self) -> None:
+        """Equal calls give equal ids, whatever calls another pool gets in between."""
+        alone = _handed_out(self.make(64, 16, VirtualClock()), Random(1))
+        other = self.make(64, 16, VirtualClock())
+        assert _handed_out(self.make(64, 16, VirtualClock()), Random(1), beside=other) == alone, (
+            "other blocks came"
+        )
+
+    def test_eight_threads_may_have_a_pool_each(self) -> None:
+        """Nothing that two of them share is changed without a lock."""
+        alone = _handed_out(self.make(64, 16, VirtualClock()), Random(2))
+
+        def work(_thread: int) -> None:
+            came = _handed_out(self.make(64, 16, VirtualClock()), Random(2))
+            assert came == alone, "another thread changed what came"
+
+        run_in_threads(work, num_threads=NUM_THREADS)
+
+    def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(self) -> None:
+        """`allocate`, `share` and `free` look only at the blocks of the call."""
+        few_ns, many_ns = (self._cost_ns(num_blocks) for num_blocks in (2_000, 64_000))
+        assert many_ns / few_ns < self.max_growth, (
+            f"32 blocks take {few_ns / 1000:.1f} µs among 2,000 and {many_ns / 1000:.1f} µs among 64,000"
+        )
+
+    def _cost_ns(self, num_blocks: int) -> int:
+        pool = self.make(num_blocks, 16, VirtualClock())
+        if pool.total_blocks < num_blocks:
+            pytest.skip(f"needs {num_blocks} blocks, this one has {pool.total_blocks}")
+        pool.free(pool.allocate(ask(num_blocks // 2))[::2])
+        best_ns = 1 << 62
+        for _ in range(60):
+            begin_ns = time.perf_counter_ns()
+            block_ids = pool.allocate(ask(32))
+            pool.share(block_ids)
+            pool.free(block_ids)
+            pool.free(block_ids)
+            best_ns = min(best_ns, time.perf_counter_ns() - begin_ns)
+        return best_ns
+
+
+class KVPoolOperations(RuleBasedStateMachine):
+    """Makes valid and invalid calls to a pool, and counts the references of each block."""
+
+    def __init__(self, pool: KVPoolProtocol) -> None:
+        super().__init__()
+        self.pool = pool
+        self.refs: Counter[BlockId] = Counter()
+
+    @rule(size=st.integers(0, 6), holder=st.sampled_from("ab"))
+    def allocate(self, size: int, holder: str) -> None:
+        """Request some blocks, sometimes none or more than are free."""
+        if not 1 <= size <= self.pool.total_blocks - len(self.refs):
+            with pytest.raises(OutOfBlocksError if size else BlockError):
+                self.pool.allocate(ask(size, holder))
+            return
+        block_ids = self.pool.allocate(ask(size, holder))
+        assert len(set(block_ids)) == size, f"{size} blocks were asked for, {block_ids} were given"
+        again = sorted(self.refs.keys() & set(block_ids))
+        assert not again, f"blocks {again} were handed out while they were held"
+        self.refs.update(block_ids)
+
+    @rule(picks=_PICKS)
+    def share(self, picks: list[int]) -> None:
+        """Add references, sometimes several to one block."""
+        block_ids = self._held(picks)
+        self.pool.share(block_ids)
+        self.refs.update(block_ids)
+
+    @rule(picks=_PICKS)
+    def free(self, picks: list[int]) -> None:
+        """Drop references, sometimes more than there are."""
+        block_ids = self._held(picks)
+        dropped = Counter(block_ids)
+        if any(count > self.refs[block_id] for block_id, count in dropped.items()):
+            with pytest.raises(BlockError):
+                self.pool.free(block_ids)
+            return
+        left = +(self.refs - dropped)
+        expected = len(self.refs) - len(left)
+        came = self.pool.free(block_ids)
+        assert came == expected, f"free({block_ids}) returned {came}; {expected} blocks became free"
+        self.refs = left
+
+    @rule(size=st.integers(0, 4))
+    def compact(self, size: int) -> None:
+        """Move some blocks as the pool plans."""
+        moves = self.pool.plan_moves(size)
+        assert len(moves) <= size, f"{size} moves were asked for, {moves} are planned"
+        self.pool.move(moves)
+        for source, target in moves:
+            assert target not in self.refs, f"block {target} is held, and {source} was to be moved there"
+            self.refs[target] = self.refs.pop(source)
+
+    @rule(picks=_PICKS, wrong=st.integers(-1, 16))
+    def name_a_free_block(self, picks: list[int], wrong: int) -> None:
+        """Share and free blocks that nobody holds, mixed with held ones."""
+        if wrong not in self.refs:
+            for call in (self.pool.share, self.pool.free):
+                with pytest.raises(BlockError):
+                    call([*self._held(picks), BlockId(wrong)])
+
+    def _held(self, picks: list[int]) -> list[BlockId]:
+        held = list(self.refs)
+        return [held[pick % len(held)] for pick in picks] if held else []
+
+    @invariant()
+    def the_counts_agree(self) -> None:
+        """Every reference is known, the rest is free, and the bookkeeping is consistent."""
+        came = {block_id: info.ref_count for block_id, info in self.pool.block_info.items()}
+        assert came == self.refs, f"references are said to be {came}; they are {dict(self.refs)}"
+        num_free = self.pool.total_blocks - len(self.refs)
+        assert self.pool.get_free_blocks() == num_free, (
+            f"{self.pool.get_free_blocks()} blocks are said to be free; {num_free} are"
+        )
+        self.pool.check_integrity()
+
+
+def _handed_out(
+    pool: KVPoolProtocol, rng: Random, beside: KVPoolProtocol | None = None
+) -> list[list[BlockId]]:
+    """Allocate and free at random and return what was handed out; keep another one busy meanwhile."""
+    held: list[BlockId] = []
+    handed_out = []
+    for _ in range(300):
+        size = rng.randint(1, 9)
+        if size <= pool.get_free_blocks() and rng.random() < 0.6:
+            handed_out.append(pool.allocate(ask(size)))
+            held += handed_out[-1]
+        else:
+            rng.shuffle(held)
+            pool.free(held[:size])
+            del held[:size]
+        if beside is not None and beside.get_free_blocks():
+            beside.allocate(ask(1))
+    return handed_out

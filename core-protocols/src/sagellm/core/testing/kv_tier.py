@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from sagellm.core.errors import InvalidInputError
+from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.kv_block import BlockHeader
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest, run_to_end
 from sagellm.core.runtime import Randomness
-from sagellm.core.testing.kv_tier_model import MODEL, KVTierMachine
-from sagellm.core.testing.kv_tier_threads import ThreadedKVTier
+from sagellm.core.testing.kv_tier_model import MODEL, KVTierMachine, ThreadedKVTier
 from sagellm.core.tokens import pack
 
 BLOCK_BYTES = 192
@@ -256,3 +257,29 @@ class KVTierContract:
         machine = KVTierMachine(tier, Randomness(1).stream("operations"))
         machine.run(self.num_long_operations, check_every=100)
         tier.close()
+
+
+def delete_blocks_of_the_kit(tier: KVTierProtocol) -> None:
+    """Make a persistent tier forget the blocks of earlier tests, and no others."""
+    old = [header for header, _ in tier.stored() if header.model_fingerprint == MODEL]
+    run_to_end(tier, [TierRequest("delete", header) for header in old])
+
+
+def probe_tier(factory: Callable[..., Any]) -> Any:
+    """Make a tier, and check that its storage is available, and not in use by others.
+
+    Raises ConfigError if not.
+    """
+    tier = factory(1 << 20)
+    try:
+        delete_blocks_of_the_kit(tier)
+        num_others, outcome = tier.metrics().num_blocks, put(tier, make_header(1), make_data(1))
+        delete_blocks_of_the_kit(tier)
+        tier.close()
+    except Exception:  # the tests will report it
+        return tier
+    if num_others:
+        raise ConfigError(f"it has {num_others} blocks of somebody already; the kit needs a place of its own")
+    if outcome == "failed":
+        raise ConfigError("a put failed, so its server or device is not there")
+    return tier

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sagellm.core.protocols.scheduler_ir import (
+    PrefixHit,
     SchedulePlan,
+    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerPassProtocol,
-)
-from sagellm.core.protocols.scheduler_rows import (
-    PrefixHit,
-    ScheduleRequest,
 )
 from sagellm.core.runtime import Randomness, VirtualClock
 from sagellm.core.tokens import TokenIds

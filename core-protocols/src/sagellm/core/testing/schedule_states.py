@@ -7,10 +7,8 @@ from random import Random
 
 from sagellm.core.ids import RequestId
 from sagellm.core.protocols.scheduler_ir import (
-    ScheduleIR,
-)
-from sagellm.core.protocols.scheduler_rows import (
     RequestRows,
+    ScheduleIR,
     ScheduleRequest,
 )
 from sagellm.core.runtime import Randomness

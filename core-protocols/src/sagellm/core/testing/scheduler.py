@@ -14,18 +14,16 @@ import pytest
 from sagellm.core.errors import EngineError, InvalidInputError
 from sagellm.core.ids import RequestId
 from sagellm.core.protocols.scheduler_ir import (
+    Decision,
     NullSchedulerPass,
+    PrefixHit,
+    RequestRows,
     ScheduleIR,
     SchedulePlan,
+    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerMetrics,
     SchedulerPassProtocol,
-)
-from sagellm.core.protocols.scheduler_rows import (
-    Decision,
-    PrefixHit,
-    RequestRows,
-    ScheduleRequest,
 )
 from sagellm.core.runtime import Clock, Randomness, SystemClock, VirtualClock
 from sagellm.core.testing.schedule_simulation import Limits, ScheduleSimulation, check_plan

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from sagellm.core.protocols.scheduler_ir import (
+    RequestRows,
     ScheduleIR,
     SchedulerPassProtocol,
+    verify_rewrite,
 )
-from sagellm.core.protocols.scheduler_rows import (
-    RequestRows,
-)
-from sagellm.core.protocols.scheduler_rules import verify_rewrite
 from sagellm.core.testing.schedule_states import decoding_request, random_ir, waiting_request
 
 

@@ -13,21 +13,14 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.attention.sdpa import SDPABackend as SDPABackend
 
-__all__ = [
-    "SDPABackend",
-    "TorchNaiveBackend",
-    "create_causal_mask",
-    "naive_attention",
-    "reshape_and_cache_kv",
-]
+_MODULE_OF = {
+    "SDPABackend": ".sdpa",
+    "TorchNaiveBackend": ".naive",
+    "create_causal_mask": ".naive",
+    "naive_attention": ".naive",
+    "reshape_and_cache_kv": ".kv_cache",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "SDPABackend": ".sdpa",
-        "TorchNaiveBackend": ".naive",
-        "create_causal_mask": ".naive",
-        "naive_attention": ".naive",
-        "reshape_and_cache_kv": ".kv_cache",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

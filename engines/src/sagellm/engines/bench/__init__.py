@@ -22,39 +22,23 @@ if TYPE_CHECKING:
     from sagellm.engines.bench.settings import LoadSettings as LoadSettings
     from sagellm.engines.traces.lengths import Lengths as Lengths
 
-__all__ = [
-    "BenchmarkError",
-    "Comparison",
-    "Lengths",
-    "Limits",
-    "LoadSettings",
-    "OfflineSettings",
-    "ServeFigures",
-    "ServeResult",
-    "Spread",
-    "compare_results",
-    "measure_latency",
-    "measure_throughput",
-    "run_serve",
-    "spread",
-]
+_MODULE_OF = {
+    "BenchmarkError": ".errors",
+    "Comparison": ".compare",
+    "Lengths": "sagellm.engines.traces.lengths",
+    "Limits": ".figures",
+    "LoadSettings": ".settings",
+    "OfflineSettings": ".offline",
+    "ServeFigures": ".figures",
+    "ServeResult": ".serve",
+    "Spread": ".figures",
+    "compare_results": ".compare",
+    "measure_latency": ".offline",
+    "measure_throughput": ".offline",
+    "run_serve": ".serve",
+    "spread": ".figures",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "BenchmarkError": ".errors",
-        "Comparison": ".compare",
-        "Lengths": "sagellm.engines.traces.lengths",
-        "Limits": ".figures",
-        "LoadSettings": ".settings",
-        "OfflineSettings": ".offline",
-        "ServeFigures": ".figures",
-        "ServeResult": ".serve",
-        "Spread": ".figures",
-        "compare_results": ".compare",
-        "measure_latency": ".offline",
-        "measure_throughput": ".offline",
-        "run_serve": ".serve",
-        "spread": ".figures",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

@@ -7,11 +7,30 @@ from typing import Any
 
 from sagellm.engines.bench.http_reader import ResponseReader
 from sagellm.engines.bench.records import RequestFailedError, RequestRecord
-from sagellm.engines.bench.sse import EventSplitter
 
 _VISIBLE_IN_DELTA = ("content", "reasoning_content", "reasoning", "tool_calls")
 _FAILED_ENDS = ("error", "abort")
 _MAX_ERROR_BYTES = 65_536
+
+
+class EventSplitter:
+    """Takes pieces of a stream and gives the data of each event that they complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, body: bytes) -> list[bytes]:
+        """Return the data of the events that end in `body`; comments and other fields are dropped."""
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        events = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].strip())
+            elif self._data and line in (b"", b"\r"):
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events
 
 
 class AnswerReader:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from sagellm.engines.bench.answer import AnswerReader
-from sagellm.engines.bench.http import HTTPClient
+from sagellm.engines.bench.http_client import HTTPClient
 from sagellm.engines.bench.records import RequestFailedError, RequestRecord
 
 

@@ -114,7 +114,7 @@ def measure_throughput(
 
 def _place(engine: LLMEngine) -> tuple[torch.device, torch.dtype]:
     """Return the device and dtype of an engine; an engine that loads no model leaves "auto" unresolved."""
-    from sagellm.engines.loading.placement import resolve_device, resolve_dtype
+    from sagellm.engines.loading.device_and_dtype import resolve_device, resolve_dtype
 
     model = engine.config.model
     return resolve_device(model.device), resolve_dtype(model.dtype, {})

@@ -9,9 +9,9 @@ from typing import Any
 from sagellm.engines.bench.driver import LoadDriver, LoadRun
 from sagellm.engines.bench.errors import BenchmarkError
 from sagellm.engines.bench.figures import ServeFigures, count_errors, serve_figures
-from sagellm.engines.bench.http import HTTPClient
+from sagellm.engines.bench.http_client import HTTPClient
 from sagellm.engines.bench.plan import plan_load, plan_warmup
-from sagellm.engines.bench.server import find_model
+from sagellm.engines.bench.served_model import find_model
 from sagellm.engines.bench.settings import PATHS, LoadSettings
 from sagellm.engines.bench.watch import ClientLoad, ClientWatch
 from sagellm.engines.progress import Advance, progress_bar

@@ -21,7 +21,7 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 
 def complete_engine(incomplete: str) -> list[str]:
     """Complete the name of a running engine."""
-    from sagellm.engines.serving.running_engine import RunningEngine
+    from sagellm.engines.remote.running_engine import RunningEngine
 
     with suppress(SageLLMError, OSError):
         return _beginning((engine.name for engine in RunningEngine.all()), incomplete)

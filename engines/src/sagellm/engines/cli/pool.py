@@ -12,7 +12,7 @@ from sagellm.engines.cli.output import print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.cli.stats import pool as app
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.serving import AdminClient
+from sagellm.engines.remote import AdminClient
 
 
 @app.command()

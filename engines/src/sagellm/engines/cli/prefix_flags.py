@@ -12,10 +12,10 @@ import typer
 
 from sagellm.core import InvalidInputError, Namespace
 from sagellm.engines.cli.flags import make_flag
-from sagellm.engines.server.answer_ids import request_of
+from sagellm.engines.http.answer_ids import request_of
 
 if TYPE_CHECKING:
-    from sagellm.engines.serving import AdminClient
+    from sagellm.engines.remote import AdminClient
     from sagellm.engines.text.calls import TokenCall
     from sagellm.engines.text.limits import TextLimits
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sagellm.engines.cli.names import complete_engine
-from sagellm.engines.serving import AdminClient, RunningEngine
+from sagellm.engines.remote import AdminClient, RunningEngine
 
 ANSWER_S = 15.0
 """An engine answers between two steps; one that takes longer is loading, or stuck."""

@@ -18,7 +18,7 @@ from sagellm.engines.config.sources import LoadedConfig, load_config
 
 if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig
-    from sagellm.engines.serving import RunningEngine
+    from sagellm.engines.remote import RunningEngine
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -59,7 +59,7 @@ def serve(
 
 def with_keys(loaded: LoadedConfig) -> EngineConfig:
     """Return the settings with the keys of `api_key_file`; warn about keys that other users can see."""
-    from sagellm.engines.server.api_key_file import with_key_file
+    from sagellm.engines.http.api_key_file import with_key_file
 
     def warn(text: str) -> None:
         typer.echo(f"warning: {text}", err=True)
@@ -78,9 +78,8 @@ def run_service(
 ) -> None:
     """Serve in this process."""
     from sagellm.core.logging import configure
-    from sagellm.engines.server.access import logger as access_logger
-    from sagellm.engines.server.malloc import return_large_blocks
-    from sagellm.engines.serving.service import serve as run
+    from sagellm.engines.http.access_log import logger as access_logger
+    from sagellm.engines.serve import return_large_blocks, serve as run
 
     configure(log_level)
     if config.server.access_log:  # a line per request is logged at any level

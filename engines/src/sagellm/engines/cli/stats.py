@@ -16,8 +16,8 @@ from sagellm.engines.cli.figures import figures_table, tenants_table, tiers_tabl
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
-from sagellm.engines.serving import AdminClient
-from sagellm.engines.serving.operations import read_metrics
+from sagellm.engines.remote import AdminClient
+from sagellm.engines.remote.operations import read_metrics
 
 _CLEAR = "\x1b[H\x1b[2J"
 _TABLES = {"tenants": tenants_table, "tiers": tiers_table}

@@ -16,27 +16,17 @@ if TYPE_CHECKING:
         ServerConfig as ServerConfig,
     )
 
-__all__ = [
-    "EngineConfig",
-    "ForwardConfig",
-    "KVConfig",
-    "ModelConfig",
-    "PredictorConfig",
-    "PrefixCacheConfig",
-    "SchedulerConfig",
-    "ServerConfig",
-]
+_MODULE_OF = {
+    "EngineConfig": ".schema",
+    "ForwardConfig": ".sections",
+    "KVConfig": ".sections",
+    "ModelConfig": ".sections",
+    "PredictorConfig": ".sections",
+    "PrefixCacheConfig": ".sections",
+    "SchedulerConfig": ".sections",
+    "ServerConfig": ".sections",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "EngineConfig": ".schema",
-        "ForwardConfig": ".sections",
-        "KVConfig": ".sections",
-        "ModelConfig": ".sections",
-        "PredictorConfig": ".sections",
-        "PrefixCacheConfig": ".sections",
-        "SchedulerConfig": ".sections",
-        "ServerConfig": ".sections",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

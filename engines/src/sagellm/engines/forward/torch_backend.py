@@ -26,8 +26,7 @@ from sagellm.core import (
     UnsupportedModelError,
     WeightSource,
 )
-from sagellm.engines.forward.kv_memory import zeroed
-from sagellm.engines.forward.memory import available_memory_bytes
+from sagellm.engines.forward.device_memory import available_memory_bytes, zeroed
 from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM
 from sagellm.engines.models.decoder_loading import FEATURES, DecoderBuilder

@@ -13,40 +13,20 @@ if TYPE_CHECKING:
         PlainLinear as PlainLinear,
         QuantizedLinear as QuantizedLinear,
     )
-    from sagellm.engines.layers.rms_norm import (
-        HeadNorm as HeadNorm,
-        Normalised as Normalised,
-        RMSNorm as RMSNorm,
-    )
-    from sagellm.engines.layers.rotary import RotaryEmbedding as RotaryEmbedding, RotaryTables as RotaryTables
+    from sagellm.engines.layers.rms_norm import RMSNorm as RMSNorm
+    from sagellm.engines.layers.rotary import RotaryEmbedding as RotaryEmbedding
 
-__all__ = [
-    "Attention",
-    "HeadNorm",
-    "LinearMethod",
-    "Normalised",
-    "PackedLinear",
-    "PlainLinear",
-    "QuantizedLinear",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "RotaryTables",
-    "SiLUAndMul",
-]
+_MODULE_OF = {
+    "Attention": ".attention",
+    "LinearMethod": ".linear",
+    "PackedLinear": ".linear",
+    "PlainLinear": ".linear",
+    "QuantizedLinear": ".linear",
+    "RMSNorm": ".rms_norm",
+    "RotaryEmbedding": ".rotary",
+    "SiLUAndMul": ".activation",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "Attention": ".attention",
-        "HeadNorm": ".rms_norm",
-        "LinearMethod": ".linear",
-        "Normalised": ".rms_norm",
-        "PackedLinear": ".linear",
-        "PlainLinear": ".linear",
-        "QuantizedLinear": ".linear",
-        "RMSNorm": ".rms_norm",
-        "RotaryEmbedding": ".rotary",
-        "RotaryTables": ".rotary",
-        "SiLUAndMul": ".activation",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

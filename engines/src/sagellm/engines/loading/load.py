@@ -23,14 +23,14 @@ from sagellm.core import (
     WeightSource,
 )
 from sagellm.engines.loading.checkpoint import CONFIG, SafetensorsFormat, check_tensors
-from sagellm.engines.loading.families import (
+from sagellm.engines.loading.device_and_dtype import dtype_name, resolve_dtype
+from sagellm.engines.loading.format_and_family import (
     installed_families,
     installed_formats,
     select_family,
     select_format,
 )
-from sagellm.engines.loading.generation import GenerationDefaults
-from sagellm.engines.loading.placement import dtype_name, resolve_dtype
+from sagellm.engines.loading.generation_defaults import GenerationDefaults
 from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
 from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
 from sagellm.engines.progress import Advance, progress_bar

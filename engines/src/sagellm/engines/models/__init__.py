@@ -5,11 +5,7 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.models.decoder import Decoder as Decoder
     from sagellm.engines.models.families import (
-        LlamaFamily as LlamaFamily,
-        MistralFamily as MistralFamily,
-        Qwen2Family as Qwen2Family,
         Qwen3Attention as Qwen3Attention,
         Qwen3DecoderLayer as Qwen3DecoderLayer,
         Qwen3Family as Qwen3Family,
@@ -19,33 +15,16 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.models.transformers_family import TransformersFamily as TransformersFamily
 
-__all__ = [
-    "Decoder",
-    "LlamaFamily",
-    "MistralFamily",
-    "Qwen2Family",
-    "Qwen3Attention",
-    "Qwen3DecoderLayer",
-    "Qwen3Family",
-    "Qwen3ForCausalLM",
-    "Qwen3MLP",
-    "Qwen3Model",
-    "TransformersFamily",
-]
+_MODULE_OF = {
+    "Qwen3Attention": ".families",
+    "Qwen3DecoderLayer": ".families",
+    "Qwen3Family": ".families",
+    "Qwen3ForCausalLM": ".families",
+    "Qwen3MLP": ".families",
+    "Qwen3Model": ".families",
+    "TransformersFamily": ".transformers_family",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "Decoder": ".decoder",
-        "LlamaFamily": ".families",
-        "MistralFamily": ".families",
-        "Qwen2Family": ".families",
-        "Qwen3Attention": ".families",
-        "Qwen3DecoderLayer": ".families",
-        "Qwen3Family": ".families",
-        "Qwen3ForCausalLM": ".families",
-        "Qwen3MLP": ".families",
-        "Qwen3Model": ".families",
-        "TransformersFamily": ".transformers_family",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence as Seq
 from hashlib import blake2b
 
 from sagellm.core import BlockId, CachedNode, TokenIds, TraceRequest
-from sagellm.engines.core.sequence import Sequence
+from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.simulation.prompts import prompt_tokens
 
 NEVER = float("inf")

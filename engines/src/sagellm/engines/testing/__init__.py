@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.testing.tokenizers import make_tokenizer as make_tokenizer
 
-__all__ = ["make_checkpoint", "make_tokenizer", "qwen3_0_6b_config"]
+_MODULE_OF = {
+    "make_checkpoint": ".checkpoints",
+    "make_tokenizer": ".tokenizers",
+    "qwen3_0_6b_config": ".checkpoints",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "make_checkpoint": ".checkpoints",
-        "make_tokenizer": ".tokenizers",
-        "qwen3_0_6b_config": ".checkpoints",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

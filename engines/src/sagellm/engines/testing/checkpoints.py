@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.loading.placement import DTYPES
+from sagellm.engines.loading.device_and_dtype import DTYPES
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.testing.tokenizers import END_OF_TEXT, END_TURN, make_tokenizer
 

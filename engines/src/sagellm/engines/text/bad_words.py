@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from sagellm.core import InvalidRequestError
-from sagellm.engines.text.tokenizer import encode
+from sagellm.engines.text.guarded_tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

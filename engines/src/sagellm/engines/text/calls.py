@@ -8,9 +8,9 @@ import msgspec
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.text.bad_words import bad_words_token_ids
-from sagellm.engines.text.chat import ChatTemplate
-from sagellm.engines.text.messages import ChatMessage
-from sagellm.engines.text.tokenizer import decode, encode
+from sagellm.engines.text.chat_messages import ChatMessage
+from sagellm.engines.text.chat_template import ChatTemplate
+from sagellm.engines.text.guarded_tokenizer import decode, encode
 
 _CHARACTERS_PER_MESSAGE = 64  # overhead of rendering one
 

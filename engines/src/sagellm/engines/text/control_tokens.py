@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from sagellm.engines.text.guarded_tokenizer import is_foreign, tokenizer_error
 from sagellm.engines.text.placeholders import Placeholders
-from sagellm.engines.text.tokenizer import is_foreign, tokenizer_error
 
 
 class ControlTokens:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from sagellm.engines.text.calls import Call, Decode, Render, TokenCall
-from sagellm.engines.text.chat import ChatTemplate
+from sagellm.engines.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

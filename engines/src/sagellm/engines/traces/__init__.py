@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core import TraceRequest as TraceRequest
     from sagellm.engines.traces.read import read_trace as read_trace
     from sagellm.engines.traces.sagellm import write_trace as write_trace
 
-__all__ = ["TraceRequest", "read_trace", "write_trace"]
+_MODULE_OF = {"read_trace": ".read", "write_trace": ".sagellm"}
 
-__getattr__ = lazy(
-    __name__, {"TraceRequest": "sagellm.core", "read_trace": ".read", "write_trace": ".sagellm"}
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

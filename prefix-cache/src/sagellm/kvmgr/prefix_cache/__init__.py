@@ -11,9 +11,9 @@ if TYPE_CHECKING:
         PrefixCacheMetrics as PrefixCacheMetrics,
         PrefixMatch as PrefixMatch,
     )
+    from sagellm.kvmgr.prefix_cache.cross_request import CrossRequestKVCache as CrossRequestKVCache
     from sagellm.kvmgr.prefix_cache.node import PrefixNode as PrefixNode
     from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache as RadixPrefixCache
-    from sagellm.kvmgr.prefix_cache.reuse import CrossRequestKVCache as CrossRequestKVCache
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _NAMES = {
     "sagellm.core.protocols.prefix_cache": "InsertResult KVBlockDescriptor PrefixCacheMetrics PrefixMatch",
     ".node": "PrefixNode",
     ".radix": "RadixPrefixCache",
-    ".reuse": "CrossRequestKVCache",
+    ".cross_request": "CrossRequestKVCache",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -10,18 +10,16 @@ from sagellm.core.checks import require_object
 from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.scheduler_ir import (
+    Probe,
+    RequestRows,
     ScheduleIR,
     SchedulePlan,
+    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerMetrics,
     SchedulerPassProtocol,
+    verify_rewrite,
 )
-from sagellm.core.protocols.scheduler_rows import (
-    Probe,
-    RequestRows,
-    ScheduleRequest,
-)
-from sagellm.core.protocols.scheduler_rules import verify_rewrite
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.step import Step

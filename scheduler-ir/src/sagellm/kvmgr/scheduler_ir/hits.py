@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sagellm.core.protocols.scheduler_rows import (
+from sagellm.core.protocols.scheduler_ir import (
     PrefixHit,
     Probe,
     ScheduleRequest,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sagellm.core import InvalidRequestError, nearest
 from sagellm.engines.cli.chat.conversation import Conversation
-from sagellm.engines.text.messages import read_messages
+from sagellm.engines.text.chat_messages import read_messages
 
 _EXITS = ("/exit", "/quit")
 

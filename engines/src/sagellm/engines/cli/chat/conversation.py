@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.outputs import RequestOutput
-from sagellm.engines.text.chat import ChatTemplate
-from sagellm.engines.text.messages import ChatMessage
+from sagellm.engines.text.chat_messages import ChatMessage
+from sagellm.engines.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)

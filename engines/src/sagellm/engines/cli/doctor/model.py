@@ -9,7 +9,7 @@ from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 def examine_model(context: ExaminationContext) -> Section:
     """Read config and headers of the configured model, if it is on this machine, and ask the backends."""
     from sagellm.engines.forward.choice import refusals
-    from sagellm.engines.loading.families import (
+    from sagellm.engines.loading.format_and_family import (
         installed_families,
         installed_formats,
         select_family,

@@ -32,7 +32,7 @@ from sagellm.engines.config.sources import load_config
 
 if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig
-    from sagellm.engines.serving import RunningEngine
+    from sagellm.engines.remote import RunningEngine
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

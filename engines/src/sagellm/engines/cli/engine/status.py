@@ -11,7 +11,7 @@ import typer
 from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics, PrefixCacheMetrics
 from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.output import columns, print_json
-from sagellm.engines.serving import AdminClient, RunningEngine
+from sagellm.engines.remote import AdminClient, RunningEngine
 
 _HEAD = ("NAME", "STATE", "MODEL", "URL", "PID", "UPTIME", "RUNNING", "WAITING", "KV USED")
 

@@ -14,7 +14,7 @@ from sagellm.core import ConfigError, EngineError
 from sagellm.engines.cli.names import complete_engine
 from sagellm.engines.cli.running import EngineName
 from sagellm.engines.cli.status_line import status_line
-from sagellm.engines.serving import RunningEngine
+from sagellm.engines.remote import RunningEngine
 
 _POLL_S = 0.05
 _KILLED_S = 10.0

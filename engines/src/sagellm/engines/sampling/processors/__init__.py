@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from sagellm.engines.sampling.processors.logit_bias import LogitBias as LogitBias
     from sagellm.engines.sampling.processors.min_tokens import MinTokens as MinTokens
 
-__all__ = ["AllowedTokenIds", "BadWords", "LogitBias", "MinTokens"]
+_MODULE_OF = {
+    "AllowedTokenIds": ".allowed_token_ids",
+    "BadWords": ".bad_words",
+    "LogitBias": ".logit_bias",
+    "MinTokens": ".min_tokens",
+}
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "AllowedTokenIds": ".allowed_token_ids",
-        "BadWords": ".bad_words",
-        "LogitBias": ".logit_bias",
-        "MinTokens": ".min_tokens",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.text.process.client import ProcessTextRunner as ProcessTextRunner
+    from sagellm.engines.text.process.text_runner import ProcessTextRunner as ProcessTextRunner
 
-__all__ = ["ProcessTextRunner"]
+_MODULE_OF = {"ProcessTextRunner": ".text_runner"}
 
-__getattr__ = lazy(__name__, {"ProcessTextRunner": ".client"})
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

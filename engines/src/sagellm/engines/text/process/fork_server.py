@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sagellm.core import SageLLMError
-from sagellm.engines.text.chat import ChatTemplate
+from sagellm.engines.text.chat_template import ChatTemplate
 from sagellm.engines.text.process.worker import work
 
 _PR_SET_PDEATHSIG = 1

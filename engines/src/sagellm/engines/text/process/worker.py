@@ -11,13 +11,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from sagellm.core import InvalidRequestError
-from sagellm.engines.serving.frames import FrameReader, encode
+from sagellm.engines.remote.frames import FrameReader, encode
 from sagellm.engines.text.calls import Call
-from sagellm.engines.text.chat import ChatTemplate
+from sagellm.engines.text.chat_template import ChatTemplate
 from sagellm.engines.text.errors import ChatTemplateError, TextLimitError, TokenizerError
+from sagellm.engines.text.guarded_tokenizer import is_foreign
 from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.process.messages import Answer, Failure, ToWorker
-from sagellm.engines.text.tokenizer import is_foreign
 
 _MAX_GROWTH_KIB = 256 << 10  # of resident memory, after which a worker ends
 _CPU_GRACE_S = 2

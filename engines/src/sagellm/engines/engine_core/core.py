@@ -1,0 +1,419 @@
+"""The step loop: schedule, run the model, sample, update."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sagellm.core import (
+    STEP_TOKEN_BOUNDS,
+    BlockId,
+    CopyBlocks,
+    EngineError,
+    EngineMetrics,
+    EngineProtocol,
+    EngineSequence,
+    ExecutorProtocol,
+    FinishReason,
+    KVOp,
+    KVSavesProtocol,
+    LifetimePredictorProtocol,
+    NullTrace,
+    OutOfBlocksError,
+    PluginError,
+    PluginRegistry,
+    PredictionRequest,
+    RequestRecord,
+    RequestStatus,
+    Runtime,
+    Seat,
+    SequenceId,
+    StepRecord,
+    TokenOutput as TokenOutput,
+    TraceWriter,
+    get_logger,
+)
+from sagellm.engines.attention.progress_hook import ProgressHook
+from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+from sagellm.engines.engine_core.observers import Observers
+from sagellm.engines.engine_core.scheduler import Scheduler
+from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, StepRunner
+from sagellm.engines.engine_core.step_tokens import StepTokens
+from sagellm.engines.sampling.stop import check_stop_conditions
+from sagellm.engines.worker.worker import Worker
+
+logger = get_logger(__name__)
+
+_MAX_IDLE_STEPS = 1000
+"""Steps in a row without work, while sequences wait, after which the scheduler counts as broken."""
+
+_FETCH_WAIT_NS = 100_000
+"""Between two polls of the tiers while there is nothing else to do."""
+
+_STATUS: dict[FinishReason, RequestStatus] = {
+    "stop": RequestStatus.FINISHED_STOPPED,
+    "length": RequestStatus.FINISHED_LENGTH_CAPPED,
+    "abort": RequestStatus.FINISHED_ABORTED,
+    "error": RequestStatus.FINISHED_ERROR,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreParts:
+    """The assembled modules that the core drives."""
+
+    scheduler: Scheduler
+    kv: KVCacheManager
+    saves: KVSavesProtocol
+    steps: StepRunner
+    executor: ExecutorProtocol
+    worker: Worker  # of this process
+    predictor: LifetimePredictorProtocol
+    registry: PluginRegistry
+    runtime: Runtime
+    trace: TraceWriter = field(default_factory=NullTrace)
+    metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    progress: ProgressHook = field(default_factory=ProgressHook)
+
+
+class EngineCore(EngineProtocol):
+    """Runs sequences to their end, one step for all of them at a time: plan, submit, collect, commit.
+
+    If the executor has a depth, that many steps are in flight while the next one is planned.
+
+    A failure in the forward pass or in sampling belongs to one sequence, which StepRunner finds; only that
+    one ends with the reason "error".
+
+    A failure anywhere else in a step leaves it unclear which sequences it affected, so all of them end with
+    the reason "error", and the next request finds the engine empty. Exceptions from an observer or the
+    predictor are only logged. SystemExit from a module is a failure like any other; only KeyboardInterrupt
+    propagates.
+    """
+
+    def __init__(self, parts: CoreParts) -> None:
+        self.parts = parts
+        self.scheduler, self.kv, self.steps = parts.scheduler, parts.kv, parts.steps
+        self.runner = parts.worker.runner
+        self._seats = parts.kv.seats
+        self._trace = parts.trace
+        self._is_traced = not isinstance(parts.trace, NullTrace)
+        self._clock = parts.runtime.clock
+        self._metrics = EngineMetrics()
+        self._num_steps = self._num_idle_steps = 0
+        self._num_preemptions_seen = 0
+        self._request_observers = Observers(parts.registry, "sagellm_request_finished")
+        self._step_observers = Observers(parts.registry, "sagellm_step_finished")
+        if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
+            self.kv.observe(lambda events: kv_observers.tell(events=events))
+
+    def step(self) -> Seq[TokenOutput]:
+        """Plan and submit a step, and return the outputs of the previous one, or of this one."""
+        with self._trace.span("step"):
+            return self._step()
+
+    def _step(self) -> Seq[TokenOutput]:
+        started_ns = self._clock.now_ns()
+        planned: PlannedStep | None = None
+        outputs = StepTokens()
+        try:
+            self.kv.poll()
+            with self._trace.span("schedule"):
+                planned = self.scheduler.schedule()
+            if planned is not None:
+                self.steps.submit(planned, self._copies())
+            elif not self.steps.num_in_flight:
+                if self.kv.num_fetches:
+                    self._clock.sleep_ns(_FETCH_WAIT_NS)
+                    return outputs
+                if (head := self.scheduler.shut_out()) is not None:
+                    outputs.add(self._fail(head.sequence_id, self._no_room(head)))
+            self._require_progress(planned)
+            for result in self.steps.collect(0 if planned is None else self.steps.depth):
+                with self._trace.span("advance"):
+                    self._advance(result, outputs)
+            self._measure_prefill()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            described = self.parts.registry.describe(error)
+            logger.exception("a step failed; every request ends with an error: %s", described)
+            for sequence_id in self.scheduler.sequence_ids:
+                outputs.add(self._fail(sequence_id, error))
+            self.kv.take_copies()  # what they were for has ended
+        self._observe(started_ns, planned)
+        return outputs
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a sequence."""
+        if not isinstance(sequence, Sequence):
+            sequence = Sequence.of(sequence)
+        request = sequence.request
+        asked = PredictionRequest(
+            sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
+        )
+        with self._guessing():
+            prediction = self.parts.predictor.predict(asked)
+            sequence.predicted_remaining_tokens = prediction.remaining_length
+        self._metrics.num_prompt_tokens += len(request.token_ids)
+        self.scheduler.add(sequence)
+        if self._is_traced:
+            num_prompt_tokens = len(request.token_ids)
+            self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
+
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """End sequences early; those that have already ended are skipped."""
+        with self._without_exits():
+            for sequence_id in sequence_ids:
+                if sequence_id in self.scheduler:
+                    self._finish(sequence_id, finish_reason)
+            self.kv.tell_events()
+
+    def warm_up(self, sequence: EngineSequence) -> None:
+        """Compute a prompt and one token after it, bypassing the scheduler, the cache and all metrics.
+
+        Only before the first request: the KV goes into the first blocks, which are still unused. Raises
+        EngineError if the model fails.
+        """
+        warming = Sequence.of(sequence)
+        num_blocks = self.kv.num_blocks_for(warming.num_tokens + 1)
+        seat = self._seats.take(
+            warming, warming.token_ids(), [BlockId(each) for each in range(num_blocks)], 0
+        )
+        for num_new in (warming.num_tokens, 1):
+            self.steps.submit(
+                PlannedStep(seats=np.array([seat], np.int32), num_new=np.array([num_new], np.int32)), ()
+            )
+            for error in (error for result in self.steps.collect(0) for error in result.errors.values()):
+                raise EngineError(f"the engine failed at its first step: {error}") from error
+        self._seats.leave(seat)
+
+    def has_unfinished(self) -> bool:
+        """Say whether a sequence waits or runs."""
+        return self.scheduler.num_waiting + self.scheduler.num_running > 0
+
+    def close(self) -> None:
+        """End all sequences and release files and connections. The engine must not be used afterwards."""
+        with self._without_exits():
+            try:
+                self.abort(list(self.scheduler.sequence_ids))
+                list(self.steps.collect(0))
+                self.parts.saves.close()
+            finally:
+                self._trace.close()
+                self.kv.close()
+                self.parts.executor.close()
+
+    def metrics(self) -> EngineMetrics:
+        """Return a snapshot with the metrics of every module."""
+        with self._without_exits():
+            modules = {kind: read() for kind, read in self.parts.metrics_of.items()}
+        return replace(
+            self._metrics,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_preemptions=self.scheduler.num_preemptions,
+            steps_by_tokens=self._metrics.steps_by_tokens.copy(),
+            modules=modules,
+        )
+
+    def report_progress(self, beat: Callable[[], None]) -> None:
+        """Have each layer of a forward pass call `beat`."""
+        self.parts.progress.beat = beat
+
+    def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
+        """Include a module's metrics in the snapshot, under its kind."""
+        self.parts.metrics_of[kind] = read
+
+    def _copies(self) -> Seq[KVOp]:
+        pairs = self.kv.take_copies()
+        return (CopyBlocks(pairs),) if pairs else ()
+
+    def _measure_prefill(self) -> None:
+        """Record how long the prefill of the last step took, if that decides what is fetched."""
+        step = self.steps.take_last()
+        if self.kv.offload is not None and step is not None:
+            context = float((step.num_new * (step.starts + step.num_new / 2)).sum())
+            self.kv.offload.measure_prefill(step.num_tokens, context, self.steps.last_ns)
+
+    def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
+        needed, available = self.kv.num_blocks_for(sequence.num_tokens), self.kv.available_blocks
+        num_pinned = self.kv.cache.metrics().num_pinned_blocks
+        return OutOfBlocksError(
+            f"{needed} blocks are needed, {available} of {self.kv.total_blocks} can be had and "
+            f"{num_pinned} are pinned; unpin some, or raise kv.num_blocks",
+            needed=needed,
+            available=available,
+        )
+
+    def _require_progress(self, planned: PlannedStep | None) -> None:
+        is_busy = planned is not None or self.steps.num_in_flight or not self.has_unfinished()
+        self._num_idle_steps = 0 if is_busy else self._num_idle_steps + 1
+        if self._num_idle_steps >= _MAX_IDLE_STEPS:
+            self._num_idle_steps = 0
+            raise EngineError(
+                f"the scheduler chose nothing in {_MAX_IDLE_STEPS} steps while {self.scheduler.num_waiting} "
+                f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
+            )
+
+    def _advance(self, result: StepResult, outputs: StepTokens) -> None:
+        """Append the results of a collected step to the outputs, and end the sequences that are over."""
+        for seat, error in result.errors.items():
+            sequence = self._seats.sequences[seat]
+            logger.error("request %s ends with an error", sequence.sequence_id, exc_info=error)
+            outputs.add(self._fail(sequence.sequence_id, error))
+        for seat, scores in result.scores.items():
+            sequence = self._seats.sequences[seat]
+            sequence.prompt_scores += scores
+            sequence.num_scored += len(scores)
+            if sequence.num_scored >= sequence.num_to_score:
+                self._seats.scored.discard(seat)
+        for each in result.had_drafts:
+            self.kv.truncate(Seat(each), int(self._seats.num_tokens[each]))
+        runs = result.tokens
+        sequence_ids = self._seats.sequence_ids.take(result.seats)
+        if np.count_nonzero(runs.counts) < len(sequence_ids):
+            sequence_ids = sequence_ids[runs.counts > 0]
+        first = outputs.extend(sequence_ids.tolist(), runs)
+        has_more = result.is_first | result.is_over
+        if result.logprobs:
+            has_more |= np.isin(result.seats, list(result.logprobs))
+        if np.count_nonzero(has_more):
+            is_told = runs.counts > 0
+            places, tokens = np.cumsum(is_told) - 1 + first, runs.lists()
+            for row in np.flatnonzero(has_more & is_told).tolist():
+                outputs.replace(int(places[row]), self._describe(result, row, tokens[row]))
+
+    def _describe(self, result: StepResult, row: int, tokens: list[int]) -> TokenOutput:
+        """Return what a sequence's output says besides its tokens, and end the sequence if it is over."""
+        seat = Seat(int(result.seats[row]))
+        sequence: Sequence = self._seats.sequences[seat]
+        prompt_scores = scheduled_ns = None
+        if result.is_first[row]:
+            sequence.first_token_ns = self._clock.now_ns()
+            self._trace.mark_async("first token", sequence.sequence_id)
+            self.kv.share_computed(sequence)
+            prompt_scores, sequence.prompt_scores = sequence.prompt_scores, []
+            scheduled_ns = sequence.scheduled_ns
+        reason = stop_reason = None
+        if result.is_over[row]:
+            reason, stop_reason = check_stop_conditions(
+                sequence.params,
+                sequence.output_token_ids(),
+                sequence.stop_token_ids,
+                sequence.request.max_tokens,
+            )
+            self._finish(sequence.sequence_id, reason or "length")
+        return TokenOutput(
+            sequence.sequence_id,
+            tokens,
+            reason,
+            stop_reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            logprobs=result.logprobs.get(seat),
+            prompt_scores=prompt_scores,
+            scheduled_ns=scheduled_ns,
+        )
+
+    def _fail(self, sequence_id: SequenceId, error: BaseException) -> TokenOutput:
+        try:
+            self._finish(sequence_id, "error")
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            logger.exception("request %s could not give back all its blocks", sequence_id)
+            self._finish(sequence_id, "error")  # it has none any more
+        message = self.parts.registry.describe(error)
+        return TokenOutput(sequence_id, finish_reason="error", error=message)
+
+    def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
+        sequence = self.scheduler.finish(sequence_id, _STATUS[reason])
+        finished_ns = self._clock.now_ns()
+        num_output_tokens = sequence.num_output_tokens
+        self._metrics.num_finished += 1
+        self._metrics.num_output_tokens += num_output_tokens
+        if reason in ("stop", "length"):
+            with self._guessing():
+                self.parts.predictor.update(
+                    sequence_id=sequence_id,
+                    actual_length=num_output_tokens,
+                    actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
+                )
+        if self._is_traced:
+            self._trace.end_async(
+                "request",
+                sequence_id,
+                finish_reason=reason,
+                num_output_tokens=num_output_tokens,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_preemptions=sequence.num_preemptions,
+            )
+        if self._request_observers:
+            record = RequestRecord(
+                request_id=sequence.request.request_id,
+                namespace=sequence.request.namespace,
+                finish_reason=reason,
+                num_prompt_tokens=len(sequence.request.token_ids),
+                num_output_tokens=num_output_tokens,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_preemptions=sequence.num_preemptions,
+                arrival_ns=sequence.request.arrival_ns,
+                first_token_ns=sequence.first_token_ns,
+                finished_ns=finished_ns,
+            )
+            self._request_observers.tell(record=record)
+
+    def _observe(self, started_ns: int, planned: PlannedStep | None) -> None:
+        self._num_steps += 1
+        self.kv.tell_events()
+        num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
+        self._num_preemptions_seen += num_preempted
+        num_tokens = 0 if planned is None else planned.num_tokens
+        if num_tokens:
+            self._metrics.num_computed_tokens += num_tokens
+            self._metrics.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        if self._is_traced:
+            self._trace.counter(
+                "batch", tokens=num_tokens, sequences=0 if planned is None else len(planned.seats)
+            )
+            waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
+            self._trace.counter("queues", waiting=waiting, running=running)
+            self._trace.counter("blocks", available=self.kv.available_blocks)
+        if self._step_observers:
+            record = StepRecord(
+                step=self._num_steps,
+                started_ns=started_ns,
+                finished_ns=self._clock.now_ns(),
+                num_running=self.scheduler.num_running,
+                num_waiting=self.scheduler.num_waiting,
+                num_scheduled_tokens=num_tokens,
+                num_preempted=num_preempted,
+                num_free_blocks=self.kv.available_blocks,
+            )
+            self._step_observers.tell(record=record)
+
+    @contextmanager
+    def _without_exits(self) -> Iterator[None]:
+        """Raise PluginError instead of SystemExit and the like, which would end the caller's program."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise PluginError(self.parts.registry.describe(error)) from error
+
+    @contextmanager
+    def _guessing(self) -> Iterator[None]:
+        """Log what the lifetime predictor raises: it only guesses."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            described = self.parts.registry.describe(error)
+            logger.exception("the lifetime predictor failed; the engine goes on: %s", described)

@@ -1,0 +1,435 @@
+"""The one place where prefix cache, KV pool and eviction meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+from sagellm.core import (
+    BlockAllocationRequest,
+    BlockId,
+    Clock,
+    Fetch,
+    InsertResult,
+    KVCacheEvent,
+    KVOffloadProtocol,
+    KVPoolProtocol,
+    Namespace,
+    OutOfBlocksError,
+    PrefixCacheProtocol,
+    PrefixHit,
+    PrefixMatch,
+    Seat,
+    SequenceId,
+    TokenIds,
+)
+from sagellm.engines.engine_core.request_log import RequestLog
+from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.sequence import Sequence
+
+
+class _Fetching(NamedTuple):
+    """A fetch, the tokens that are cached once it completes, and the lock on those cached before it."""
+
+    fetch: Fetch
+    token_ids: TokenIds
+    match: PrefixMatch
+
+
+class _Awaited(NamedTuple):
+    """What a sequence waits for before its admission, or has waited for."""
+
+    fetch: Fetch
+    is_own: bool
+
+
+class KVCacheManager:
+    """Gives sequences their blocks and caches what they computed for others.
+
+    References: the pool counts one for each sequence that has a block in its table and one for the
+    prefix cache where it holds the block. A cached block that no sequence uses is unlocked and has
+    exactly one reference, so evicting it always frees it.
+    """
+
+    def __init__(
+        self,
+        pool: KVPoolProtocol,
+        cache: PrefixCacheProtocol,
+        seats: Seats,
+        clock: Clock,
+        *,
+        policy_names: Mapping[str, str] | None = None,
+        offload: KVOffloadProtocol | None = None,
+    ) -> None:
+        self.cache = cache
+        self.seats = seats
+        self.offload = offload
+        self._fetches: list[_Fetching] = []  # in progress, even for sequences that have ended
+        self._awaited: dict[SequenceId, _Awaited] = {}
+        self.policy_names = dict(policy_names or {})  # what the configuration calls a class
+        self.log = RequestLog()
+        self.total_blocks = pool.total_blocks
+        self._pool = pool
+        self._clock = clock
+        self._block_size = pool.block_size
+        self._events: list[KVCacheEvent] = []
+        self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
+        self._owed: list[BlockId] = []  # dropped by the cache, not yet freed
+        self._copies: list[tuple[BlockId, BlockId]] = []
+        self.epoch = 0  # changes whenever an answer of `probe` may
+        self.evictor: Callable[[int, Namespace | None], int] = self.evict
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or could be made free by eviction."""
+        return self._pool.get_free_blocks() + self.cache.num_evictable_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def probe(self, sequence: Sequence) -> PrefixHit:
+        """Return what admitting a waiting sequence would reuse and what it would take."""
+        tokens = sequence.token_ids()
+        match = self.cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
+        new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
+        return PrefixHit(match.match_length, new_blocks + self.cache.num_idle_blocks(match))
+
+    @property
+    def num_fetches(self) -> int:
+        """Fetches in progress; their blocks belong to no sequence until they complete."""
+        return len(self._fetches)
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        """Say whether KV of a sequence is being fetched from a tier; start the fetch, once per admission.
+
+        If another sequence is already fetching some of the blocks, wait for them and then fetch only what
+        follows. If such a fetch loses a block, the sequence computes from there on. Once this returns False,
+        all that arrived is in the prefix cache.
+        """
+        if self.offload is None:
+            return False
+        awaited = self._awaited.get(sequence.sequence_id)
+        while awaited is None or awaited.fetch.is_over:
+            self._end_fetches()
+            if awaited is not None and (awaited.is_own or not awaited.fetch.is_whole):
+                return False
+            awaited = self._begin_fetch(self.offload, sequence)
+            if awaited is None:
+                self._awaited.pop(sequence.sequence_id, None)
+                return False
+            self._awaited[sequence.sequence_id] = awaited
+        return True
+
+    def poll(self) -> None:
+        """Advance the transfers between device and tiers, before a step."""
+        if self.offload is not None:
+            self.offload.poll()
+            self._end_fetches()
+
+    def admit(self, sequence: Sequence) -> None:
+        """Lock the cached prefix of a sequence and give it blocks for all its tokens.
+
+        Raises OutOfBlocksError, and whatever a module raises; nothing is held in that case.
+        """
+        self.epoch += 1
+        tokens, namespace = sequence.waiting_ids, sequence.request.namespace
+        num_tokens, first_time = len(tokens), sequence.num_cached_tokens is None
+        reusable = self._reusable(sequence, tokens)
+        match = self.cache.match_prefix(reusable, namespace)
+        match = self.cache.lock(match, num_lookup_tokens=num_tokens if first_time else None)
+        num_cached, cached = match.match_length, match.block_ids
+        with ExitStack() as undo:
+            undo.callback(self.cache.unlock, match)
+            explain = self.cache.note_miss(reusable, match) if first_time else None
+            new_blocks = self._allocate(sequence, -(-num_tokens // self._block_size) - len(cached))
+            undo.callback(self._pool.free, new_blocks)
+            if cached:
+                self._pool.share(cached)
+                undo.callback(self._pool.free, cached)
+            seat = self.seats.take(sequence, tokens, [*cached, *new_blocks], num_cached)
+            undo.pop_all()
+        if match.partial is not None and match.partial.block_id != new_blocks[0]:
+            # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
+            self._copies.append((match.partial.block_id, new_blocks[0]))
+        self._awaited.pop(sequence.sequence_id, None)
+        sequence.match, sequence.seats, sequence.seat = match, self.seats, seat
+        if explain is not None:
+            sequence.num_cached_tokens = num_cached
+            self.log.add(sequence, explain, self._clock.now_ns())
+
+    def reserve(self, seat: Seat, num_tokens: int) -> None:
+        """Give a sequence the blocks it still needs to hold `num_tokens`. Raises OutOfBlocksError."""
+        missing = self.num_blocks_for(num_tokens) - int(self.seats.num_blocks[seat])
+        if missing > 0:
+            self.seats.append_blocks(seat, self._allocate(self.seats.sequences[seat], missing))
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Record that the KV of the first `num_tokens` tokens of a sequence has been computed."""
+        self.seats.num_computed[sequence.seat] = self.seats.num_committed[sequence.seat] = num_tokens
+
+    def truncate(self, seat: Seat, num_tokens: int) -> None:
+        """Take back the blocks that a sequence does not need to hold `num_tokens`."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        if num_blocks < self.seats.num_blocks[seat]:
+            self._pool.free(self.seats.cut_blocks(seat, num_blocks))
+
+    def share_computed(self, sequence: Sequence) -> None:
+        """Put the full blocks that a running sequence has computed into the prefix cache.
+
+        Where the cache already has the same content, the sequence continues with the cached block and returns
+        its own.
+        """
+        self.epoch += 1
+        tokens, result = self._insert(sequence, is_running=True)
+        held = len(result.block_ids)
+        if result.duplicate_block_ids and sequence.seat is not None:
+            pairs = zip(sequence.block_ids, result.block_ids, strict=False)
+            swapped = [(own, cached) for own, cached in pairs if own != cached]
+            self._pool.share([cached for _, cached in swapped])
+            self.seats.set_blocks(sequence.seat, 0, result.block_ids)
+            self._pool.free([own for own, _ in swapped])
+        match = self.cache.match_prefix(tokens[: held * self._block_size], sequence.request.namespace)
+        previous, sequence.match = sequence.match, self.cache.lock(match)
+        if previous is not None:
+            self.cache.unlock(previous)
+
+    def release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Take all blocks from a sequence that ended or is preempted; what it computed stays cached.
+
+        With `is_sound` False nothing is cached, since its KV may be what failed. The blocks are returned, and
+        the sequence is left without any, even if a module raises.
+        """
+        self.epoch += 1
+        self._awaited.pop(sequence.sequence_id, None)
+        if sequence.match is None:
+            return
+        with ExitStack() as giving_back:
+            giving_back.callback(self._forget, sequence)
+            giving_back.callback(self._pool.free, sequence.block_ids)
+            giving_back.callback(self.cache.unlock, sequence.match)
+            if is_sound:
+                self._insert(sequence)
+
+    def take_copies(self) -> Seq[tuple[BlockId, BlockId]]:
+        """Return the (from, to) blocks whose KV must be copied, in this order, before a step writes any."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def plan_moves(self, max_blocks: int) -> list[tuple[BlockId, BlockId]]:
+        """Return moves, (from, to), that make free blocks contiguous; none while copies wait for a step."""
+        return [] if self._copies else self._pool.plan_moves(max_blocks)
+
+    def move_blocks(self, moves: Seq[tuple[BlockId, BlockId]]) -> None:
+        """Replace each source block by its target, whose KV has been copied.
+
+        Called between two steps, right after `plan_moves`. If pool or cache raises, nothing has changed.
+        """
+        self.epoch += 1
+        self._pool.move(moves)
+        try:
+            self.cache.move_blocks(moves)
+        except BaseException:
+            self._pool.move([(target, source) for source, target in moves])
+            raise
+        tables = [self._owed]
+        for fetching in self._fetches:
+            tables += (fetching.fetch.block_ids, fetching.match.block_ids)
+        for sequence in self.seats.sequences:
+            if sequence is not None and sequence.match is not None:
+                tables.append(sequence.match.block_ids)
+        replace_blocks(tables, moves)
+        self.seats.replace_blocks(dict(moves))
+
+    def observe(self, tell: Callable[[Seq[KVCacheEvent]], None]) -> None:
+        """From now on, collect what enters and leaves the prefix cache for `tell_events`."""
+        self._tell = tell
+        self.cache.subscribe(self._events.append)
+
+    def tell_events(self) -> None:
+        """Tell the observer what entered and left the prefix cache since the last call, if anything did."""
+        if self._events and self._tell is not None:
+            events = tuple(self._events)
+            self._events.clear()
+            self._tell(events)
+
+    def take_free(self, num_blocks: int, sequence_id: SequenceId) -> list[BlockId]:
+        """Take that many blocks, or as many as are free, for KV from elsewhere. Evicts nothing."""
+        num_blocks = min(num_blocks, self._pool.get_free_blocks())
+        if not num_blocks:
+            return []
+        return self._pool.allocate(BlockAllocationRequest(num_blocks=num_blocks, sequence_id=sequence_id))
+
+    def adopt(
+        self, tokens: TokenIds, match: PrefixMatch, block_ids: list[BlockId], *, evicts: bool = True
+    ) -> None:
+        """Cache blocks of KV from elsewhere behind a locked match of whole blocks; the caller frees them."""
+        if not block_ids:
+            return
+        self.epoch += 1
+        blocks = match.block_ids + block_ids
+        tokens = tokens[: len(blocks) * self._block_size]
+        offer = partial(self.cache.insert_prefix, tokens, blocks, match.namespace)
+        kept = len(self._offer(block_ids, offer).block_ids)
+        known = tokens[: kept * self._block_size]
+        if kept < len(blocks) and evicts and self._make_room(len(blocks) - kept, known, match.namespace):
+            self._offer(blocks[kept:], offer)
+
+    def give_back(self, block_ids: Seq[BlockId]) -> None:
+        """Free what `take_free` returned."""
+        self._pool.free(block_ids)
+
+    def clear_cache(self) -> int:
+        """Drop every cached block that is neither in use nor pinned; return how many."""
+        num_freed = self._give_back(self.cache.clear())
+        self.tell_events()
+        return num_freed
+
+    def evict(self, num_blocks: int, namespace: Namespace | None = None) -> int:
+        """Drop cached blocks in the policy's order, on behalf of a namespace; return how many."""
+        return self._give_back(self.cache.evict(num_blocks, namespace=namespace))
+
+    def close(self) -> None:
+        """Close the tiers, releasing the files and connections that are not meant to persist."""
+        if self.offload is not None:
+            self.offload.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if pool or cache contradict themselves."""
+        self._pool.check_integrity()
+        self.cache.check_integrity()
+
+    def _begin_fetch(self, offload: KVOffloadProtocol, sequence: Sequence) -> _Awaited | None:
+        """Return a fetch of what follows the cached blocks: one in progress, or a new one if worthwhile.
+
+        A new one locks what is cached and reads what follows into blocks of its own.
+        """
+        tokens, namespace = self._reusable(sequence, sequence.token_ids()), sequence.request.namespace
+        match = self.cache.match_prefix(tokens, namespace)
+        num_cached = len(match.block_ids) * self._block_size
+        headers = offload.find(tokens, namespace, num_cached)
+        if not headers:
+            return None
+        # Blocks before those of a fetch are locked, so no other fetch reads a later part of this run.
+        if (fetch := offload.fetch_of(headers[0])) is not None:
+            return _Awaited(fetch, is_own=False)
+        if match.partial is not None:
+            match = self.cache.match_prefix(tokens[:num_cached], namespace)
+        end = num_cached + len(headers) * self._block_size
+        with ExitStack() as undo:
+            match = self.cache.lock(match)
+            undo.callback(self.cache.unlock, match)
+            try:
+                block_ids = self._allocate(sequence, len(headers))
+            except OutOfBlocksError:
+                return None
+            undo.callback(self._pool.free, block_ids)
+            if self._copies:  # one of the blocks may be the source of a copy that waits for the step
+                offload.copy_now(self.take_copies())
+            fetch = offload.begin(headers, block_ids)
+            undo.pop_all()
+        self._fetches.append(_Fetching(fetch, tokens[:end], match))
+        return _Awaited(fetch, is_own=True)
+
+    def _end_fetches(self) -> None:
+        """End completed fetches at once, even if their sequence still waits: others may need the blocks."""
+        for fetching in [each for each in self._fetches if each.fetch.is_over]:
+            self._fetches.remove(fetching)
+            self._end_fetch(fetching)
+
+    def _end_fetch(self, fetching: _Fetching) -> None:
+        """Put what arrived into the prefix cache, and free the rest."""
+        fetch, match = fetching.fetch, fetching.match
+        with ExitStack() as giving_back:
+            giving_back.callback(self._pool.free, fetch.block_ids)
+            giving_back.callback(self.cache.unlock, match)
+            self.adopt(fetching.token_ids, match, fetch.block_ids[: fetch.num_done])
+
+    def _forget(self, sequence: Sequence) -> None:
+        sequence.match = None
+        if sequence.seat is not None:
+            sequence.waiting_ids = sequence.token_ids()
+            self.seats.leave(sequence.seat)
+            sequence.seat = None
+
+    def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
+        # Tokens whose logits are wanted are computed: at least the last one.
+        return tokens[: sequence.num_scored if sequence.num_scored < sequence.num_to_score else -1]
+
+    def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
+        if num_blocks == 0:
+            return []
+        given = sequence.request
+        if num_blocks <= self.total_blocks:
+            missing = num_blocks - self._pool.get_free_blocks()
+            while missing > 0 and (num_evicted := self.evictor(missing, given.namespace)):
+                missing -= num_evicted
+        request = BlockAllocationRequest(
+            num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=given.priority
+        )
+        return self._pool.allocate(request)
+
+    def _give_back(self, dropped: list[BlockId]) -> int:
+        """Free what the cache dropped; if the pool raises, the next call retries."""
+        self.epoch += 1
+        self._owed += dropped
+        if not self._owed:
+            return 0
+        num_freed = self._pool.free(self._owed)
+        self._owed = []
+        return num_freed
+
+    def _insert(self, sequence: Sequence, *, is_running: bool = False) -> tuple[TokenIds, InsertResult]:
+        """Cache what a sequence has computed; while it is still running, only its full blocks."""
+        num_tokens = sequence.num_computed_tokens
+        if is_running:
+            num_tokens -= num_tokens % self._block_size
+        num_full = num_tokens // self._block_size
+        tokens = sequence.token_ids()[:num_tokens]
+        blocks = sequence.block_ids[: self.num_blocks_for(num_tokens)]
+        namespace, priority = sequence.request.namespace, sequence.request.priority
+        offer = partial(self.cache.insert_prefix, tokens, blocks, namespace, priority=priority)
+        own = blocks if sequence.match is None else blocks[len(sequence.match.block_ids) :]
+        result = self._offer(own, offer)
+        shortfall = num_full - len(result.block_ids)
+        kept = tokens[: len(result.block_ids) * self._block_size]
+        if shortfall and self._make_room(shortfall, kept, namespace):
+            result = self._offer(blocks[len(result.block_ids) :], offer)
+        return tokens, result
+
+    def _offer(self, own: list[BlockId], insert: Callable[[], InsertResult]) -> InsertResult:
+        """Insert, after taking a reference to each block that may become the cache's."""
+        self._pool.share(own)
+        try:
+            result = insert()
+        except BaseException:
+            self._pool.free(own)
+            raise
+        taken = {*result.block_ids[len(result.block_ids) - result.num_new_blocks :], result.partial_block_id}
+        self._pool.free([block_id for block_id in own if block_id not in taken])
+        if result.released_block_ids:
+            self._give_back(list(result.released_block_ids))
+        return result
+
+    def _make_room(self, num_blocks: int, kept: TokenIds, namespace: Namespace) -> bool:
+        """Have the cache drop blocks other than the prefix just kept; say whether it did."""
+        match = self.cache.lock(self.cache.match_prefix(kept, namespace))
+        try:
+            dropped = self.cache.make_room(num_blocks, namespace)
+        finally:
+            self.cache.unlock(match)
+        self._give_back(dropped)
+        return bool(dropped)
+
+
+def replace_blocks(tables: Iterable[list[BlockId]], moves: Iterable[tuple[BlockId, BlockId]]) -> None:
+    """Replace each source block of the (from, to) pairs by its target, in place.
+
+    No target may also be a source. About 0.02 µs per block in the lists.
+    """
+    moved = dict(moves)
+    for block_ids in tables:
+        if not moved.keys().isdisjoint(block_ids):
+            block_ids[:] = [moved.get(block_id, block_id) for block_id in block_ids]

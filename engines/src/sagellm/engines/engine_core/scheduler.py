@@ -1,0 +1,290 @@
+"""Keeps the queues and carries out what the scheduler IR decides."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core import (
+    OutOfBlocksError,
+    PrefixHit,
+    RequestRows,
+    RequestStatus,
+    Runs,
+    SchedulePlan,
+    ScheduleRequest,
+    SchedulerIRProtocol,
+    Seat,
+    SequenceId,
+    TokenIds,
+    UnknownRequestError,
+)
+from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.step_runner import PlannedStep
+from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
+
+Ints = npt.NDArray[np.int32]
+
+MAX_SCORED_POSITIONS = 256
+"""Positions of prompts that one step scores; each has a row of logits as long as the vocabulary."""
+
+DraftProposer = Callable[[Seq[TokenIds]], Seq[Seq[int]]]
+"""Guesses how sequences continue, given all tokens of each; a draft may have any length, even 0."""
+
+
+class Scheduler:
+    """The waiting and the running sequences, and the blocks that the running ones hold.
+
+    The IR decides from columns which sequences compute how many tokens; this class takes and returns the
+    blocks. If a block turns out to be missing after all, the sequence just sits the step out: the next
+    decision starts from exact numbers again.
+    """
+
+    def __init__(
+        self,
+        ir: SchedulerIRProtocol,
+        kv: KVCacheManager,
+        batching: BatchingMeter,
+        *,
+        now_ns: Callable[[], int],
+        propose: DraftProposer | None = None,
+        max_num_batched_tokens: int = 1 << 30,
+    ) -> None:
+        self._ir = ir
+        self._kv = kv
+        self._seats = kv.seats
+        self._batching = batching
+        self._now_ns = now_ns
+        self._propose = propose
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._waiting = WaitingRows()
+        self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
+        self._running_seats: Ints = np.empty(0, np.int32)
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def sequence_ids(self) -> list[SequenceId]:
+        """All sequences, waiting or running."""
+        return list(self._sequences)
+
+    @property
+    def num_live_tokens(self) -> int:
+        """Tokens of running sequences whose KV is stored."""
+        return int(self._seats.num_committed[self._running_seats].sum())
+
+    def __contains__(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._sequences
+
+    def __getitem__(self, sequence_id: SequenceId) -> Sequence:
+        return self._sequences[sequence_id]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._sequences[sequence.sequence_id] = sequence
+        self._waiting.add(sequence)
+
+    def probe(self, request: ScheduleRequest) -> PrefixHit:
+        """Return what admitting a waiting request would reuse and take."""
+        return self._kv.probe(self._sequences[SequenceId(request.request_id)])
+
+    def schedule(self) -> PlannedStep | None:
+        """Decide on a step and take the blocks it needs; None if there is nothing to compute."""
+        available_blocks = self._kv.available_blocks
+        running, waiting = self._running_rows(), self._waiting.rows()
+        plan = self._ir.schedule(
+            pending_requests=waiting, running_requests=running, available_memory=available_blocks
+        )
+        if len(waiting):
+            self._batching.measure(
+                plan,
+                waiting=waiting,
+                running=running,
+                available_blocks=available_blocks,
+                num_blocks_for=self._kv.num_blocks_for,
+            )
+        served = self._running_seats.take(plan.rows)
+        admitted = [self._waiting[entry.row] for entry in plan.admitted]
+        for row in sorted(plan.preempted, reverse=True):
+            self._preempt(self._running[row])
+        planned = self._carry_out(plan, served, admitted)
+        if planned is None and (len(served) or admitted) and not self._kv.num_fetches:
+            # The eviction policy keeps what must go before anything can run; clearing asks no policy.
+            self._kv.clear_cache()
+            planned = self._carry_out(plan, served, admitted)
+        if planned is None:
+            return None
+        self._seats.last_step[planned.seats] = plan.step
+        if self._seats.scored:
+            return self._limit_scored(planned)
+        return planned if self._propose is None else self._with_drafts(planned, self._propose)
+
+    def shut_out(self) -> Sequence | None:
+        """Return the first waiting sequence if there is no room for it even though nothing runs."""
+        if self._running or not len(self._waiting):
+            return None
+        first = self._waiting[0]
+        return first if self._kv.probe(first).num_blocks_needed > self._kv.available_blocks else None
+
+    def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
+        """Free the blocks of a sequence and remove it. Raises UnknownRequestError if it is not live.
+
+        If a module raises, the sequence has no blocks left but is still live; call again.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
+        if sequence.status is RequestStatus.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._stop_running(sequence)
+        del self._sequences[sequence_id]
+        sequence.status = status
+        return sequence
+
+    def _running_rows(self) -> RequestRows:
+        seats = self._seats
+        columns: dict[str, npt.NDArray[Any]] = {
+            "priority": seats.priority,
+            "arrived_time": seats.arrived_s,
+            "num_prompt_tokens": seats.num_prompt,
+            "num_tokens": seats.num_schedulable,
+            "num_computed_tokens": seats.num_computed,
+            "num_blocks": seats.num_blocks,
+            "last_scheduled_step": seats.last_step,
+            "predicted_remaining_tokens": seats.predicted,
+        }
+        return RequestRows(columns, self._running_seats, self._running_request)
+
+    def _running_request(self, seat: int) -> ScheduleRequest:
+        seats, sequence = self._seats, self._seats.sequences[seat]
+        request = sequence.request
+        return ScheduleRequest(
+            request_id=sequence.sequence_id,
+            token_ids=request.token_ids,
+            max_tokens=request.max_tokens,
+            priority=request.priority,
+            arrived_time=request.arrival_ns / 1e9,
+            num_tokens=int(seats.num_schedulable[seat]),
+            num_computed_tokens=int(seats.num_computed[seat]),
+            num_blocks=int(seats.num_blocks[seat]),
+            last_scheduled_step=int(seats.last_step[seat]),
+            predicted_remaining_tokens=sequence.predicted_remaining_tokens,
+            namespace=request.namespace,
+        )
+
+    def _carry_out(self, plan: SchedulePlan, served: Ints, admitted: Seq[Sequence]) -> PlannedStep | None:
+        """Take the blocks of a plan; sequences that get none are left out."""
+        seats, num_new = served, plan.num_tokens
+        without: list[int] = []
+        for row in plan.num_new_blocks.nonzero()[0].tolist():
+            seat = Seat(int(served[row]))
+            try:
+                self._kv.reserve(seat, int(self._seats.num_computed[seat]) + int(num_new[row]))
+            except OutOfBlocksError:
+                without.append(row)
+        if without:
+            seats, num_new = np.delete(served, without), np.delete(num_new, without)
+        if plan.admitted:
+            new = self._admit(plan, admitted)
+            seats = np.concatenate((seats, np.array([seat for seat, _ in new], np.int32)))
+            num_new = np.concatenate((num_new, np.array([number for _, number in new], np.int32)))
+        return PlannedStep(seats=seats, num_new=num_new) if len(seats) else None
+
+    def _admit(self, plan: SchedulePlan, admitted: Seq[Sequence]) -> list[tuple[Seat, int]]:
+        scheduled = []
+        now_ns = self._now_ns()
+        for entry, sequence in zip(plan.admitted, admitted, strict=True):
+            try:
+                if self._kv.is_fetching(sequence):
+                    continue
+                self._kv.admit(sequence)
+            except OutOfBlocksError:
+                break
+            self._waiting.remove(sequence)
+            self._start_running(sequence)
+            if sequence.scheduled_ns is None:
+                sequence.scheduled_ns = now_ns
+            assert sequence.seat is not None
+            num_left = sequence.num_tokens - sequence.num_computed_tokens
+            scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        return scheduled
+
+    def _start_running(self, sequence: Sequence) -> None:
+        assert sequence.seat is not None
+        sequence.status = RequestStatus.RUNNING
+        place = bisect_right(self._running, admission_order(sequence), key=admission_order)
+        self._running.insert(place, sequence)
+        self._running_seats = np.insert(self._running_seats, place, sequence.seat)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        place = self._running.index(sequence)
+        del self._running[place]
+        self._running_seats = np.delete(self._running_seats, place)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._kv.release(sequence)
+        self._stop_running(sequence)
+        sequence.status = RequestStatus.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(sequence)
+
+    def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
+        """Cut sequences short if the step would score too many positions; the rest waits for a later step."""
+        left, num_new = MAX_SCORED_POSITIONS, planned.num_new.copy()
+        for row, seat in enumerate(planned.seats.tolist()):
+            if seat not in self._seats.scored:
+                continue
+            sequence, start = self._seats.sequences[seat], int(self._seats.num_computed[seat])
+            begin = max(start, sequence.num_scored)
+            num_scored = min(start + int(num_new[row]), sequence.num_to_score) - begin
+            if num_scored > left:
+                num_new[row] = begin + left - start
+            left -= max(0, min(num_scored, left))
+        is_kept = num_new > 0
+        return PlannedStep(seats=planned.seats[is_kept], num_new=num_new[is_kept]) if is_kept.any() else None
+
+    def _with_drafts(self, planned: PlannedStep, propose: DraftProposer) -> PlannedStep:
+        """Add drafts to decoding sequences, as far as token budget, length and free blocks allow."""
+        table, seats = self._seats, planned.seats
+        is_decode = (planned.num_new == 1) & (table.num_in_flight[seats] == 0)
+        is_decode &= table.num_computed[seats] + 1 == table.num_tokens[seats]
+        rows = np.flatnonzero(is_decode)
+        budget = self._max_num_batched_tokens - planned.num_tokens
+        drafts: list[Seq[int]] = [()] * len(seats)
+        proposed = propose([table.token_ids(Seat(seat)) for seat in seats[rows].tolist()])
+        for row, draft in zip(rows.tolist(), proposed, strict=True):
+            seat = Seat(int(seats[row]))
+            num_tokens = int(table.num_tokens[seat])
+            draft = draft[: max(0, min(budget, int(table.max_total[seat]) - 1 - num_tokens))]
+            if not draft:
+                continue
+            try:
+                self._kv.reserve(seat, num_tokens + len(draft))
+            except OutOfBlocksError:
+                continue
+            drafts[row] = draft
+            budget -= len(draft)
+        counts = np.array([len(draft) for draft in drafts], np.int32)
+        if not counts.any():
+            return planned
+        ids = np.array([token for draft in drafts for token in draft], np.int32)
+        return PlannedStep(seats=seats, num_new=planned.num_new + counts, drafts=Runs(ids, counts))

@@ -1,0 +1,214 @@
+"""The running sequences as columns: each has one row, its seat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
+
+if TYPE_CHECKING:
+    from sagellm.engines.engine_core.sequence import Sequence
+
+Ints = npt.NDArray[np.int32]
+_MOST = (1 << 31) - 1
+
+FIRST_BLOCKS = 256
+"""Blocks per sequence that tables have room for at first."""
+
+NUM_STOPS = 8
+"""Stop tokens per sequence that are compared as columns; a sequence with more is checked individually."""
+
+
+class Seats:
+    """All counts of running sequences, by seat; they are stored nowhere else.
+
+        0 ──────── cached ──────── committed ──────── computed ──────── tokens ──────── in flight
+          shared, locked    ours, collected    ours, in flight    known, no KV    not drawn yet
+
+    `num_computed` counts what has been submitted, `num_committed` what has been collected; they are equal
+    while no step is in flight. Block tables are written when a sequence grows, and never rebuilt.
+    `generation` changes when a sequence leaves, so that results collected for it later are recognized as
+    stale.
+    """
+
+    def __init__(self, num_seats: int, *, block_size: int) -> None:
+        """Create empty seats. Their tables widen with the longest sequence."""
+        self.block_size = block_size
+        self.num_prompt: Ints = np.zeros(num_seats, np.int32)
+        self.num_tokens: Ints = np.zeros(num_seats, np.int32)  # known: prompt and output
+        self.num_computed: Ints = np.zeros(num_seats, np.int32)
+        self.num_committed: Ints = np.zeros(num_seats, np.int32)
+        self.num_in_flight: Ints = np.zeros(num_seats, np.int32)  # tokens that submitted steps draw at least
+        self.num_blocks: Ints = np.zeros(num_seats, np.int32)
+        self.max_total: Ints = np.zeros(num_seats, np.int32)  # tokens at which a sequence ends
+        self.min_total: Ints = np.zeros(num_seats, np.int32)  # tokens up to which no stop token counts
+        self.priority: Ints = np.zeros(num_seats, np.int32)
+        self.arrived_s = np.zeros(num_seats, np.float64)
+        self.predicted: npt.NDArray[np.float32] = np.full(num_seats, np.nan, np.float32)  # tokens that remain
+        self.last_step: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # in which it was scheduled
+        self.generation: Ints = np.zeros(num_seats, np.int32)
+        self.is_held = np.zeros(num_seats, np.bool_)  # drafts are in flight: what follows is not known
+        self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
+        self.with_many_stops: set[int] = set()
+        self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
+        self.tokens: Ints = np.zeros((num_seats, 0), np.int32)
+        self.tables: Ints = np.zeros((num_seats, 0), np.int32)
+        self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
+        self.sequence_ids: npt.NDArray[np.object_] = np.full(num_seats, None)
+        self._free = list(range(num_seats - 1, -1, -1))
+        self._arrivals: dict[Seat, SeatArrival] = {}  # since the last step, like `_departures` and `_updates`
+        self._departures: list[Seat] = []
+        self._updates: list[tuple[int, int, int]] = []  # seat, first index, end
+
+    @property
+    def num_free(self) -> int:
+        """Unoccupied seats."""
+        return len(self._free)
+
+    def take(self, sequence: Sequence, tokens: TokenIds, block_ids: Seq[BlockId], num_computed: int) -> Seat:
+        """Seat a sequence with its tokens so far and its blocks; its first `num_computed` tokens have KV."""
+        seat, request, params = Seat(self._free.pop()), sequence.request, sequence.params
+        num_prompt, num_tokens = len(request.token_ids), len(tokens)
+        num_blocks, stops = len(block_ids), sorted(sequence.stop_token_ids)
+        self.num_prompt[seat], self.num_tokens[seat] = num_prompt, num_tokens
+        self.num_computed[seat] = self.num_committed[seat] = num_computed
+        self.num_in_flight[seat] = self.num_blocks[seat] = 0
+        self.max_total[seat] = num_prompt + request.max_tokens
+        self.min_total[seat] = min(num_prompt + params.min_tokens, _MOST)
+        self.priority[seat], self.arrived_s[seat] = request.priority, request.arrival_ns / 1e9
+        predicted = sequence.predicted_remaining_tokens
+        self.predicted[seat] = np.nan if predicted is None else predicted
+        self.last_step[seat] = -1
+        self.is_held[seat] = False
+        if len(stops) > NUM_STOPS:
+            self.with_many_stops.add(seat)
+        if sequence.num_scored < sequence.num_to_score:
+            self.scored.add(seat)
+        self.stops[seat] = -1
+        self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
+        if num_blocks > self.tables.shape[1]:
+            self._widen(num_blocks)
+        self.tokens[seat, :num_tokens] = np.frombuffer(tokens.data, np.int32)
+        self.tables[seat, :num_blocks] = block_ids
+        self.num_blocks[seat] = num_blocks
+        self._updates.append((seat, 0, num_blocks))
+        self.sequences[seat], self.sequence_ids[seat] = sequence, sequence.sequence_id
+        self._arrivals[seat] = SeatArrival(
+            seat=seat,
+            sequence_id=sequence.sequence_id,
+            token_ids=tokens,
+            num_prompt=num_prompt,
+            params=params,
+            seed=sequence.seed,
+            stop_token_ids=sequence.stop_token_ids,
+        )
+        return seat
+
+    def leave(self, seat: Seat) -> None:
+        """Empty a seat."""
+        self.sequences[seat] = self.sequence_ids[seat] = None
+        self.num_committed[seat] = self.num_blocks[seat] = 0
+        self.generation[seat] += 1
+        self.scored.discard(seat)
+        self.with_many_stops.discard(seat)
+        self._free.append(seat)
+        if self._arrivals.pop(seat, None) is None:
+            self._departures.append(seat)
+
+    @property
+    def num_schedulable(self) -> Ints:
+        """Tokens (seats,) up to which each sequence can be computed: those known and those in flight.
+
+        The last token that a sequence may have is never computed.
+        """
+        known: Ints = np.minimum(self.num_tokens + self.num_in_flight, self.max_total - 1)
+        return np.where(self.is_held, self.num_computed, known)
+
+    def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
+        """Append blocks to a sequence's table."""
+        begin = int(self.num_blocks[seat])
+        if begin + len(block_ids) > self.tables.shape[1]:
+            self._widen(begin + len(block_ids))
+        self.set_blocks(seat, begin, block_ids)
+        self.num_blocks[seat] = begin + len(block_ids)
+
+    def set_blocks(self, seat: Seat, begin: int, block_ids: Seq[BlockId]) -> None:
+        """Replace entries of a sequence's table."""
+        if block_ids:
+            self.tables[seat, begin : begin + len(block_ids)] = block_ids
+            self._updates.append((seat, begin, begin + len(block_ids)))
+
+    def _widen(self, num_blocks: int) -> None:
+        """Make room for a sequence of this many blocks, and its next token; copy only what is in use."""
+        width = max(num_blocks, 2 * self.tables.shape[1], FIRST_BLOCKS)
+        tables: Ints = np.zeros((len(self.tables), width), np.int32)
+        tokens: Ints = np.zeros((len(self.tables), width * self.block_size + 1), np.int32)
+        for seat in np.flatnonzero(self.num_blocks).tolist():
+            tables[seat, : self.num_blocks[seat]] = self.tables[seat, : self.num_blocks[seat]]
+            tokens[seat, : self.num_tokens[seat]] = self.tokens[seat, : self.num_tokens[seat]]
+        self.tables, self.tokens = tables, tokens
+
+    def cut_blocks(self, seat: Seat, num_blocks: int) -> list[BlockId]:
+        """Remove the blocks after the first `num_blocks` from a sequence's table and return them."""
+        cut: list[BlockId] = self.tables[seat, num_blocks : self.num_blocks[seat]].tolist()
+        self.num_blocks[seat] = num_blocks
+        return cut
+
+    def replace_blocks(self, moved: Mapping[BlockId, BlockId]) -> None:
+        """Replace each source block by its target in all tables."""
+        sources = np.array(sorted(moved), np.int32)
+        targets = np.array([moved[source] for source in sources.tolist()], np.int32)
+        for seat in np.flatnonzero(self.num_blocks).tolist():
+            table = self.tables[seat, : self.num_blocks[seat]]
+            place = np.minimum(np.searchsorted(sources, table), len(sources) - 1)
+            is_moved = sources[place] == table
+            if is_moved.any():
+                table[is_moved] = targets[place[is_moved]]
+                indices = np.flatnonzero(is_moved)
+                self._updates.append((seat, int(indices[0]), int(indices[-1]) + 1))
+
+    def block_ids(self, seat: Seat) -> list[BlockId]:
+        """Return the blocks of a sequence."""
+        held: list[BlockId] = self.tables[seat, : self.num_blocks[seat]].tolist()
+        return held
+
+    def token_ids(self, seat: Seat) -> TokenIds:
+        """Return prompt and output, packed together."""
+        return TokenIds(self.tokens[seat, : self.num_tokens[seat]].tobytes())
+
+    def take_arrivals(self) -> list[SeatArrival]:
+        """Return the sequences that took a seat since the last step and still have it."""
+        arrivals, self._arrivals = list(self._arrivals.values()), {}
+        return arrivals
+
+    def take_departures(self) -> list[Seat]:
+        """Return the seats vacated since the last step."""
+        departures, self._departures = self._departures, []
+        return departures
+
+    def tell_again(self, step: StepInput) -> None:
+        """Repeat a step's arrivals, departures and block updates in the next step."""
+        self._arrivals = {each.seat: each for each in step.arrivals} | self._arrivals
+        self._departures = [*step.departures, *self._departures]
+        if (updates := step.new_blocks) is not None:
+            self._updates += [
+                (seat, index, index + 1)
+                for seat, index in zip(updates.seats.tolist(), updates.indices.tolist(), strict=True)
+            ]
+
+    def take_block_updates(self) -> BlockUpdates | None:
+        """Return what changed in block tables since the last step."""
+        if not self._updates:
+            return None
+        spans, self._updates = np.array(self._updates, np.int32), []
+        lengths = spans[:, 2] - spans[:, 1]
+        seats = np.repeat(spans[:, 0], lengths)
+        ends = np.cumsum(lengths)
+        indices = np.arange(ends[-1], dtype=np.int32) + np.repeat(spans[:, 2] - ends, lengths).astype(
+            np.int32
+        )
+        return BlockUpdates(seats, indices, self.tables[seats, indices])

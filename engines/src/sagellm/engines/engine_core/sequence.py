@@ -1,0 +1,94 @@
+"""A sequence: one continuation of one prompt, from admission to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from sagellm.core import (
+    EMPTY,
+    BlockId,
+    EngineSequence,
+    PrefixMatch,
+    Request,
+    RequestStatus,
+    SampledToken,
+    Seat,
+    SequenceId,
+    TokenIds,
+)
+from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.sampling.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """What the core knows about one sequence: its fixed data, and a view of its seat while it runs.
+
+    Its counts are columns of `Seats`. While it waits it has no seat, no blocks and no KV, and `waiting_ids`
+    are its tokens: the prompt, and what it had generated before it was preempted.
+    """
+
+    sequence_id: SequenceId
+    request: Request
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
+    seat: Seat | None = None
+    seats: Seats | None = None  # set while it has a seat
+    waiting_ids: TokenIds = EMPTY
+    match: PrefixMatch | None = None  # the lock held on the prefix cache
+    status: RequestStatus = RequestStatus.WAITING
+    num_cached_tokens: int | None = None  # of the first admission
+    num_preemptions: int = 0
+    predicted_remaining_tokens: float | None = None
+    scheduled_ns: int | None = None  # start of the first step that computed any of it
+    first_token_ns: int | None = None
+    num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
+    num_scored: int = 0  # those for which that is done
+    prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is returned
+
+    @classmethod
+    def of(cls, given: EngineSequence) -> Self:
+        """Create a waiting sequence."""
+        return cls(
+            sequence_id=given.sequence_id,
+            request=given.request,
+            params=given.params,
+            seed=given.seed,
+            stop_token_ids=given.stop_token_ids,
+            waiting_ids=given.request.token_ids,
+            num_to_score=0 if given.params.prompt_logprobs is None else len(given.request.token_ids) - 1,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        if self.seat is None or self.seats is None:
+            return len(self.waiting_ids)
+        return int(self.seats.num_tokens[self.seat])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - len(self.request.token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is present: every step that computes it has been collected."""
+        return 0 if self.seat is None or self.seats is None else int(self.seats.num_committed[self.seat])
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        """A copy of its block ids; empty while it waits."""
+        return [] if self.seat is None or self.seats is None else self.seats.block_ids(self.seat)
+
+    def token_ids(self) -> TokenIds:
+        """Return prompt and output packed together."""
+        if self.seat is None or self.seats is None:
+            return self.waiting_ids
+        return self.seats.token_ids(self.seat)
+
+    def output_token_ids(self) -> TokenIds:
+        """Return the tokens generated so far."""
+        return self.token_ids()[len(self.request.token_ids) :]

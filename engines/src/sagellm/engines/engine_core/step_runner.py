@@ -1,0 +1,359 @@
+"""Steps in flight: submitted to the executor, collected, and applied to the seats."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core import (
+    BlockId,
+    Clock,
+    CopyBlocks,
+    ExecutorProtocol,
+    KVOp,
+    ReadBlocks,
+    Runs,
+    SampledToken,
+    Scored,
+    Seat,
+    StepInput,
+    StepOutput,
+    WriteBlocks,
+)
+from sagellm.engines.engine_core.seats import Seats
+
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+_NO_SEATS: Ints = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """What the scheduler wants computed: a number of tokens per seat, which already has blocks for them."""
+
+    seats: Ints
+    num_new: Ints  # drafts included
+    drafts: Runs | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return int(self.num_new.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a collected step did to sequences that still have their seats. Tokens end at the first stop."""
+
+    seats: Ints  # (rows,)
+    tokens: Runs  # of the rows
+    is_first: Bools  # (rows,) whether these are the first tokens of its output
+    is_over: Bools  # (rows,) whether the last of these tokens ends it
+    had_drafts: Seq[int] = ()  # seats for which drafts were verified
+    logprobs: Mapping[Seat, Seq[SampledToken]] = field(default_factory=dict)  # of those tokens
+    scores: Mapping[Seat, Seq[SampledToken]] = field(default_factory=dict)
+    errors: Mapping[Seat, BaseException] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A submitted step. Its rows belong to the sequences that had the seats then, told by generation."""
+
+    step: StepInput
+    generations: Ints
+    submitted_ns: int
+    output: StepOutput | None = None  # received, but not yet applied
+
+
+class StepRunner:
+    """Submits steps to the executor and applies the results to the seats.
+
+    Counts are optimistic: a submitted step counts as computed, and each sampled row as one more token.
+    Collecting corrects them. Results still in flight when a sequence leaves its seat are dropped.
+
+    An executor reports a failure for all rows of a step. Later steps in flight are collected first; then the
+    rows are resubmitted in halves until the failing one is alone. This is sound because KV writes are
+    idempotent, random numbers are keyed by seed and position, and logits processors keep no state between
+    steps. What later steps computed from a failed one is dropped and planned again.
+    """
+
+    def __init__(self, executor: ExecutorProtocol, seats: Seats, clock: Clock) -> None:
+        self._executor = executor
+        self._seats = seats
+        self._clock = clock
+        self._flights: deque[_Flight] = deque()
+        self._kv_ops: list[KVOp] = []  # of a step that was interrupted
+        self._num_steps = 0
+        self.last_ns = 0  # from the submission of the last collected step to its end
+        self._last: StepInput | None = None
+
+    def take_last(self) -> StepInput | None:
+        """Return the step collected last; None if it was already taken."""
+        step, self._last = self._last, None
+        return step
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are submitted but not yet collected."""
+        return len(self._flights)
+
+    @property
+    def depth(self) -> int:
+        """Steps that may stay in flight while the next one is planned."""
+        return self._executor.depth
+
+    def submit(self, planned: PlannedStep, kv_ops: Seq[KVOp]) -> None:
+        """Submit a step, with all that changed in the seats since the last one."""
+        seats, table = planned.seats, self._seats
+        starts = table.num_computed.take(seats)
+        stops = starts + planned.num_new
+        is_sampled = stops >= (table.num_tokens + table.num_in_flight).take(seats)
+        step = self._step(
+            seats=seats,
+            num_new=planned.num_new,
+            starts=starts,
+            is_sampled=is_sampled,
+            kv_ops=kv_ops,
+            drafts=planned.drafts,
+            scored=self._scored(seats, starts, planned.num_new) if table.scored else (),
+        )
+        self._submit(step)
+        table.num_computed[seats] = stops
+        table.num_in_flight[seats] += is_sampled
+        if planned.drafts is not None:
+            table.is_held[seats] = planned.drafts.counts > 0
+
+    def carry_out(self, kv_ops: Seq[KVOp]) -> None:
+        """Copy, read or write KV now. Steps in flight are received and kept for the next `collect`."""
+        self._submit(
+            self._step(
+                seats=_NO_SEATS, num_new=_NO_SEATS, starts=_NO_SEATS, is_sampled=_NO_SEATS > 0, kv_ops=kv_ops
+            )
+        )
+        for flight in list(self._flights):
+            self._receive(flight)
+        self._flights.pop()
+
+    def copy_blocks(self, pairs: Seq[tuple[BlockId, BlockId]]) -> None:
+        """Copy the KV of the first block of each pair to the second, one pair after the other."""
+        if pairs:
+            self.carry_out([CopyBlocks(pairs)])
+
+    def read_blocks(self, block_ids: Seq[BlockId], into: Seq[memoryview]) -> None:
+        """Copy the KV of blocks to host memory."""
+        self.carry_out([ReadBlocks(block_ids, into)])
+
+    def write_blocks(self, block_ids: Seq[BlockId], data: Seq[memoryview]) -> None:
+        """Write data from `read_blocks` into blocks."""
+        self.carry_out([WriteBlocks(block_ids, data)])
+
+    def collect(self, num_left: int) -> Iterator[StepResult]:
+        """Collect steps until only `num_left` are in flight; yield their results.
+
+        Sequences that a result ends must leave their seats before the next result is requested. Raises
+        KeyboardInterrupt, and EngineError for a failure that belongs to no sequence.
+        """
+        while len(self._flights) > num_left:
+            flight = self._flights[0]
+            output = self._receive(flight)
+            self._flights.popleft()
+            yield from self._take_in(flight, output)
+
+    def _step(self, *, kv_ops: Seq[KVOp], **what: object) -> StepInput:
+        self._num_steps += 1
+        table = self._seats
+        interrupted, self._kv_ops = self._kv_ops, []
+        return StepInput(
+            step=self._num_steps,
+            kv_ops=[*interrupted, *kv_ops],
+            arrivals=table.take_arrivals(),
+            departures=table.take_departures(),
+            new_blocks=table.take_block_updates(),
+            **what,  # type: ignore[arg-type]
+        )
+
+    def _submit(self, step: StepInput) -> None:
+        self._flights.append(self._flight(step, self._seats.generation[step.seats]))
+        try:
+            self._executor.submit(step)
+        except BaseException:  # KeyboardInterrupt: repeat what the worker may not have seen
+            self._flights.pop()
+            self._seats.tell_again(step)
+            self._kv_ops = [*step.kv_ops]
+            raise
+
+    def _flight(self, step: StepInput, generations: Ints) -> _Flight:
+        return _Flight(step, generations, self._clock.now_ns())
+
+    def _receive(self, flight: _Flight) -> StepOutput:
+        """Return a step's output, the oldest that the executor has; drop the step if that fails."""
+        if flight.output is None:
+            try:
+                output = self._executor.collect()
+                while output.step < flight.step.step:  # of a step whose collection failed
+                    output = self._executor.collect()
+            except KeyboardInterrupt:  # the step continues
+                raise
+            except BaseException:
+                with suppress(ValueError):
+                    self._flights.remove(flight)
+                raise
+            flight.output = output
+            self.last_ns, self._last = self._clock.now_ns() - flight.submitted_ns, flight.step
+        return flight.output
+
+    def _take_in(self, flight: _Flight, output: StepOutput) -> Iterator[StepResult]:
+        step = flight.step
+        is_live = self._seats.generation.take(step.seats) == flight.generations
+        if not output.errors:
+            yield self._commit(step, output, is_live)
+            return
+        is_bad = np.zeros(len(step.seats), np.bool_)
+        is_bad[list(output.errors)] = True
+        yield self._commit(step, output, is_live & ~is_bad)
+        rows = np.flatnonzero(is_live & is_bad)
+        if len(rows) == 1:
+            yield _failed(Seat(int(step.seats[rows[0]])), output.errors[int(rows[0])])
+        elif len(rows):
+            yield from self._halve(flight, rows)
+
+    def _halve(self, flight: _Flight, rows: npt.NDArray[np.intp]) -> Iterator[StepResult]:
+        """Recompute failed rows in halves, after collecting everything in flight."""
+        later = [(each, self._receive(each)) for each in list(self._flights)]
+        self._flights.clear()
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            again = self._flight(_rows_of(flight.step, half), flight.generations[half])
+            self._executor.submit(again.step)
+            yield from self._take_in(again, self._receive(again))
+        for each, output in later:
+            self._drop(each, flight.step.seats[rows])
+            yield from self._take_in(each, output)
+
+    def _drop(self, flight: _Flight, seats: Ints) -> None:
+        """Undo what a step counted for these seats, and ignore their rows from now on."""
+        step, table = flight.step, self._seats
+        is_dropped = np.isin(step.seats, seats) & (table.generation[step.seats] == flight.generations)
+        dropped = step.seats[is_dropped]
+        table.num_computed[dropped] -= step.num_new[is_dropped]
+        table.num_in_flight[dropped] -= step.is_sampled[is_dropped]
+        table.is_held[dropped] = False
+        flight.generations = np.where(is_dropped, -1, flight.generations)
+
+    def _commit(self, step: StepInput, output: StepOutput, is_live: Bools) -> StepResult:
+        """Correct the counts of a step's live rows and append their tokens, up to the first that ends one."""
+        if np.count_nonzero(is_live) < len(is_live):
+            rows = np.flatnonzero(is_live)
+            step, output = _rows_of(step, rows), _outputs_of(output, rows)
+        table, seats = self._seats, step.seats
+        before = table.num_tokens.take(seats)
+        runs, is_over = self._append(seats, before, output.tokens)
+        table.num_tokens[seats] = after = before + runs.counts
+        table.num_in_flight[seats] -= step.is_sampled
+        computed = step.starts + step.num_new
+        if step.drafts is not None:
+            num_refused = step.drafts.counts - output.num_accepted
+            computed -= num_refused
+            table.num_computed[seats] -= num_refused
+            table.is_held[seats] = False
+        table.num_committed[seats] = np.minimum(computed, after - 1)  # a run may have been truncated
+        return StepResult(
+            seats=seats,
+            tokens=runs,
+            is_first=(before == table.num_prompt.take(seats)) & (runs.counts > 0),
+            is_over=is_over,
+            had_drafts=() if step.drafts is None else seats[step.drafts.counts > 0].tolist(),
+            logprobs={
+                Seat(int(seats[row])): tokens[: runs.counts[row]] for row, tokens in output.logprobs.items()
+            },
+            scores={Seat(int(seats[row])): scores for row, scores in output.scores.items()},
+        )
+
+    def _append(self, seats: Ints, before: Ints, runs: Runs) -> tuple[Runs, Bools]:
+        """Append runs of tokens, each up to the first that ends its sequence; return what was appended."""
+        table, ids, counts = self._seats, runs.ids, runs.counts
+        is_single = len(ids) == len(seats) == np.count_nonzero(counts)
+        seat_of, position = seats, before
+        if not is_single:
+            row_of = np.repeat(np.arange(len(seats)), counts)
+            within = np.arange(len(ids)) - (np.cumsum(counts) - counts)[row_of]
+            seat_of, position = seats[row_of], before[row_of] + within
+        is_end = position + 1 >= table.max_total.take(seat_of)
+        is_stop = table.stops.take(seat_of, 0) == ids[:, None]
+        if np.count_nonzero(is_stop):
+            is_end |= is_stop.any(1) & (position >= table.min_total[seat_of])
+        if table.with_many_stops:
+            for index, seat in enumerate(seat_of.tolist()):
+                if seat in table.with_many_stops and position[index] >= table.min_total[seat]:
+                    is_end[index] |= int(ids[index]) in table.sequences[seat].stop_token_ids
+        if is_single:
+            table.tokens[seats, before] = ids
+            return runs, is_end
+        is_over = np.zeros(len(seats), np.bool_)
+        if np.count_nonzero(is_end):
+            ended, first = np.unique(row_of[is_end], return_index=True)
+            is_over[ended] = True
+            counts = counts.copy()
+            counts[ended] = within[is_end][first] + 1
+            is_kept = within < counts[row_of]
+            ids, seat_of, position = ids[is_kept], seat_of[is_kept], position[is_kept]
+        table.tokens[seat_of, position] = ids
+        return Runs(ids, counts), is_over
+
+    def _scored(self, seats: Ints, starts: Ints, num_new: Ints) -> list[Scored]:
+        scored = []
+        for row, seat in enumerate(seats.tolist()):
+            if seat not in self._seats.scored:
+                continue
+            sequence = self._seats.sequences[seat]
+            start = max(int(starts[row]), sequence.num_scored)
+            stop = min(int(starts[row] + num_new[row]), sequence.num_to_score)
+            if start < stop:
+                scored.append(Scored(row, start, stop, sequence.params.prompt_logprobs or 0))
+        return scored
+
+
+def _failed(seat: Seat, error: BaseException) -> StepResult:
+    none = np.zeros(0, np.bool_)
+    nothing = Runs(_NO_SEATS, _NO_SEATS)
+    return StepResult(seats=_NO_SEATS, tokens=nothing, is_first=none, is_over=none, errors={seat: error})
+
+
+def _rows_of(step: StepInput, rows: npt.NDArray[np.intp]) -> StepInput:
+    """Return the same step for some of its rows, without what a worker has already applied."""
+    place = {row: index for index, row in enumerate(rows.tolist())}
+    return replace(
+        step,
+        seats=step.seats[rows],
+        num_new=step.num_new[rows],
+        starts=step.starts[rows],
+        is_sampled=step.is_sampled[rows],
+        arrivals=(),
+        departures=(),
+        new_blocks=None,
+        kv_ops=(),
+        drafts=None if step.drafts is None else _runs_of(step.drafts, rows),
+        scored=[replace(each, row=place[each.row]) for each in step.scored if each.row in place],
+    )
+
+
+def _outputs_of(output: StepOutput, rows: npt.NDArray[np.intp]) -> StepOutput:
+    place = {row: index for index, row in enumerate(rows.tolist())}
+    return StepOutput(
+        step=output.step,
+        tokens=_runs_of(output.tokens, rows),
+        num_accepted=output.num_accepted[rows],
+        logprobs={place[row]: tokens for row, tokens in output.logprobs.items() if row in place},
+        scores={place[row]: scores for row, scores in output.scores.items() if row in place},
+    )
+
+
+def _runs_of(runs: Runs, rows: npt.NDArray[np.intp]) -> Runs:
+    is_kept = np.zeros(len(runs.counts), np.bool_)
+    is_kept[rows] = True
+    return Runs(runs.ids[np.repeat(is_kept, runs.counts)], runs.counts[rows])

@@ -1,0 +1,22 @@
+"""The HTTP server: OpenAI's completions and chat completions over one engine."""
+
+from typing import TYPE_CHECKING
+
+from sagellm.core import lazy
+
+if TYPE_CHECKING:
+    from sagellm.engines.http.app import check_access as check_access, create_app as create_app
+    from sagellm.engines.http.engine_front import EngineFront as EngineFront, Stream as Stream
+    from sagellm.engines.http.server import make_server as make_server
+
+_MODULE_OF = {
+    "EngineFront": ".engine_front",
+    "Stream": ".engine_front",
+    "check_access": ".app",
+    "create_app": ".app",
+    "make_server": ".server",
+}
+
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

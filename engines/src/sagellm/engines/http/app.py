@@ -1,0 +1,168 @@
+"""The application: its routes, and the middleware around them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from sagellm.core import ConfigError, get_logger
+from sagellm.engines import __version__
+from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.http.access_control import AccessControl, Keys, is_loopback
+from sagellm.engines.http.access_log import AccessLog
+from sagellm.engines.http.admission import Admission
+from sagellm.engines.http.api_key_file import with_key_file
+from sagellm.engines.http.body import BodyGate
+from sagellm.engines.http.engine_front import EngineFront
+from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.generation import Chats, Completions
+from sagellm.engines.http.metrics import EngineProbe, ServerMetrics
+from sagellm.engines.http.origins import Origins
+from sagellm.engines.http.prompt_encoder import PromptEncoder
+from sagellm.engines.http.reply import encode_json
+from sagellm.engines.http.response_headers import ResponseHeaders
+from sagellm.engines.http.service import Service
+from sagellm.engines.http.start_page import StartPage
+from sagellm.engines.http.tokenizing import Detokenize, Tokenize, tokenizer_info
+from sagellm.engines.text.calls import TextRunner
+
+logger = get_logger(__name__)
+
+_METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+def check_access(settings: ServerConfig) -> None:
+    """Raise ConfigError for an open address without a key."""
+    if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
+        raise ConfigError(
+            f"server.host is {settings.host!r}, which others can reach, and server.api_keys is empty; "
+            f"set a key with SAGELLM_API_KEY or server.api_key_file, or listen on 127.0.0.1"
+        )
+
+
+def create_app(
+    front: EngineFront,
+    settings: ServerConfig,
+    *,
+    max_num_seqs: int = 256,
+    text_runner: TextRunner | None = None,
+) -> FastAPI:
+    """Build the application around a loaded engine.
+
+    `text_runner` runs the model's template and tokenizer; None runs them in this process, without a time
+    limit. `max_num_seqs` plus `settings.max_queued_requests` bounds the live requests.
+    `app.state.admission` drains. Raises ConfigError for an open address without a key.
+    """
+    settings = with_key_file(settings, logger.warning)
+    check_access(settings)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    names = settings.served_model_name or (front.model_name,)
+    service = Service(
+        front=front,
+        model_names=names,
+        admission=Admission(max_num_seqs + settings.max_queued_requests),
+        metrics=ServerMetrics(names[0]),
+        encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
+        public_namespaces=settings.public_namespaces,
+    )
+    app.state.admission, app.state.service = service.admission, service
+    start_page = StartPage(
+        names[0], needs_key=bool(settings.api_keys), has_template=service.encoder.has_template
+    )
+    _add_probes(app, service)
+    _add_routes(app, service, start_page)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_middleware(BodyGate, timeout_s=settings.body_timeout, stall_timeout_s=settings.body_stall_timeout)
+    app.add_middleware(
+        AccessControl,
+        keys=Keys(settings.api_keys),
+        host=settings.host,
+        allowed_hosts=settings.allowed_hosts,
+        origins=Origins(settings.allowed_origins),
+    )
+    app.add_middleware(ResponseHeaders)
+    if settings.access_log:
+        app.add_middleware(AccessLog)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
+    models = [_model(name, service.front.max_model_len) for name in service.model_names]
+
+    async def list_models(_: Request) -> Response:
+        return _json({"object": "list", "data": models})
+
+    async def get_model(request: Request) -> Response:
+        for model in models:
+            if model["id"] == request.path_params["name"]:
+                return _json(model)
+        raise HTTPException(404)
+
+    async def show_tokenizer(_: Request) -> Response:
+        return _json(tokenizer_info(service.front.tokenizer))
+
+    app.add_route("/", start_page.show, methods=["GET"])
+    app.add_route("/v1/models", list_models, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", get_model, methods=["GET"])
+    app.add_route("/tokenizer_info", show_tokenizer, methods=["GET"])
+    posts = {
+        "/v1/completions": Completions(service),
+        "/v1/chat/completions": Chats(service),
+        "/tokenize": Tokenize(service),
+        "/detokenize": Detokenize(service),
+    }
+    for path, application in posts.items():
+        app.add_route(path, application, methods=["POST"])  # type: ignore[arg-type]
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that report the server's state to its operator."""
+    probe = EngineProbe(service.front)
+
+    async def health(_: Request) -> Response:
+        return Response(status_code=200 if service.front.is_responsive else 503)
+
+    async def ready(_: Request) -> Response:
+        is_ready = service.front.is_ready and not service.admission.is_draining
+        return Response(status_code=200 if is_ready else 503)
+
+    async def version(_: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(_: Request) -> Response:
+        await probe.ask()
+        page = service.metrics.render(
+            probe.last,
+            service.front.config,
+            is_up=service.front.is_responsive,
+            num_restarts=service.front.num_restarts,
+        )
+        return Response(page, headers={"content-type": _METRICS_TYPE})
+
+    pages = {"/health": health, "/ping": health, "/ready": ready, "/version": version, "/metrics": metrics}
+    for path, endpoint in pages.items():
+        app.add_route(path, endpoint, methods=["GET"])
+
+
+def _model(name: str, max_model_len: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "sagellm",
+        "max_model_len": max_model_len,
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode_json(value), status_code=status, media_type="application/json")
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    """Answer requests that the routing refuses, in the same form as all other errors."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = {404: "there is no such path", 405: "this path does not take this method"}
+    return _json(APIError(status, known.get(status, "the request is refused")).body, status)

@@ -1,0 +1,190 @@
+"""The two endpoints that generate: from a request, via its job, to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from sagellm.core import Namespace, get_logger
+from sagellm.engines.http.body_params import chat_params, check_budget, completion_params
+from sagellm.engines.http.body_schema import Body, ChatBody, CompletionBody, StreamOptions
+from sagellm.engines.http.chat_shape import ChatShape
+from sagellm.engines.http.completion_shape import CompletionShape
+from sagellm.engines.http.errors import as_api_error, invalid
+from sagellm.engines.http.job_streams import ClientGoneError, JobStreams, running
+from sagellm.engines.http.metrics import RequestTimer
+from sagellm.engines.http.prompt_encoder import EncodedPrompt
+from sagellm.engines.http.reply import EventReply, send_bytes
+from sagellm.engines.http.service import Service
+from sagellm.engines.http.shape import Job, Shape
+from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+B = TypeVar("B", bound=Body)
+
+_MANY_SCORED = 256
+"""Tokens with log-probabilities above which an answer is encoded on another thread."""
+
+logger = get_logger(__name__)
+
+
+class Generation(ABC, Generic[B]):
+    """One endpoint, an ASGI application."""
+
+    kind: type[B]
+    shape: type[Shape]
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @abstractmethod
+    async def prompts(self, body: B) -> list[EncodedPrompt]:
+        """Return the prompts to continue."""
+
+    @abstractmethod
+    def params(self, body: B, defaults: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; all of its errors are handled here."""
+        arrived = time.perf_counter()
+        reply = EventReply(send)
+        try:
+            with self.service.admission.seat() as seat:
+                body = await self.service.read(scope, self.kind)
+                job = await self._job(body, request_id=scope["state"]["id"])
+                seat.take(len(job.prompts) * job.params.n)
+                namespace = self._namespace(scope["state"]["namespace"], body)
+                if scope["state"]["request_id"] != job.id:
+                    logger.info("%s: came as %s", job.id, scope["state"]["request_id"])
+                timers = [
+                    RequestTimer(self.service.metrics, arrived, request_id) for request_id in job.request_ids
+                ]
+                scope["state"]["timers"] = timers  # for the access log
+                async with running(receive, timers) as run:
+                    seat.stop = run.stop
+                    await run.open(self.service.front, job, namespace, -(body.priority or 0))
+                    if job.is_streamed:
+                        await _stream(run, self.shape(job), reply)
+                    else:
+                        await _whole(run, self.shape(job), send)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            told = as_api_error(error)
+            scope["state"]["failure"] = told.code or told.param  # for the access log
+            logger.info("a request is answered with %d (%s)", told.status, told.code or told.param)
+            await reply.fail(told)
+
+    def _namespace(self, own: Namespace, body: B) -> Namespace:
+        """Return where the prompt's KV is shared: among the caller's requests, some of them, or publicly."""
+        public, name = self.service.public_namespaces, body.cache_namespace
+        if name is None:
+            return own._replace(salt=body.cache_salt or "")
+        if body.cache_salt is not None:
+            raise invalid("cache_salt", "cache_salt cannot be used with cache_namespace, which is public")
+        if name not in public:
+            there = ", ".join(public) or "none; the server's --public-namespaces names them"
+            raise invalid("cache_namespace", f"no public namespace {name!r}; there is {there}")
+        return Namespace.public(name)
+
+    async def _job(self, body: B, *, request_id: str) -> Job:
+        service = self.service
+        model = service.check_model(body.model)
+        params = await service.encoder.with_tokens(self.params(body, service.front.default_params))
+        prompts = await self.prompts(body)
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_budget(params, len(prompts), num_tokens, service.front.max_model_len)
+        options = body.stream_options or StreamOptions()
+        is_ranked = isinstance(body, CompletionBody) and body.best_of is not None
+        return Job(
+            prompts=prompts,
+            params=params,
+            model=model,
+            is_streamed=bool(body.stream),
+            num_choices=(body.n or service.front.default_params.n) if is_ranked else params.n,
+            includes_usage=bool(options.include_usage),
+            has_usage_in_chunks=bool(options.include_usage and options.continuous_usage_stats),
+            echoes=isinstance(body, CompletionBody) and bool(body.echo),
+            hides_output=body.max_tokens == 0,
+            hides_logprobs=is_ranked and body.logprobs is None,
+            text_of=service.encoder.text_of,
+            id=request_id,
+        )
+
+
+class Completions(Generation[CompletionBody]):
+    """POST /v1/completions."""
+
+    kind = CompletionBody
+    shape = CompletionShape
+
+    async def prompts(self, body: CompletionBody) -> list[EncodedPrompt]:
+        """Return one prompt or many, with their text for an echo."""
+        encoder = self.service.encoder
+        prompts = await encoder.encode_completion(body)
+        return [await encoder.with_text(prompt) for prompt in prompts] if body.echo else prompts
+
+    def params(self, body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+        """Return the body's sampling."""
+        return completion_params(body, defaults)
+
+
+class Chats(Generation[ChatBody]):
+    """POST /v1/chat/completions."""
+
+    kind = ChatBody
+    shape = ChatShape
+
+    async def prompts(self, body: ChatBody) -> list[EncodedPrompt]:
+        """Return the one prompt that the template makes."""
+        return [await self.service.encoder.encode_chat(body)]
+
+    def params(self, body: ChatBody, defaults: SamplingParams) -> SamplingParams:
+        """Return the body's sampling."""
+        return chat_params(body, defaults)
+
+
+async def _whole(run: JobStreams, shape: Shape, send: Send) -> None:
+    last = await _last_outputs(run)
+    if sum(map(_num_scored, last)) > _MANY_SCORED:  # seconds of work for the largest allowed request
+        answer = await asyncio.to_thread(shape.encoded, last)
+    else:
+        answer = shape.encoded(last)
+    await send_bytes(send, answer)
+
+
+def _num_scored(request: RequestOutput) -> int:
+    """Return for how many tokens an answer has log-probabilities."""
+    return len(request.prompt_logprobs or ()) + sum(len(output.logprobs or ()) for output in request.outputs)
+
+
+async def _last_outputs(run: JobStreams) -> Sequence[RequestOutput]:
+    last: dict[int, RequestOutput] = {}
+    async for index, output in run.outputs():
+        last[index] = output
+    return [output for _, output in sorted(last.items())]
+
+
+async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> None:
+    cursors = shape.cursors()
+    num = shape.job.params.n
+    last: dict[int, RequestOutput] = {}
+    async for index, request in run.outputs():
+        events = b""
+        for output in request.outputs:
+            cursor = cursors[index * num + output.index]
+            if not cursor.is_finished:
+                events += shape.render(cursor, output)
+                cursor.is_finished = output.finish_reason is not None
+        last[index] = request
+        if events:
+            await reply.write(events)
+    requests = [request for _, request in sorted(last.items())]
+    await reply.finish(shape.usage_event(requests) if shape.job.includes_usage else b"")

@@ -1,0 +1,236 @@
+"""HTTP/1.1 connections with limits on headers, on waiting, and on their number."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from sagellm.core.chaos import in_pieces
+from sagellm.engines.http.access_log import log_refused
+from sagellm.engines.http.connections import Connections, peer_of
+from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.framing import Framing
+
+_HEADER_TIMEOUT_S = 10.0
+_STALL_TIMEOUT_S = 60.0
+_HALF_CLOSED_S = 0.25
+"""Time after a client closes its sending half until it is first probed."""
+_MAX_HALF_CLOSED_S = 4.0
+_HAS_TCP_INFO = hasattr(socket, "TCP_INFO")
+_TCP_CLOSE = 7
+
+
+class BoundedHTTP(HttpToolsProtocol):
+    """HTTP/1.1 with time limits for heads and for clients that read too slowly, and bounded headers.
+
+    Refused requests never reach the application, so they are logged here if `is_logged`.
+    """
+
+    def __init__(self, *args: Any, connections: Connections, is_logged: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.peer: str | None = None
+        self._connections = connections
+        self._is_logged = is_logged
+        self.url = b""
+        self._framing = Framing()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
+        self._refusal: APIError | None = None
+        self._is_in_headers = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Register the connection and start to wait for headers."""
+        super().connection_made(transport)
+        self.peer = peer_of(self.client[0]) if self.client else None
+        refusal = self._connections.add(self)
+        self._is_probe_only = refusal is not None
+        if refusal is not None:
+            self.app_state = {**self.app_state, "refusal": refusal}
+        self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel all timers and unregister."""
+        for timer in (self._deadline, self._stall, self._probe):
+            if timer is not None:
+                timer.cancel()
+        self._connections.remove(self)
+        self._connections.num_open -= 1
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close the connection at once, to make room for others."""
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Start to wait for a client that reads slowly."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(_STALL_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop waiting: the client reads again."""
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        super().resume_writing()
+
+    @in_pieces("http.receive", lambda self: self.transport.is_closing())
+    def data_received(self, data: bytes) -> None:
+        """Pass data to the parser one message at a time; refuse what is invalid or exceeds a limit."""
+        try:
+            while data and not self.transport.is_closing():
+                size = self._framing.next_piece(data)
+                super().data_received(data[:size])
+                if self._refusal is not None:
+                    raise self._refusal
+                data = data[size:]
+        except APIError as refusal:
+            self._refuse(refusal)
+            return
+        if self._is_idle:  # this is not part of a running request, which has its own timers
+            self._start_deadline()
+
+    def on_message_begin(self) -> None:
+        """Start to collect headers."""
+        super().on_message_begin()
+        self._is_in_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Collect a header; ignore trailers."""
+        if self._is_in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start a request, unless its headers are refused."""
+        self._is_in_headers = False
+        try:
+            self._framing.begin_body(self.headers, self.parser.get_http_version())
+        except APIError as refusal:  # the parser swallows exceptions
+            self._refusal = refusal
+            return
+        self._stop_deadline()
+        self._connections.mark_busy(self)
+        super().on_headers_complete()
+        self.url = b""  # in the scope now; else the next request might be logged with it
+        if self._is_probe_only:
+            self.cycle.keep_alive = False
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment,method-assign]
+
+    def on_message_complete(self) -> None:
+        """Finish a request that was not refused."""
+        if self._refusal is None:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, after the rest of this one's body if that was not read."""
+        super().on_response_complete()
+        if self._is_idle and not self.transport.is_closing():
+            self._connections.mark_idle(self)
+            if not self._framing.is_between_messages:
+                self._start_deadline()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Continue the running request: a client may close its sending half and wait for the answer."""
+        if self._is_idle or self.cycle.more_body or not _HAS_TCP_INFO:
+            return False
+        self.cycle.keep_alive = False
+        self._probe = self.loop.call_later(_HALF_CLOSED_S, self._probe_client, _HALF_CLOSED_S)
+        return True
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse malformed HTTP."""
+        self._refuse(APIError(400, msg, code="bad_http"))
+
+    def _refuse(self, error: APIError) -> None:
+        """Send an error and close; abort if a response has begun."""
+        if self.transport.is_closing():
+            return
+        if self._is_idle:
+            self._log(error)
+        else:
+            self.cycle.scope["state"]["failure"] = error.code  # for the access log
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.scope["state"]["status"] = error.status  # whatever the application answers later
+        head = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
+        kind = b"Connection: close\r\nContent-Type: application/json\r\n"
+        self.transport.write(head + kind + b"Content-Length: %d\r\n\r\n" % len(error.encoded) + error.encoded)
+        self.transport.close()
+
+    def _log(self, error: APIError) -> None:
+        """Log a refused request, with its method and path if the parser has come that far."""
+        if self._is_logged:
+            method = self.parser.get_method() if self.url else b""
+            path = self.url.partition(b"?")[0]
+            log_refused(method.decode("latin-1"), path.decode("latin-1"), error)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_deadline(self) -> None:
+        """Start the time limit for the next head, which further bytes do not extend."""
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._give_up)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self._is_idle and not self.transport.is_closing():
+            self.transport.close()
+
+    def _probe_client(self, waited_s: float) -> None:
+        """Probe a half-closed client by sending something: if it is gone, its system replies with a reset.
+
+        Before a response the probe is `100 Continue`, which HTTP/1.1 clients skip; once a response has begun,
+        its own bytes are the probe.
+        """
+        self._probe = None
+        if self._is_idle or self.transport.is_closing():
+            return
+        if _is_reset(self.transport):
+            self.transport.abort()
+            return
+        cycle = self.cycle
+        if not cycle.response_started and not self.pipeline and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        wait_s = min(2 * waited_s, _MAX_HALF_CLOSED_S)
+        self._probe = self.loop.call_later(wait_s, self._probe_client, wait_s)
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Return a `send` for HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
+    send, is_open = cycle.send, False
+
+    async def answer(message: Any) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if is_open:
+                cycle.chunked_encoding = False  # the connection is not kept alive anyway
+        elif is_open:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    return answer
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Say whether the peer has reset the connection; event loops do not report it while reading is paused."""
+    with suppress(OSError):
+        state: int = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return state == _TCP_CLOSE
+    return False

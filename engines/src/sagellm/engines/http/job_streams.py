@@ -1,0 +1,131 @@
+"""The streams of one job in the engine: opened together, read together, closed when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from sagellm.core import EngineError, Namespace
+from sagellm.engines.http.engine_front import EngineFront, Stream
+from sagellm.engines.http.metrics import RequestTimer
+from sagellm.engines.http.shape import Job
+from sagellm.engines.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+
+class ClientGoneError(Exception):
+    """The client no longer waits for the answer."""
+
+
+class JobStreams:
+    """A job's requests in the engine. Reading raises ClientGoneError when the client disconnects."""
+
+    def __init__(self, receive: Receive, timers: Sequence[RequestTimer]) -> None:
+        self._streams: list[Stream] = []
+        self._timers = timers
+        self._stopped: Exception | None = None
+        self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
+
+    async def open(self, front: EngineFront, job: Job, namespace: Namespace, priority: int) -> None:
+        """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
+        for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
+            stream = await front.add_request(
+                prompt.token_ids,
+                job.params,
+                request_id=request_id,
+                namespace=namespace,
+                priority=priority,
+            )
+            self._streams.append(stream)
+            if self._stopped is not None:
+                raise self._stopped
+            await asyncio.sleep(0)  # thousands of prompts must not block other requests
+
+    def stop(self, error: Exception) -> None:
+        """End the reading with an error, even if outputs are missing."""
+        if self._stopped is None:
+            self._stopped = error
+        for stream in self._streams:
+            stream.close()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield the position of a prompt and its cumulative output, until all are finished."""
+        source = self._one() if len(self._streams) == 1 else self._merged()
+        still_open = set(range(len(self._streams)))
+        async for index, output in source:
+            if index not in still_open:
+                continue  # one object grows: its end may have been seen with an earlier notification
+            self._timers[index].take(output)
+            if output.finished:
+                still_open.remove(index)
+            yield index, output
+        if self._stopped is not None and still_open:
+            raise self._stopped
+        if still_open:
+            raise EngineError("a stream ended before its request")
+
+    async def close(self, reason: str) -> None:
+        """Abort unfinished requests, which count as ended for this reason."""
+        self._watch.cancel()
+        for stream in self._streams:
+            stream.close()
+        for timer in self._timers[: len(self._streams)]:  # refused prompts never became requests
+            timer.end(reason)
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stop(ClientGoneError())
+
+    async def _one(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        async for output in self._streams[0]:
+            yield 0, output
+
+    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Read all streams, each in its own task; only the latest output of each is kept."""
+        latest: dict[int, RequestOutput] = {}
+        faults: list[Exception] = []
+        has_news = asyncio.Event()
+
+        async def pump(index: int, stream: Stream) -> None:
+            try:
+                async for output in stream:
+                    latest[index] = output
+                    has_news.set()
+            except Exception as error:
+                faults.append(error)
+            finally:
+                has_news.set()
+
+        tasks = [asyncio.create_task(pump(*entry)) for entry in enumerate(self._streams)]
+        try:
+            while latest or not all(task.done() for task in tasks):
+                await has_news.wait()
+                has_news.clear()
+                changed = list(latest.items())
+                latest.clear()
+                for entry in changed:
+                    yield entry
+                if faults:
+                    raise faults[0]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+@asynccontextmanager
+async def running(receive: Receive, timers: Sequence[RequestTimer]) -> AsyncIterator[JobStreams]:
+    """Hold a run; whatever happens, none of its requests stay in the engine."""
+    run = JobStreams(receive, timers)
+    reason = "error"
+    try:
+        yield run
+    except (ClientGoneError, asyncio.CancelledError):
+        reason = "abort"
+        raise
+    finally:
+        await run.close(reason)

@@ -1,0 +1,328 @@
+"""The /metrics page: vLLM's names and meanings with the prefix `sagellm:`, so that its dashboards work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from sagellm.core import STEP_TOKEN_BOUNDS, EngineMetrics, get_logger
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.http.engine_front import EngineFront
+from sagellm.engines.outputs import RequestOutput
+
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+_ITL = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_PHASE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+logger = get_logger(__name__)
+
+_LABELS = ("model_name", "engine")
+
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("time from the request's arrival to its first token", _TTFT),
+    "inter_token_latency_seconds": ("time between two tokens of a request", _ITL),
+    "request_time_per_output_token_seconds": ("mean time of an output token after the first", _ITL),
+    "e2e_request_latency_seconds": ("time from the request's arrival to its end", _E2E),
+    "request_queue_time_seconds": ("time from the request's arrival to its first step", _PHASE),
+    "request_prefill_time_seconds": ("time from the request's first step to its first token", _PHASE),
+    "request_decode_time_seconds": ("time from the request's first token to its last", _PHASE),
+    "request_inference_time_seconds": ("time from the request's first step to its last token", _PHASE),
+    "request_prompt_tokens": ("prompt tokens of a request", _TOKENS),
+    "request_generation_tokens": ("tokens generated for a request", _TOKENS),
+}
+_ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # vLLM's older name
+TIMEOUT_S = 4.0
+
+
+class Histogram:
+    """Counts values by upper bounds, which are inclusive as in Prometheus. One thread feeds it."""
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return upper bound and cumulated count of each bucket."""
+        return cumulated(self._bounds, self._counts)
+
+
+def cumulated(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Return the upper bound and cumulative count of each bucket; the last one has no bound."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, accumulate(counts), strict=True))
+
+
+class ServerMetrics(Collector):
+    """Counts on the event loop; everything else happens when the page is requested."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = (model_name, "0")
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._engine, self._config = EngineMetrics(), EngineConfig()
+        self._is_up, self._num_restarts = True, 0
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+
+    def render(
+        self, engine: EngineMetrics, config: EngineConfig, *, is_up: bool = True, num_restarts: int = 0
+    ) -> bytes:
+        """Return the page, including the engine's metrics."""
+        self._engine, self._config = engine, config
+        self._is_up, self._num_restarts = is_up, num_restarts
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Declare no metrics in advance."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every metric; prometheus_client calls this."""
+        engine = self._engine
+        pool, cache = engine.modules.get("kv_pool"), engine.modules.get("prefix_cache")
+        total = read(pool, "total_blocks")
+        yield self._gauge("engine_up", "1 while /health says 200, else 0", self._is_up)
+        yield self._counter(
+            "engine_restarts", "times that the engine's process was started again", self._num_restarts
+        )
+        yield self._gauge("num_requests_running", "sequences that run", engine.num_running)
+        yield self._gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc",
+            "share of KV blocks in use",
+            engine.num_held_blocks / total if total else 0.0,
+        )
+        yield self._counter("prefix_cache_queries", "tokens looked up", read(cache, "num_lookup_tokens"))
+        yield self._counter("prefix_cache_hits", "tokens found", read(cache, "num_hit_tokens"))
+        yield self._counter("num_preemptions", "preemptions", engine.num_preemptions)
+        yield self._counter("prompt_tokens", "prompt tokens of requests", self.num_prompt_tokens)
+        yield self._counter("generation_tokens", "tokens generated", self.num_generation_tokens)
+        ended = CounterMetricFamily(
+            "sagellm:request_success", "requests by how they ended", labels=(*_LABELS, "finished_reason")
+        )
+        for reason, count in self.num_ended.items():
+            ended.add_metric((*self._labels, reason), count)
+        yield ended
+        for name in (*_HISTOGRAMS, *_ALIASES):
+            yield self._histogram(name)
+        yield self._step_tokens()
+        yield self._cache_config()
+
+    def _step_tokens(self) -> Metric:
+        family = HistogramMetricFamily(
+            "sagellm:iteration_tokens_total", "tokens computed in a step of the engine", labels=_LABELS
+        )
+        buckets = cumulated(STEP_TOKEN_BOUNDS, self._engine.steps_by_tokens)
+        family.add_metric(self._labels, buckets, self._engine.num_computed_tokens)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """Return the KV settings as labels, with vLLM's names where the meaning is the same."""
+        config = self._config
+        settings = {
+            "block_size": config.kv.block_size,
+            "num_gpu_blocks": config.kv.num_blocks,
+            "cache_dtype": config.model.dtype,
+            "enable_prefix_caching": config.prefix_cache.enabled,
+            "gpu_memory_utilization": config.kv.memory_fraction,
+            "prefix_cache": config.prefix_cache.name.name,
+            "eviction_policy": config.prefix_cache.eviction_policy.name,
+        }
+        labels = ("engine", *settings)
+        family = GaugeMetricFamily(
+            "sagellm:cache_config_info", "the KV settings, as labels; always 1", labels=labels
+        )
+        family.add_metric((self._labels[1], *map(str, settings.values())), 1)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _histogram(self, name: str) -> Metric:
+        source = _ALIASES.get(name, name)
+        histogram = self.histograms[source]
+        family = HistogramMetricFamily(f"sagellm:{name}", _HISTOGRAMS[source][0], labels=_LABELS)
+        family.add_metric(self._labels, histogram.buckets(), histogram.total)
+        return family
+
+
+class RequestTimer:
+    """Follows one request of an engine from its arrival to its end."""
+
+    __slots__ = (
+        "_arrived",
+        "_first",
+        "_is_ended",
+        "_last",
+        "_metrics",
+        "num_cached",
+        "num_prompt",
+        "num_tokens",
+        "request_id",
+    )
+
+    def __init__(self, metrics: ServerMetrics, arrived: float, request_id: str) -> None:
+        self._metrics = metrics
+        self.request_id = request_id
+        self._arrived = arrived
+        self._first = self._last = 0.0
+        self.num_tokens = self.num_prompt = self.num_cached = 0
+        self._is_ended = False
+
+    def take(self, output: RequestOutput) -> None:
+        """Count what is new in an output."""
+        num_tokens = output.metrics.num_output_tokens
+        num_new = num_tokens - self.num_tokens
+        if num_new > 0:
+            now = time.perf_counter()
+            histograms = self._metrics.histograms
+            if not self.num_tokens:
+                self._first = now
+                self.num_prompt, self.num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+                self._metrics.num_prompt_tokens += self.num_prompt
+                histograms["time_to_first_token_seconds"].observe(now - self._arrived)
+            else:
+                histograms["inter_token_latency_seconds"].observe(now - self._last)
+            self._last = now
+            self.num_tokens = num_tokens
+            self._metrics.num_generation_tokens += num_new
+        if output.finished:
+            self._finish(output)
+
+    def end(self, reason: str) -> None:
+        """Record that the request ended without a last output; only the first end counts."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._metrics.num_ended[reason] += 1
+            self._log(reason)
+
+    def _log(self, reason: str) -> None:
+        logger.info(
+            "%s: %s after %.3f s, first token after %.3f s; tokens: %d prompt (%d cached), %d generated",
+            self.request_id,
+            reason,
+            time.perf_counter() - self._arrived,
+            max(0.0, self._first - self._arrived),
+            self.num_prompt,
+            self.num_cached,
+            self.num_tokens,
+        )
+
+    def _finish(self, output: RequestOutput) -> None:
+        self.end(output.outputs[0].finish_reason or "error")
+        histograms = self._metrics.histograms
+        histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - self._arrived)
+        histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        histograms["request_generation_tokens"].observe(self.num_tokens)
+        for phase in ("queue", "prefill", "decode", "inference"):
+            seconds = getattr(output.metrics, f"{phase}_time")
+            if seconds is not None:
+                histograms[f"request_{phase}_time_seconds"].observe(max(0.0, seconds))
+        num_longest = output.metrics.num_longest_output_tokens
+        if num_longest > 1:
+            mean = (self._last - self._first) / (num_longest - 1)
+            histograms["request_time_per_output_token_seconds"].observe(mean)
+
+
+def read(module: Any, name: str) -> float:
+    """Return a module's figure, 0 if it has none."""
+    value = getattr(module, name, 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+class EngineProbe:
+    """Fetches the engine's metrics; concurrent calls share one request."""
+
+    def __init__(self, front: EngineFront) -> None:
+        self._front = front
+        self._asking: asyncio.Task[EngineMetrics] | None = None
+        self.last = EngineMetrics()
+        self._num_restarts = front.num_restarts
+
+    async def ask(self) -> None:
+        """Update `last`, unless the engine does not answer within 4 s.
+
+        An unresponsive engine is not asked, because that is when the page is needed most. A restart resets
+        `last`.
+        """
+        if self._num_restarts != self._front.num_restarts:
+            self._num_restarts, self.last = self._front.num_restarts, EngineMetrics()
+        if not self._front.is_responsive:
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._front.metrics())
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        with suppress(Exception):  # even if it is late
+            self.last = await asyncio.wait_for(asyncio.shield(self._asking), TIMEOUT_S)

@@ -1,0 +1,70 @@
+"""What all endpoints share: the engine, the model's names, and the limits on load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
+
+from sagellm.core import get_logger
+from sagellm.engines.http.admission import Admission
+from sagellm.engines.http.body_schema import ChatBody, TokenizeBody
+from sagellm.engines.http.engine_front import EngineFront
+from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.json_values import PromptLimits
+from sagellm.engines.http.metrics import ServerMetrics
+from sagellm.engines.http.parsing import parse
+from sagellm.engines.http.prompt_encoder import PromptEncoder
+from sagellm.engines.http.response_headers import ignored_header
+from sagellm.engines.text.limits import max_characters_of
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+B = TypeVar("B", bound=Struct)
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One served model."""
+
+    front: EngineFront
+    model_names: tuple[str, ...]
+    admission: Admission
+    metrics: ServerMetrics
+    encoder: PromptEncoder
+    public_namespaces: tuple[str, ...]
+
+    async def read(self, scope: Scope, kind: type[B]) -> B:
+        """Return the checked body of a request; ignored fields are listed in the answer's headers.
+
+        Raises APIError.
+        """
+        body = scope["state"]["body"]
+        most = self.front.max_model_len
+        limits = PromptLimits(num_characters=max_characters_of(most), num_tokens=most)
+        parsed = await parse(body.data, kind, limits)
+        body.release()
+        ignored = [*parsed.ignored]
+        if isinstance(parsed.body, ChatBody | TokenizeBody) and parsed.body.chat_template_kwargs:
+            unread = self.encoder.unread(parsed.body.chat_template_kwargs)
+            ignored += [f"chat_template_kwargs.{name}" for name in unread]
+        if ignored:
+            header = ignored_header(ignored)
+            scope["state"]["headers"].append(header)
+            logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode())
+        return parsed.body
+
+    def check_model(self, name: str | None) -> str:
+        """Return the model's name for an answer. Raises APIError, 404 for one that is not served."""
+        if name is not None and name not in self.model_names:
+            raise APIError(
+                404,
+                f"the model {name[:200]!r} is not served; this server has {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name or self.model_names[0]

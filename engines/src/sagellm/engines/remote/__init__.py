@@ -1,0 +1,28 @@
+"""Serving in two processes: a front that faces clients, and a core that runs the model."""
+
+from typing import TYPE_CHECKING
+
+from sagellm.core import lazy
+
+if TYPE_CHECKING:
+    from sagellm.engines.remote.admin_client import AdminClient as AdminClient
+    from sagellm.engines.remote.core_server import CoreServer as CoreServer
+    from sagellm.engines.remote.remote_engine import RemoteEngine as RemoteEngine
+    from sagellm.engines.remote.running_engine import (
+        EngineLock as EngineLock,
+        RunningEngine as RunningEngine,
+    )
+    from sagellm.engines.remote.socket_client import SocketClient as SocketClient
+
+_MODULE_OF = {
+    "AdminClient": ".admin_client",
+    "CoreServer": ".core_server",
+    "EngineLock": ".running_engine",
+    "RemoteEngine": ".remote_engine",
+    "RunningEngine": ".running_engine",
+    "SocketClient": ".socket_client",
+}
+
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy(__name__, _MODULE_OF)

@@ -1,0 +1,63 @@
+"""Messages between front and core, typed, in MessagePack, one per frame. Imports no torch.
+
+Both sides always have the same version: the front starts the core. A QueuedRequest is a message too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sagellm.core import FinishReason, RequestLimits, SequenceId, TokenOutput
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.remote.frames import FrameReader as FrameReader, encode as encode
+from sagellm.engines.sampling.params import SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    """To the core: end these sequences; those that have already ended are skipped."""
+
+    sequence_ids: list[SequenceId]
+    finish_reason: FinishReason
+
+
+class Call(msgspec.Struct, frozen=True, tag="call", array_like=True):
+    """To the core: run an operation between two steps and answer with a Reply of the same number."""
+
+    number: int
+    operation: str
+    arguments: dict[str, Any]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
+    """From the core, its first message: what it runs. Its model is loaded."""
+
+    config: dict[str, Any]  # dotted keys, with what was chosen for "auto"
+    limits: RequestLimits
+    default_params: SamplingParams
+    pid: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """From the core, instead of Hello: why it cannot start."""
+
+    message: str
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
+    """From the core: what a step did to the sequences of this connection."""
+
+    outputs: list[TokenOutput]
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
+    """From the core: the answer to a Call, or why there is none."""
+
+    number: int
+    result: Any = None
+    error: str | None = None
+
+
+ToCore = QueuedRequest | Abort | Call
+FromCore = Hello | Failed | Step | Reply

@@ -1,0 +1,240 @@
+"""Keeps one core running: starts its process, watches it, and restarts it when it dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sagellm.core import (
+    EngineDeadError,
+    EngineError,
+    FinishReason,
+    InvalidRequestError,
+    SequenceId,
+    get_logger,
+)
+from sagellm.core.chaos import in_pieces
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.engine_client import EngineClient
+from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.remote.core_handle import CoreHandle, Stall
+from sagellm.engines.remote.heartbeat import RESPONSIVE_S
+from sagellm.engines.remote.messages import Abort, Failed, FrameReader, FromCore, Hello, ToCore
+
+logger = get_logger(__name__)
+
+_MAX_RESTARTS = 3
+_RESTARTS_WITHIN_S = 60.0
+_RETRY_S = 2.0
+_TICK_S = 0.5
+
+_DIED = "the engine's process died"
+
+
+class Supervisor(EngineClient):
+    """Reports the core's messages and deaths. After four deaths within a minute it is not restarted.
+
+    A core without a heartbeat for `server.frozen_after_s` is killed, which counts as a death.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        socket: Path,
+        *,
+        on_hello: Callable[[Hello], None],
+        on_message: Callable[[FromCore], None],
+        on_death: Callable[[EngineDeadError], None],
+        log_level: str = "WARNING",
+    ) -> None:
+        self.config = config  # with the core's choices for "auto", so that a restarted one keeps them
+        self.num_restarts = 0
+        self._ended_s = 0.0
+        self.core: CoreHandle | None = None
+        self._ending = " ended"
+        self._socket, self._log_level = socket, log_level
+        self._on_hello, self._on_message, self._on_death = on_hello, on_message, on_death
+        self._watching: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._failure: EngineError | None = None
+        self._is_closing = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a core runs with its model loaded."""
+        return self._ready.is_set() and self._failure is None and not self._is_closing
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether that core has made progress within the last 4 s, between two steps or inside one."""
+        return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
+
+    async def start(self) -> None:
+        """Start the core and wait until its model is loaded. Raises EngineError with the core's reason."""
+        self._watching = asyncio.create_task(self._keep_running())
+        await self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def wait_until_ready(self) -> None:
+        """Wait for a core that is being started. Raises EngineDeadError if there will be none."""
+        if not self._is_closing:
+            await self._ready.wait()
+        if self._is_closing:
+            raise EngineDeadError("the engine is shutting down")
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine is not running: {self._failure}")
+
+    def add(self, request: QueuedRequest) -> None:
+        """Send a request. Raises InvalidRequestError if it has values that cannot be sent."""
+        try:
+            self.send(request)
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in values that only plugins check
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+
+    def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
+        """Have the core end sequences."""
+        self.send(Abort(list(sequence_ids), finish_reason))
+
+    def send(self, message: ToCore) -> None:
+        """Send a message to the running core; if there is none, it is lost."""
+        if self.core is not None:
+            self.core.send(message)
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the core; a cancellation kills it."""
+        self._is_closing = True
+        self._ready.set()  # release all waiters
+        if self.core is not None:
+            if at_once:
+                self.core.kill()
+            await self.core.stop()
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+        self._socket.unlink(missing_ok=True)
+
+    async def _keep_running(self) -> None:
+        deaths: list[float] = []
+        while True:
+            failed = await self._attempt()
+            if self._is_closing:
+                return
+            now = time.monotonic()
+            deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
+            if failed is not None and not self.num_restarts:  # reported to the caller of the first start
+                self._failure = failed
+            elif len(deaths) > _MAX_RESTARTS:
+                why = f"its process failed {len(deaths)} times within a minute"
+                self._failure = EngineDeadError(why if failed is None else f"{why}, at last: {failed}")
+                logger.error("the engine's process%s", self._ending)
+            if self._failure is not None:
+                if self.num_restarts:  # a failure of the first start is raised there
+                    logger.error("the engine stays down: %s; start the server again", self._failure)
+                self._ready.set()  # release all waiters
+                return
+            self.num_restarts += 1
+            if failed is None:
+                logger.error("the engine's process%s and is restarted", self._ending)
+            else:  # the missing memory or folder may be back soon
+                logger.error("the engine cannot start: %s; trying again", failed)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _attempt(self) -> EngineError | None:
+        """Run a core until it is gone; return the error if it could not start."""
+        while True:
+            try:
+                await self._run_once()
+            except EngineError as error:
+                return error
+            except OSError as error:  # no memory or descriptors for a process
+                if not self.num_restarts:
+                    return EngineError(f"its process cannot be started: {error}")
+                logger.error("the engine's process cannot be started again yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except Exception:  # it sent something invalid
+                logger.exception("the engine's process sent an invalid message")
+            return None
+
+    async def _run_once(self) -> None:
+        """Start a core and return when it is gone. Raises EngineError if it cannot start."""
+        link = _Link(self._on_message)
+        core = self.core = await CoreHandle.start(self.config, self._socket, link, log_level=self._log_level)
+        reason = _DIED
+        try:
+            stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
+            first = None if stalled else await link.first
+            if isinstance(first, Failed):
+                raise EngineError(first.message)
+            if isinstance(first, Hello):
+                self.config = self.config.with_values(first.config)
+                self._on_hello(first)
+                self._ready.set()
+                if self.num_restarts:
+                    away_s = time.monotonic() - self._ended_s
+                    logger.warning("the engine takes requests again, after %.1f s", away_s)
+                stalled = await self._watch(core, link.lost, lambda: core.heartbeat.last_ns)
+            reason = stalled or reason
+        finally:
+            self._ended_s = time.monotonic()
+            self._ready.clear()
+            if not self._is_closing:
+                self._on_death(EngineDeadError(f"{reason}; send the request again"))
+            await core.stop()
+            self._ending = f" {core.pid} ended ({core.ending})"
+
+    async def _watch(
+        self, core: CoreHandle, awaited: asyncio.Future[Any], progress: Callable[[], int | None]
+    ) -> str | None:
+        """Wait for a core's message or end; if it makes no progress, kill it and return that reason."""
+        limit_s = self.config.server.frozen_after_s
+        stall = Stall(limit_s, _TICK_S)
+        while not (await asyncio.wait({awaited}, timeout=_TICK_S))[0]:
+            if stall.is_over(progress()):
+                core.kill()
+                reason = f"the engine's process made no progress for {limit_s:g} s and was killed"
+                logger.error("%s; it was process %d (server.frozen_after_s)", reason, core.pid)
+                return reason
+        return None
+
+
+class _Link(asyncio.Protocol):
+    """One connection to a core: its first message, all others, and its end."""
+
+    def __init__(self, receive: Callable[[FromCore], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[FromCore | None] = loop.create_future()
+        self.lost: asyncio.Future[None] = loop.create_future()
+        self._reader = FrameReader(FromCore)
+        self._receive = receive
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    @in_pieces("front.receive", lambda self: self._transport.is_closing())
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                if not self.first.done():
+                    self.first.set_result(message)
+                else:
+                    self._receive(message)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the panic of an extension module is not an Exception
+            logger.exception("the engine sent an invalid message")
+            assert self._transport is not None
+            self._transport.close()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        if not self.first.done():
+            self.first.set_result(None)
+        if not self.lost.done():
+            self.lost.set_result(None)

@@ -1,0 +1,89 @@
+"""What a body asks for in all is bounded; errors say what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from sagellm.engines import SamplingParams
+from sagellm.engines.http.body_params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
+from sagellm.engines.http.body_schema import CompletionBody
+from sagellm.engines.http.completion_shape import CompletionShape
+from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.prompt_encoder import PromptEncoder
+
+
+def told(caught, param):
+    assert (caught.value.status, caught.value.param) == (400, param)
+    return caught.value.message
+
+
+def test_log_probabilities_of_a_prompt_are_bounded():
+    with pytest.raises(APIError) as caught:
+        check_budget(SamplingParams(prompt_logprobs=20), 1, 100_000, 200_000)
+    assert told(caught, "prompt_logprobs") == (
+        "prompt_logprobs: 20 and the token itself for 100000 prompt tokens are 2100000 log-probabilities; "
+        f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs, or send fewer or shorter prompts"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "advice"),
+    [
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs", "leave out stream or prompt_logprobs"),
+        (
+            {"best_of": 2, "n": 3},
+            "best_of",
+            "2 continuations cannot give n=3 of them; raise best_of or lower n",
+        ),
+    ],
+)
+def test_fields_that_exclude_each_other_are_both_named(fields, param, advice):
+    with pytest.raises(APIError) as caught:
+        completion_params(CompletionBody(prompt="a", **fields), SamplingParams())
+    assert told(caught, param).endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "advice"),
+    [
+        (
+            [[1] * 8],
+            "prompt: 8 tokens; there may be at most 7, so that one of the model's 8 is left to generate",
+        ),
+        ([[]], "prompt: it has no tokens, and the model needs at least one; write some text"),
+        ("a" * 70_000, "prompt: 70000 characters; there may be at most 65536; shorten it"),
+    ],
+)
+def test_a_prompt_of_the_wrong_length_is_told_what_is_allowed(prompt, advice):
+    encoder = PromptEncoder(None, max_model_len=8)
+    with pytest.raises(APIError) as caught:
+        asyncio.run(encoder.encode_completion(CompletionBody(prompt=prompt)))
+    assert told(caught, "prompt").startswith(advice)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [[5, 6, 7, 8] * 4] * 20, "prompt_logprobs": 3},
+        {"prompt": [[5, 6, 7, 8] * 4] * 20, "logprobs": 3, "echo": True},
+    ],
+)
+def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
+    server, complete, monkeypatch, fields
+):
+    """With the most that may be asked for it took 2.7 s, in which nobody else was answered."""
+    writers, real = [], CompletionShape.encoded
+
+    def encoded(self, requests):
+        writers.append(threading.get_ident())
+        return real(self, requests)
+
+    monkeypatch.setattr(CompletionShape, "encoded", encoded)
+    choices = complete(max_tokens=1, **fields)["choices"]
+    (few,) = complete(max_tokens=1, **(fields | {"prompt": [5, 6, 7, 8] * 4}))["choices"]
+    assert len(choices) == 20
+    assert all({**each, "index": 0} == few for each in choices)
+    assert writers[0] != server.thread.ident == writers[1]

@@ -1,0 +1,294 @@
+"""Connections: how messages are framed, which are closed at a limit, half-closed clients."""
+
+from __future__ import annotations
+
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.framing import MAX_HEADERS, Framing
+
+GET = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": [1]}'
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+WHOLE = POST + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+def connect(server, timeout=8):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=timeout)
+
+
+def exchange(server, data, *, closes_half=False):
+    """Send bytes and return the answer until the server closes."""
+    with connect(server) as connection:
+        connection.sendall(data)
+        if closes_half:
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+def is_closed(connection, timeout_s=5.0):
+    """Say whether the server closes a connection without an answer."""
+    if not select.select([connection], [], [], timeout_s)[0]:
+        return False
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def server(scripted):
+    server = scripted("a", "length")
+    server.server.config.timeout_keep_alive = 0.1
+    return server
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (GET + b"X: y\r\n" * (MAX_HEADERS - 1) + b"\r\n", 200),
+        (GET + b"X: y\r\n" * MAX_HEADERS + b"\r\n", 431),
+        (GET + b"X: %b\r\n\r\n" % (b"y" * 16_000), 200),
+        (GET + b"X: %b\r\n\r\n" % (b"y" * 16_384), 431),
+        (GET + b"X:%b\r\n\r\n" % (b" " * 16_384), 431),
+        (CHUNKED + b"f\r\n%b\r\n0\r\n\r\n" % BODY, 200),
+        (CHUNKED + b"F;a=b\r\n%b\r\n0\r\n\r\n" % BODY, 400),
+        (CHUNKED + b"f\r\n%b\r\n0;a=b\r\n\r\n" % BODY, 400),
+        (CHUNKED + b"f \r\n%b\r\n0\r\n\r\n" % BODY, 400),
+        (CHUNKED + b"00000000f\r\n%b\r\n0\r\n\r\n" % BODY, 400),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\nf\r\n%b\r\n0\r\n\r\n" % BODY, 400),
+        (POST + b"Transfer-Encoding: identity\r\n\r\n" + BODY, 400),
+        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: xchunked\r\nContent-Length: 15\r\n\r\n" + BODY, 400),
+        (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (POST + b"Content-Length: 15\r\nContent-Length: 15\r\n\r\n" + BODY, 400),
+        (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n", 400),
+        (b"\r\n\r\n" + GET + b"\r\n", 200),
+        (WHOLE + GET + b"\r\n", 200),
+    ],
+)
+def test_a_message_has_one_meaning(server, data, status):
+    answer = exchange(server, data)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert (b'"error"' in answer) is (status != 200)
+    assert answer.count(b"HTTP/1.1 ") == (2 if data.startswith(WHOLE) else 1)
+
+
+def test_framing_does_not_depend_on_how_the_bytes_are_split():
+    data = b"\r\n" + CHUNKED + b"f\r\n%b\r\n1\r\n \r\n0\r\nA: b\r\n\r\n" % BODY + WHOLE + GET + b"\r\n"
+
+    def ends(size: int) -> list[int]:
+        framing, found, position = Framing(), [], 0
+        bodies = iter([[(b"transfer-encoding", b"chunked")], [(b"content-length", b"15")], []])
+        for start in range(0, len(data), size):
+            part = data[start : start + size]
+            while part:
+                taken = framing.next_piece(part)
+                position += taken
+                part = part[taken:]
+                if framing.has_head and data[:position].rstrip().endswith((b"chunked", b"15", b"127.0.0.1")):
+                    framing.begin_body(next(bodies), "1.1")
+                if framing.is_between_messages and position not in found:
+                    found.append(position)
+        return found
+
+    whole = len(data) - len(WHOLE + GET) - 2
+    assert ends(len(data)) == [whole, whole + len(WHOLE), len(data)]
+    for size in (1, 2, 3, 7, 64):
+        assert ends(size)[-3:] == ends(len(data))
+
+
+def test_a_head_that_ends_for_the_parser_alone_is_refused():
+    framing = Framing()
+    framing.next_piece(b"GET / HTTP/1.1\nHost: a\n\n")
+    with pytest.raises(APIError, match="do not end"):
+        framing.begin_body([], "1.1")
+
+
+def test_a_body_that_stalls_is_refused(scripted):
+    server = scripted("a", body_timeout=30, body_stall_timeout=0.3)
+    began = time.monotonic()
+    answer = exchange(server, POST + b'Content-Length: 100\r\n\r\n{"prompt"')
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"no more of the body arrived within 0.3 s" in answer
+    assert time.monotonic() - began < 5
+
+
+def test_a_body_that_drips_does_not_stall_but_still_times_out(scripted):
+    server = scripted("a", body_timeout=3, body_stall_timeout=2.5)
+    with connect(server) as connection:
+        connection.sendall(POST + b"Content-Length: 100\r\n\r\n")
+        began = time.monotonic()
+        while not select.select([connection], [], [], 0.1)[0]:
+            connection.sendall(b" ")
+        assert 2.6 < time.monotonic() - began < 15
+        assert b"the body did not arrive within 3 s" in connection.recv(65536)
+
+
+def test_a_body_that_is_never_read_does_not_hold_its_connection(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.http.http_protocol._HEADER_TIMEOUT_S", 0.5)
+    server = scripted(api_keys=("key",))
+    with connect(server) as connection:
+        connection.sendall(POST + b"Content-Length: 1000000\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+        began = time.monotonic()
+        while not select.select([connection], [], [], 0.1)[0]:
+            connection.sendall(b" ")  # each byte gives it no more time
+            assert time.monotonic() - began < 5
+        assert is_closed(connection)
+
+
+def test_a_client_that_closes_its_sending_half_gets_its_answer(scripted):
+    server = scripted("a", "length")
+    answer = exchange(server, WHOLE, closes_half=True)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b'"finish_reason":' in answer
+    streamed = b'{"prompt": [1], "stream": true}'
+    data = POST + b"Content-Length: %d\r\n\r\n%b" % (len(streamed), streamed)
+    assert exchange(server, data, closes_half=True).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert exchange(server, WHOLE + WHOLE, closes_half=True).count(b"HTTP/1.1 200 ") == 2
+    assert exchange(server, WHOLE[:-1], closes_half=True) == b""
+
+
+def test_a_half_closed_client_is_probed_and_one_that_is_gone_is_dropped(scripted, until):
+    server = scripted(None)
+    with connect(server) as waiting:
+        gone = connect(server)
+        for connection in (waiting, gone):
+            connection.sendall(WHOLE)
+        until(lambda: server.app.state.admission.num_live == 2)
+        waiting.shutdown(socket.SHUT_WR)
+        gone.close()
+        until(lambda: server.app.state.admission.num_live == 1, timeout_s=5)
+        assert waiting.recv(100).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert server.app.state.admission.num_live == 1
+
+
+@pytest.fixture
+def connections() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_the_longest_idle_connection_makes_room(connections, scripted):
+    server = scripted("a", "length", max_connections=3)
+    idle = [connections.enter_context(connect(server)) for _ in range(3)]
+    time.sleep(0.1)
+    idle[0].sendall(GET + b"\r\n")  # now it has been idle for the shortest time
+    assert idle[0].recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert server.http.get("/version").status_code == 200
+    assert is_closed(idle[1])
+    assert not is_closed(idle[2], 0.1)
+    assert not is_closed(idle[0], 0.1)
+
+
+def test_beyond_the_limit_only_probes_are_answered(scripted, connections, until):
+    server = scripted(None, max_connections=2)
+    for _ in range(2):
+        connections.enter_context(connect(server)).sendall(WHOLE)
+    until(lambda: server.app.state.admission.num_live == 2)
+    for path in ("/health", "/ready", "/version"):
+        answer = server.http.get(path)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+    answer = server.http.post("/v1/completions", json={"prompt": [1]})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "too_many_connections"
+    assert "x-request-id" in answer.headers
+    assert server.http.get("/v1/models").status_code == 503
+
+
+def test_one_address_has_a_limit_of_its_own(scripted, connections, until):
+    server = scripted(None, max_connections=10, max_connections_per_peer=2)
+    for _ in range(2):
+        connections.enter_context(connect(server)).sendall(WHOLE)
+    until(lambda: server.app.state.admission.num_live == 2)
+    answer = server.http.get("/v1/models")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert "from this address" in answer.json()["error"]["message"]
+    assert server.http.get("/health").status_code == 200
+    other = socket.socket()
+    connections.enter_context(other).bind(("127.0.0.2", 0))
+    other.connect(("127.0.0.1", server.port))
+    other.sendall(GET + b"\r\n")
+    assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_probe_only_connections_are_bounded_and_the_newest_is_answered(scripted, connections, until):
+    server = scripted(None, max_connections=1)
+    connections.enter_context(connect(server)).sendall(WHOLE)
+    until(lambda: server.app.state.admission.num_live == 1)
+    for _ in range(100):
+        connections.enter_context(connect(server))
+    assert server.http.get("/health").status_code == 200
+    assert len(server.server.server_state.connections) <= 1 + 16 + 1
+    assert server.app.state.admission.num_live == 1
+
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.path.insert(0, sys.argv[1])
+from conftest import ScriptedFront
+from sagellm.engines.config import ServerConfig
+from sagellm.engines.http import create_app, make_server
+import asyncio
+async def main():
+    settings = ServerConfig(port=0)
+    server = make_server(create_app(ScriptedFront(), settings), settings)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serving
+loop = None
+if sys.argv[2] == "uvloop":
+    import uvloop
+    loop = uvloop.new_event_loop
+with asyncio.Runner(loop_factory=loop) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["uvloop", pytest.param("asyncio", marks=pytest.mark.full)])
+def test_health_answers_beside_300_idle_connections_with_64_files(connections, tmp_path, loop):
+    script = tmp_path / "few_files.py"
+    script.write_text(FEW_FILES)
+    command = [sys.executable, str(script), str(__file__).rpartition("/")[0], loop]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        for _ in range(300):
+            connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=8))
+        for _ in range(3):
+            began = time.monotonic()
+            with socket.create_connection(("127.0.0.1", port), timeout=8) as connection:
+                connection.sendall(GET.replace(b"/version", b"/health") + b"\r\n")
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert time.monotonic() - began < 2
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_answer_of_no_known_length_has_no_chunks_in_http_1_0(server):
+    """HTTP/1.0 does not know them: their sizes would stand between the events."""
+    body = b'{"prompt": [1], "stream": true}'
+    head = POST.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\nContent-Length: %d\r\n\r\n" % len(body)
+    answer, _, events = exchange(server, head + body).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer.lower()
+    assert b"connection: close" in answer.lower()
+    assert all(line[:6] in (b"", b"data: ") for line in events.split(b"\n"))
+    assert events.endswith(b"data: [DONE]\n\n")

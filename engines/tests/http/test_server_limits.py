@@ -1,0 +1,375 @@
+"""How much the server takes on, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import openai
+import pytest
+
+from sagellm.core import EngineError
+from sagellm.engines import AsyncLLMEngine, SamplingParams
+from sagellm.engines.http.framing import MAX_HEADER_BYTES
+
+BODY = {"prompt": [1, 2], "max_tokens": 5}
+SLOW = {"prompt": "The river", "max_tokens": 300, "ignore_eos": True}
+
+
+class Pending:
+    """Requests that are sent from threads of their own."""
+
+    def __init__(self, server, bodies):
+        self.answers = []
+        self._url = server.url
+        self._threads = [threading.Thread(target=self._post, args=(body,)) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+
+    def _post(self, body):
+        self.answers.append(httpx.post(f"{self._url}/v1/completions", json=body, timeout=60))
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(60)
+        return self.answers
+
+
+@pytest.fixture
+def busy(scripted, until):
+    """A server whose engine never answers, full."""
+    connections = []
+
+    def start(num, **settings):
+        server = scripted(None, **settings)
+        for _ in range(num):
+            connection = socket.create_connection(("127.0.0.1", server.port))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 15\r\n\r\n{"prompt": [1]}'
+            )
+            connections.append(connection)
+        until(lambda: server.app.state.admission.num_live == num)
+        return server, connections
+
+    yield start
+    for connection in connections:
+        connection.close()
+
+
+def test_beyond_the_queue_requests_are_refused_and_then_taken_again(busy, until):
+    server, connections = busy(5, max_num_seqs=2, max_queued_requests=3)
+    answer = server.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"] == {
+        "message": "5 sequences are waiting or running; try again later",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "queue_full",
+    }
+    with pytest.raises(openai.RateLimitError):
+        server.openai().completions.create(model="small", prompt=[1])
+    assert server.http.get("/health").status_code == 200
+    connections[0].close()
+    until(lambda: server.app.state.admission.num_live == 4)
+    server.front.script = ("a", "length")
+    assert server.http.post("/v1/completions", json=BODY).status_code == 200
+    assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2]]}).status_code == 429
+
+
+def test_a_request_larger_than_the_queue_is_taken_when_it_is_alone(scripted):
+    server = scripted("a", "length", max_num_seqs=1, max_queued_requests=0)
+    assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2], [3]]}).status_code == 200
+    assert server.app.state.admission.num_live == 0
+
+
+def test_an_overload_is_answered_to_the_last_request(serve):
+    server = serve(max_num_seqs=2, max_queued_requests=2, engine={"max_num_seqs": 2})
+    answers = Pending(server, [{**SLOW, "max_tokens": 40}] * 30).join()
+    assert len(answers) == 30
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+    assert server.app.state.admission.num_live == 0
+
+
+def test_a_draining_server_takes_nothing_new(scripted):
+    server = scripted("a", "length")
+    admission = server.app.state.admission
+    admission.start_draining()
+    answer = server.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "shutting_down"
+    assert server.http.get("/ready").status_code == 503
+    assert server.http.get("/health").status_code == 200
+
+
+def test_a_server_that_stops_lets_streams_end(serve, until):
+    server = serve()
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**SLOW, "stream": True}, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.server.handle_exit(15, None)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    until(lambda: not server.thread.is_alive())
+
+
+def test_a_second_signal_stops_at_once(busy, until):
+    server, _ = busy(2, shutdown_timeout=60)
+    server.server.handle_exit(15, None)
+    time.sleep(0.3)
+    assert server.thread.is_alive()
+    server.server.handle_exit(15, None)
+    until(lambda: not server.thread.is_alive(), timeout_s=20)
+
+
+def test_the_shutdown_timeout_ends_what_does_not(busy, until):
+    server, _ = busy(2, shutdown_timeout=1)
+    began = time.monotonic()
+    server.server.handle_exit(15, None)
+    until(lambda: not server.thread.is_alive(), timeout_s=10)
+    assert 0.5 < time.monotonic() - began < 10
+    assert server.app.state.admission.num_live == 0
+
+
+def test_wait_idle(busy, until):
+    server, connections = busy(1)
+
+    async def wait():
+        await asyncio.wait_for(server.app.state.admission.wait_idle(), 0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
+    connections[0].close()
+    until(lambda: server.app.state.admission.num_live == 0)
+    asyncio.run(wait())
+
+
+def exchange(server, data, *, then=b"", timeout=8):
+    """Send bytes and return the answer until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as connection:
+        connection.sendall(data)
+        answer = b""
+        try:
+            while chunk := connection.recv(65536):
+                answer += chunk
+                if then:
+                    connection.sendall(then)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        return answer
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(scripted):
+    server = scripted("a", body_timeout=0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    answer = exchange(server, head + b'Content-Length: 100\r\n\r\n{"prompt"')
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"body_timeout" in answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"a" * (2 * MAX_HEADER_BYTES),
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X-Many: a\r\n" * (MAX_HEADER_BYTES // 5),
+        b"GET /" + b"a" * (2 * MAX_HEADER_BYTES),
+    ],
+    ids=["one header", "many headers", "a path"],
+)
+def test_headers_have_an_end(scripted, data):
+    began = time.monotonic()
+    answer = exchange(scripted(), data)
+    assert answer.startswith(b"HTTP/1.1 431 ") or not answer
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"\x80\x04\x95\x10cos\nsystem\n(S'true'\ntR.",
+    ],
+    ids=["nothing", "no path", "below zero", "two lengths", "no chunk", "a pickle"],
+)
+def test_malformed_http_is_refused(scripted, data):
+    server = scripted()
+    answer = exchange(server, data)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
+    assert b"Traceback" not in answer
+    assert server.http.get("/health").status_code == 200
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(b"", b"X-A: b\r\n" * 1000), (b"X-A: ", b"b" * 8000)], ids=["many", "long"]
+)
+def test_trailers_have_an_end(scripted, first, then):
+    server = scripted("a", "length")
+    sent = 0
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=8) as connection,
+        suppress(ConnectionResetError, BrokenPipeError),
+    ):
+        connection.sendall(CHUNKED + b"2\r\n{}\r\n0\r\n" + first)
+        while sent < 50_000_000:
+            connection.sendall(then)
+            sent += len(then)
+    assert sent < 10_000_000
+
+
+def test_trailers_are_not_headers(scripted):
+    server = scripted("a", "length", api_keys=("key",))
+    server.server.config.timeout_keep_alive = 0.3
+    body = b'{"prompt": [1]}'
+    data = CHUNKED + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer key\r\n\r\n" % (len(body), body)
+    assert exchange(server, data, timeout=8).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_stray_byte_keeps_no_connection_open(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.http.http_protocol._HEADER_TIMEOUT_S", 0.3)
+    data = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    began = time.monotonic()
+    assert exchange(scripted(), data, then=b"\r\n").startswith(b"HTTP/1.1 200 ")
+    assert time.monotonic() - began < 3
+
+
+def test_the_beginning_of_a_next_request_does_not_cut_a_stream(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.http.http_protocol._HEADER_TIMEOUT_S", 0.2)
+    server = scripted("a", None, shutdown_timeout=0.5)
+    body = b'{"prompt": [1], "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    data = head + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /ver"
+    threading.Timer(0.6, server.server.drain).start()
+    assert b"shutting_down" in exchange(server, data)
+
+
+def test_all_bodies_together_are_bounded(scripted, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.http.body.MAX_HELD_BYTES", 1000)
+    server = scripted("a", "length")
+    answer = server.http.post("/v1/completions", json={**BODY, "user": "a" * 1000})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    for _ in range(100):  # nothing is held after an answer
+        assert server.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.http.http_protocol._STALL_TIMEOUT_S", 0.3)
+    server = scripted(*["a" * 100_000] * 500, "length")
+    body = b'{"prompt": [1], "stream": true}'
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        until(lambda: server.front.requests)
+        until(lambda: server.app.state.admission.num_live == 0, timeout_s=10)
+
+
+def test_health_says_whether_the_engine_makes_progress(scripted):
+    server = scripted()
+    assert server.http.get("/health").status_code == 200
+    server.front.is_responsive = False
+    answer = server.http.get("/health")
+    assert (answer.status_code, answer.text) == (503, "")
+
+
+def test_health_asks_nothing_of_an_engine_that_computes_a_long_step(scripted):
+    server = scripted()
+    server.front.metrics_error = EngineError("busy")
+    assert [server.http.get("/health").status_code for _ in range(3)] == [200] * 3
+
+
+def test_an_engine_in_a_long_step_is_healthy_and_one_that_hangs_is_not(make_engine, monkeypatch):
+    """In this process: the thread that steps may take any time between two layers' beats, but not longer."""
+    monkeypatch.setattr("sagellm.engines.async_engine.RESPONSIVE_S", 0.5)
+    engine = make_engine()
+    attention = engine.client.core.runner.backend._attention
+    real, release, hang = attention._attention.forward, threading.Event(), False
+
+    def slow(*arguments):
+        time.sleep(0.3)  # the step has several layers and takes longer than an engine may be silent
+        if hang:
+            release.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(attention._attention, "forward", slow)
+
+    async def use():
+        nonlocal hang
+        front = AsyncLLMEngine(engine)
+        assert front.is_responsive
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        reading = asyncio.create_task(read(front, params))
+        began = time.monotonic()
+        while time.monotonic() - began < 1.0:
+            assert front.is_responsive
+            await asyncio.sleep(0.01)
+        hang = True
+        while front.is_responsive:
+            assert time.monotonic() - began < 20
+            await asyncio.sleep(0.01)
+        hang = False
+        release.set()
+        await reading
+        await asyncio.sleep(0.3)
+        assert front.is_responsive, "one that has nothing to do is responsive"
+        await front.close()
+
+    async def read(front, params):
+        async for _ in front.generate([5, 6, 7], params):
+            pass
+
+    asyncio.run(use())
+
+
+def test_what_outlasts_the_drain_ends_with_an_error(scripted, until):
+    server = scripted("a", None, shutdown_timeout=0.5)
+    streamed = Pending(server, [{"prompt": [1], "stream": True}])
+    whole = Pending(server, [{"prompt": [2]}])
+    until(lambda: server.app.state.admission.num_live == 2)
+    server.server.drain()
+    (events,), (answer,) = streamed.join(), whole.join()
+    assert '"code":"shutting_down"' in events.text.replace(" ", "")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert "retry-after" in answer.headers
+    until(lambda: not server.thread.is_alive(), timeout_s=10)
+
+
+def test_ready_is_what_the_engine_says(scripted):
+    server = scripted()
+    assert server.http.get("/ready").status_code == 200
+    server.front.is_ready = False
+    assert server.http.get("/ready").status_code == 503
+
+
+def test_a_long_prompt_does_not_stop_the_others(scripted):
+    """The loop goes on while a long text is tokenized."""
+    is_tokenizing, may_go_on = threading.Event(), threading.Event()
+
+    def tokenize(text, **_):
+        is_tokenizing.set()
+        assert may_go_on.wait(30)
+        return {"input_ids": [1]}
+
+    server = scripted("word", "length", tokenizer=tokenize)
+    slow = Pending(server, [{"prompt": "a" * 5000, "max_tokens": 1}])
+    assert is_tokenizing.wait(30)
+    assert httpx.get(f"{server.url}/version", timeout=10).status_code == 200
+    may_go_on.set()
+    assert [answer.status_code for answer in slow.join()] == [200]
