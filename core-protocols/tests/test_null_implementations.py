@@ -50,7 +50,7 @@ class TestNullKVPool(KVPoolContract):
         return NullKVPool(total_blocks, block_size, clock=clock)
 
 
-def test_it_never_asks_its_evictor() -> None:
+def test_a_null_pool_never_asks_its_evictor() -> None:
     pool = NullKVPool(8)
     pool.set_evictor(lambda num_blocks: num_blocks)
     assert pool.total_blocks == pool.evict_if_needed(8) == 0
@@ -61,7 +61,7 @@ class TestNullLifetimePredictor(LifetimePredictorContract):
         return NullLifetimePredictor()
 
 
-def test_it_predicts_the_limit_without_confidence() -> None:
+def test_a_null_predictor_predicts_the_limit_without_confidence() -> None:
     request = PredictionRequest(
         sequence_id=SequenceId("a"), token_ids=[1, 2], current_length=30, max_length=100
     )
@@ -81,7 +81,7 @@ class TestNullPrefixCache(PrefixCacheContract):
         return NullPrefixCache(max_blocks, block_size, eviction_policy=eviction_policy, clock=clock)
 
 
-def test_every_lookup_misses_and_every_block_stays_with_the_caller():
+def test_every_lookup_of_a_null_cache_misses_and_every_block_stays_with_the_caller():
     cache = NullPrefixCache(1000, 16)
     assert cache.insert_prefix(range(32), [0, 1]) == ([], 0, [], None, ())
     match = cache.lock(cache.match_prefix(range(32)), num_lookup_tokens=32)
@@ -118,7 +118,7 @@ class TestNullTopology(TopologyContract):
         assert "nothing" in self.make().metrics().warnings[0]
 
 
-def test_it_reads_nothing():
+def test_a_null_reader_reads_nothing():
     reader = NullTraceReader(tokenize=list)
     assert not reader.can_read("trace.jsonl", '{"timestamp": 0}')
     assert list(reader.read(StringIO("anything\n"))) == []

@@ -37,7 +37,8 @@ def test_the_admin_client_loads_nothing_heavy():
 def test_messages_and_the_front_load_no_torch():
     source = (
         "import sys; import sagellm.engines.remote.messages; "
-        "from sagellm.engines.remote import CoreServer, RemoteEngine, SocketClient; import sagellm.engines.http;"
+        "from sagellm.engines.remote import CoreServer, RemoteEngine, SocketClient; "
+        "import sagellm.engines.http; "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)

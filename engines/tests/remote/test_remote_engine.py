@@ -1,4 +1,4 @@
-"""The front over a core in a process of its own: streams, leaving consumers, a core that is killed."""
+"""RemoteEngine over a core in a process of its own: streams, leaving consumers, a core that is killed."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class RequestDriver:
     """Every live request of one engine, from its prompt to its last output.
 
-    `LLMEngine`, `AsyncLLMEngine` and the server's `RemoteEngine` are shells around it: they choose the thread that
-    calls it and wait for the engine's tokens. Call `begin` first, and again after the engine was restarted.
-    All calls come from one thread; only `input` may be used on another.
+    `LLMEngine`, `AsyncLLMEngine` and `RemoteEngine` are shells around it: they choose the thread that calls
+    it and wait for the engine's tokens. Call `begin` first, and again after the engine was restarted. All
+    calls come from one thread; only `input` may be used on another.
     """
 
     def __init__(

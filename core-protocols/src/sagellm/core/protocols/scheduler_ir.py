@@ -62,7 +62,6 @@ class ScheduleRequest:
     num_blocks: int = 0  # held
     last_scheduled_step: int = -1
     predicted_remaining_tokens: float | None = None
-    prediction_confidence: float | None = None  # 0 … 1
     deadline: float | None = None
     namespace: Namespace = DEFAULT
 

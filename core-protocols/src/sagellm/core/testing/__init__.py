@@ -78,17 +78,7 @@ __all__ = sorted(_TABLE)
 
 # So that a failing `assert` of the kit shows its values, as in a test file.
 pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{name}"
-        for name in (
-            "eviction",
-            "eviction_machine",
-            "kv_allocator",
-            "kv_pool",
-            "kv_tier_model",
-            "kv_tier_model",
-        )
-    ),
+    *(f"{__name__}.{name}" for name in ("eviction_machine", "kv_tier_model")),
     *(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))),
 )
 

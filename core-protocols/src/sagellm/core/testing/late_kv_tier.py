@@ -28,11 +28,6 @@ class LateKVTier(KVTierProtocol):
         self._late: list[TierResult] = []
         self._failed: dict[Ticket, list[bool]] = {}  # for each request of a submit
 
-    @property
-    def num_late(self) -> int:
-        """Submits whose results have not been returned yet."""
-        return len(self._failed)
-
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Forward the requests that do not fail."""
         check_requests(requests)

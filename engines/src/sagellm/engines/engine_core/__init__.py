@@ -1,4 +1,4 @@
-"""The engine's core: scheduling, KV, the model runner and the step loop."""
+"""What happens between a queued request and its tokens: scheduling, KV, and the loop over steps."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions and chat completions over one engine."""
+"""The HTTP server over one engine: OpenAI's completions and chat completions."""
 
 from typing import TYPE_CHECKING
 

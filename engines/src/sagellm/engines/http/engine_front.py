@@ -1,4 +1,4 @@
-"""The interface that the server needs from an engine, which AsyncLLMEngine and the socket front have."""
+"""The interface that the server needs from an engine, which AsyncLLMEngine and RemoteEngine have."""
 
 from __future__ import annotations
 

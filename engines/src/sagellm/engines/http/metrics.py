@@ -1,4 +1,7 @@
-"""The /metrics page: vLLM's names and meanings with the prefix `sagellm:`, so that its dashboards work."""
+"""The /metrics page: vLLM's names and meanings with the prefix `sagellm:`, so that its dashboards work.
+
+A metric is declared here and described in docs/http-api.md, which a test compares with the page.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_generation_tokens": ("tokens generated for a request", _TOKENS),
 }
 _ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # vLLM's older name
-TIMEOUT_S = 4.0
+_TIMEOUT_S = 4.0
 
 
 class Histogram:
@@ -325,4 +328,4 @@ class EngineProbe:
             self._asking = asyncio.create_task(self._front.metrics())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
         with suppress(Exception):  # even if it is late
-            self.last = await asyncio.wait_for(asyncio.shield(self._asking), TIMEOUT_S)
+            self.last = await asyncio.wait_for(asyncio.shield(self._asking), _TIMEOUT_S)

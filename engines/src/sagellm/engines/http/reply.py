@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,11 +21,6 @@ _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
 ]
 _DONE = b"data: [DONE]\n\n"
-
-
-async def send_json(send: Send, value: Any) -> None:
-    """Answer with a value as JSON."""
-    await send_bytes(send, encode_json(value))
 
 
 async def send_error(send: Send, error: APIError) -> None:

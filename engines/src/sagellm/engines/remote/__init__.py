@@ -1,4 +1,4 @@
-"""Serving in two processes: a front that faces clients, and a core that runs the model."""
+"""An engine whose core runs in a process of its own: started, supervised, and asked over a socket."""
 
 from typing import TYPE_CHECKING
 

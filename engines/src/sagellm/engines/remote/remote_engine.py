@@ -1,4 +1,4 @@
-"""The front: accepts prompts, sends them to the core's process, and turns its tokens into text."""
+"""AsyncLLMEngine's interface over a core in another process, whose tokens become text here."""
 
 from __future__ import annotations
 

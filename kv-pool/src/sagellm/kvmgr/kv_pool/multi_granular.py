@@ -159,11 +159,6 @@ class MultiGranularMetrics:
         """1 - largest free run ÷ free tokens; 0 when nothing is free."""
         return external_fragmentation(self.largest_free_run, self.free_tokens)
 
-    @property
-    def broken_share(self) -> float:
-        """1 - tokens in whole free sequence pieces ÷ free tokens; 0 when nothing is free."""
-        return 1 - self.whole_tokens / self.free_tokens if self.free_tokens else 0.0
-
 
 class MultiGranularKVPool:
     """Gives a sequence whole sequence pieces, then pages, then single tokens, so that nothing is wasted.
