@@ -342,7 +342,7 @@ def a_refused_draft_kept() -> None:
 
 @bug(
     "The scheduler plans one token more than a step may have.",
-    caught_by="scheduler-ir/tests/test_base_scheduler_contract.py::TestBaseSchedulerIR"
+    caught_by="scheduler-ir/tests/test_base_scheduler.py::TestBaseSchedulerIR"
     "::test_a_plan_fits_whatever_the_state",
 )
 def a_token_budget_exceeded() -> None:
