@@ -1,0 +1,55 @@
+// Products with packed weights. One implementation per build: AMX, AVX-512 or AVX2.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+namespace sage {
+
+enum class WeightKind : int32_t { bf16 = 0, int8 = 1, int4 = 2, f32 = 3 };
+
+// A matrix (n outputs, k inputs), packed once at load. The memory behind `data` and `scales` is the caller's.
+// `is_gated`: the first n / 2 outputs are a gate and the others what it multiplies; they are packed side by
+// side, panel by panel, and a product has n / 2 columns, silu(gate) * up.
+struct Weight {
+  WeightKind kind;
+  bool is_gated;
+  int64_t n, k;
+  int64_t group;         // inputs per scale (int4)
+  unsigned char* data;   // 64-byte aligned, weight_bytes() long; scales and sums lie inside where a kernel wants them
+  const float* bias;     // (n) or null
+};
+
+int64_t weight_bytes(WeightKind kind, int64_t n, int64_t k, int64_t group);
+
+// Packs outputs [begin, begin + count); `stride` is in elements. Different outputs may be packed at once by
+// different threads if `begin` and `count` are multiples of `pack_granularity()` (or reach the end).
+int64_t pack_granularity();
+void pack_bf16(const Weight&, int64_t begin, int64_t count, const uint16_t* rows, int64_t stride);
+void pack_f32(const Weight&, int64_t begin, int64_t count, const float* rows, int64_t stride);
+// value * scale; one scale per output
+void pack_int8(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
+// values -8 ... 7 in a byte each; scales (count, k / group)
+void pack_int4(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
+// One output as floats: what the packed weight stands for (embedding rows, tests).
+void unpack_row(const Weight&, int64_t output, float* row);
+
+// Activations in the form that products with weights of a kind want: rounded to bf16, or to 8 bits with a scale
+// per row. `memory` is the caller's, 64-byte aligned, input_bytes() long.
+struct Input {
+  WeightKind kind;
+  int64_t rows, k, group;
+  unsigned char* memory;
+};
+
+int64_t input_bytes(WeightKind kind, int64_t rows, int64_t k, int64_t group);
+// Different rows may be set by different threads.
+void set_input_row(const Input&, int64_t row, const float* x);
+
+enum class Into : int32_t { store = 0, add = 1 };  // out = product, or out += product
+
+// out (rows, n or n / 2) float32, `stride` elements from row to row. Every member of the team calls it; it ends
+// with a barrier. Each output of a row has the same bits whatever other rows there are.
+void multiply(Team&, const Weight&, const Input&, Into, float* out, int64_t stride);
+
+}  // namespace sage

@@ -1,0 +1,28 @@
+// Threads that run one function together and take work from each other's hands.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+
+namespace sage {
+
+// One member's view of the team, handed to every kernel. All members of a team call the same sequence of
+// `share` and `barrier`.
+class Team {
+ public:
+  virtual int size() const = 0;
+  virtual int rank() const = 0;
+
+  // Runs body(begin, end) over [0, count) in pieces of `grain`, each taken by whichever member is free, and
+  // returns on all members once every piece is done (it ends with a barrier).
+  virtual void share(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) = 0;
+  virtual void barrier() = 0;
+
+ protected:
+  ~Team() = default;
+};
+
+// Runs `body` on `num_threads` members, the calling thread among them.
+void run_team(int num_threads, const std::function<void(Team&)>& body);
+
+}  // namespace sage
