@@ -16,7 +16,7 @@ from sagellm.core import (
     UnsupportedModelError,
     hookimpl,
 )
-from sagellm.engines import EngineConfig
+from sagellm.engines import EngineConfig, LLMEngine
 from sagellm.engines.cli.doctor.model import examine_model
 from sagellm.engines.cli.doctor.report import ExaminationContext
 from sagellm.engines.forward.choice import make_backend
@@ -139,3 +139,14 @@ def test_the_doctor_goes_on_without_the_model(registry, tmp_path):
     config = EngineConfig.from_flat(model=str(tmp_path))
     section = examine_model(ExaminationContext(registry=registry, config=config, topology=None))
     assert [problem.severity for problem in section.problems] == ["warning"]
+
+
+def test_auto_skips_a_backend_that_cannot_keep_kv_as_configured(registry, opened):
+    registry.register(Acme("PlainOnly"), distribution="acme")
+    with pytest.raises(UnsupportedModelError, match="it lacks kv_int8, which the configuration asks for"):
+        choose(registry, opened, "auto", extra_features={"kv_int8"})
+
+
+def test_a_kv_format_that_no_backend_has_is_refused_with_the_reason(checkpoint):
+    with pytest.raises(UnsupportedModelError, match="lacks kv_int8"):
+        LLMEngine(str(checkpoint), forward_backend="torch", kv_cache_dtype="int8", num_blocks=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -196,7 +196,8 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         quantizer = modules.make("quantizer", config.model.quantization)
     opened = open_model(config.model, registry)
     geometry, spec = opened.spec.geometry, opened.spec
-    layout = _layout(spec, opened.dtype_name, config.kv.block_size)
+    kv_dtype = opened.dtype_name if config.kv.dtype == "auto" else config.kv.dtype
+    layout = _layout(spec, kv_dtype, config.kv.block_size)
     max_model_len, reason = _max_model_len(config, geometry)
     progress = ProgressHook()
     attention = modules.make(
@@ -212,6 +213,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             modules,
             spec,
             weights,
+            extra_features=set() if kv_dtype == opened.dtype_name else {f"kv_{kv_dtype}"},
             device=device,
             dtype=opened.dtype,
             attention=ProgressReportingAttention(attention, progress),
@@ -255,6 +257,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             "model.device": str(device),
             "model.dtype": opened.dtype_name,
             "kv.num_blocks": num_blocks,
+            "kv.dtype": kv_dtype,
             "forward.backend": chosen.name,
         },
         refusals=chosen.refusals,
@@ -284,7 +287,8 @@ def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
         raise UnsupportedModelError(
             f"the layers of {spec.architecture} keep KV of {len(groups)} shapes; one is supported"
         )
-    return KVLayout(group=groups[0], block_size=block_size)
+    scale_bytes = 4 * block_size if dtype_name == "int8" else 0  # a float32 per token
+    return KVLayout(group=replace(groups[0], scale_bytes_per_head=scale_bytes), block_size=block_size)
 
 
 def _fitting_blocks(

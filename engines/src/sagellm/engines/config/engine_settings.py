@@ -34,6 +34,8 @@ class EngineSettings(TypedDict, total=False):
     """KV blocks; null: what memory allows, at most max_num_seqs of the longest sequences"""
     gpu_memory_utilization: float | None
     """share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU"""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"]
+    """number format of KV: auto (that of the model), float32, bfloat16, float16 or int8"""
     kv_pool: str | Mapping[str, Any] | ProviderSpec
     """KV pool by name"""
     kv_allocator: str | Mapping[str, Any] | ProviderSpec
@@ -90,7 +92,6 @@ class EngineSettings(TypedDict, total=False):
     enable_chunked_prefill: Literal[True]
     swap_space: Literal[0]
     cpu_offload_gb: Literal[0]
-    kv_cache_dtype: Literal["auto"]
     load_format: Literal["auto", "safetensors"]
     tokenizer_mode: Literal["auto"]
     skip_tokenizer_init: Literal[False]

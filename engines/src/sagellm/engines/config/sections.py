@@ -51,6 +51,7 @@ def _as_dtype(value: object) -> object:
 
 Name = Annotated[str, Field(min_length=1)]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)]
+KVDType = Annotated[Literal["auto", "float32", "bfloat16", "float16", "int8"], BeforeValidator(_as_dtype)]
 Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
@@ -142,6 +143,10 @@ class KVConfig(Checked):
         gt=0,
         le=1,
         description="share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU",
+    )
+    dtype: KVDType = Field(
+        default="auto",
+        description="number format of KV: auto (that of the model), float32, bfloat16, float16 or int8",
     )
     pool: OneProvider = provider("kv_pool", "paged", "KV pool by name")
     allocator: OneProvider = provider(

@@ -19,6 +19,7 @@ FLAT_NAMES: dict[str, str] = {
     "block_size": "kv.block_size",
     "num_blocks": "kv.num_blocks",
     "gpu_memory_utilization": "kv.memory_fraction",
+    "kv_cache_dtype": "kv.dtype",
     "kv_pool": "kv.pool",
     "kv_allocator": "kv.allocator",
     "kv_tiers": "kv.tiers",

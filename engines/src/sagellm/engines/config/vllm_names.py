@@ -30,7 +30,6 @@ VLLM_NAMES: dict[str, VLLMSetting] = {
     ),
     "swap_space": VLLMSetting((0,), "kv_tiers={'host': '4GiB'} keeps evicted KV in host memory"),
     "cpu_offload_gb": VLLMSetting((0,), "weights are not offloaded; quantization='int8' makes them smaller"),
-    "kv_cache_dtype": VLLMSetting(("auto",), "KV has the number format of the weights, `dtype`"),
     "load_format": VLLMSetting(("auto", "safetensors"), "weights are read from safetensors alone"),
     "tokenizer_mode": VLLMSetting(("auto",), "the tokenizer is the one that transformers chooses"),
     "skip_tokenizer_init": VLLMSetting((False,), "give SamplingParams(detokenize=False) to get no text"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +49,13 @@ def refusals(registry: PluginRegistry, spec: ModelSpec) -> Iterator[tuple[str, s
             yield name, str(error)
 
 
-def make_backend(modules: Modules, spec: ModelSpec, *args: Any, **given: Any) -> ChosenBackend:
+def make_backend(
+    modules: Modules, spec: ModelSpec, *args: Any, extra_features: Collection[str] = (), **given: Any
+) -> ChosenBackend:
     """Build the configuration's forward backend; other arguments are as in its protocol.
 
-    Raises UnsupportedModelError, which names what the model needs, if the backend cannot run it.
+    `extra_features` is what the configuration needs beyond what the model does. Raises UnsupportedModelError,
+    which names what is needed, if the backend cannot run the model.
     """
     named = modules.config.forward.backend
     wanted = named.name
@@ -61,7 +64,7 @@ def make_backend(modules: Modules, spec: ModelSpec, *args: Any, **given: Any) ->
     for each in chosen:
         name = each.name
         try:
-            _check_features(modules.registry.choose("forward_backend", each).factory, spec)
+            _check_features(modules.registry.choose("forward_backend", each).factory, spec, extra_features)
             backend = modules.make("forward_backend", each, spec, *args, **given)
         except (UnsupportedModelError, PluginError) as error:
             if wanted != AUTO and isinstance(error, PluginError):
@@ -74,7 +77,9 @@ def make_backend(modules: Modules, spec: ModelSpec, *args: Any, **given: Any) ->
     raise UnsupportedModelError(f"forward.backend is {wanted!r}, which cannot run the model ({reasons})")
 
 
-def _check_features(factory: object, spec: ModelSpec) -> None:
+def _check_features(factory: object, spec: ModelSpec, extra: Collection[str] = ()) -> None:
     features = getattr(factory, "features", None)
     if features is not None:
         spec.require(features)
+        if lacking := sorted(set(extra) - set(features)):
+            raise UnsupportedModelError(f"it lacks {', '.join(lacking)}, which the configuration asks for")
