@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
+    from sagellm.accel.int4 import Int4Quantizer as Int4Quantizer
     from sagellm.accel.int8 import Int8Quantizer as Int8Quantizer
     from sagellm.accel.quality import kl_divergence as kl_divergence
     from sagellm.core.protocols.quantizer import (
@@ -22,6 +23,7 @@ _NAMES = {
         QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
         QuantizerProtocol
     """,
+    ".int4": "Int4Quantizer",
     ".int8": "Int8Quantizer",
     ".quality": "kl_divergence",
 }

@@ -1,8 +1,9 @@
-"""Weights in 8 bits, symmetric around zero; activations stay as they are."""
+"""Weights as integers with scales; activations stay as they are."""
 
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import torch
 
@@ -88,12 +89,11 @@ def sliced_product(x: torch.Tensor, output: QuantizationOutput) -> torch.Tensor:
 
 _logger = get_logger(__name__)
 
-_LIMIT = 127  # -128 is left out, so that negating a weight negates its code
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-class Int8Quantizer(QuantizerProtocol):
-    """Rounds weights to 255 levels: value = round(w ÷ scale), scale = clip_ratio · max|w| ÷ 127.
+class IntegerQuantizer(QuantizerProtocol):
+    """Rounds weights to integers: value = round(w ÷ scale), within `lowest` … `highest`.
 
     A scale is kept in float32 and rounded up to 8 significant bits. The product of value and
     scale is then exact in float32, and the scale loses nothing if a kernel needs it in bfloat16.
@@ -102,6 +102,9 @@ class Int8Quantizer(QuantizerProtocol):
     larger). Thread-safe.
     """
 
+    lowest: ClassVar[int]
+    highest: ClassVar[int]
+
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         self._config = config or QuantizationConfig()
         self._metrics = QuantizerMetrics()
@@ -109,18 +112,19 @@ class Int8Quantizer(QuantizerProtocol):
 
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
-        """Quantize a matrix (out, in) into int8 of the same shape, on the same device."""
-        check_weight_shape(weight, self._config)
+        """Quantize a matrix (out, in) into int8 values of the same shape, on the same device."""
+        config = self._config_for(weight)
+        check_weight_shape(weight, config)
         num_rows, num_columns = weight.shape
-        group = self._config.group_size
-        num_groups = num_columns // group if self._granularity is QuantizationGranularity.PER_GROUP else 1
+        is_grouped = config.granularity is QuantizationGranularity.PER_GROUP
+        num_groups = num_columns // config.group_size if is_grouped else 1
         scales = self._scales(weight, num_groups)
         values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         max_error = 0.0
         for start, stop in row_slices(num_rows, num_columns * 12, weight.device):
-            error = _fill(values[start:stop], weight[start:stop], scale_rows(scales, start, stop))
+            error = self._fill(values[start:stop], weight[start:stop], scale_rows(scales, start, stop))
             max_error = max(max_error, error)
-        output = QuantizationOutput(values=values, scales=scales, config=self._config)
+        output = QuantizationOutput(values=values, scales=scales, config=config)
         self._count(weight.nbytes, output.num_bytes, max_error)
         _logger.debug("quantized %d × %d weights, error up to %.3f steps", num_rows, num_columns, max_error)
         return output
@@ -160,9 +164,10 @@ class Int8Quantizer(QuantizerProtocol):
         with self._lock:
             return QuantizerMetrics(**vars(self._metrics))
 
-    @property
-    def _granularity(self) -> QuantizationGranularity:
-        return self._config.granularity
+    def _config_for(self, weight: torch.Tensor) -> QuantizationConfig:
+        """Return how this weight is to be quantized."""
+        del weight
+        return self._config
 
     def _scales(self, weight: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Return scales (out, groups), or (1, 1) for the whole tensor, in float32."""
@@ -176,10 +181,18 @@ class Int8Quantizer(QuantizerProtocol):
                 f"row {row} of the weight holds NaN, an infinite value or one beyond float32's range; "
                 "mend the checkpoint, or leave this weight unquantized"
             )
-        if self._granularity is QuantizationGranularity.PER_TENSOR:
+        if self._config.granularity is QuantizationGranularity.PER_TENSOR:
             largest = largest.max().reshape(1, 1)
-        scales = largest * (float(self._config.clip_ratio) / _LIMIT)
-        return _round_up(scales.clamp_(min=_SMALLEST_SCALE))
+        scales = largest * (float(self._config.clip_ratio) / self.highest)
+        return round_up(scales.clamp_(min=_SMALLEST_SCALE))
+
+    def _fill(self, values: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> float:
+        """Write the codes of some rows into `values` and return the largest error in steps."""
+        grouped = rows.to(torch.float32).reshape(rows.shape[0], scales.shape[1], -1)
+        quotient = grouped / scales.unsqueeze(-1)  # (rows, groups, columns of a group)
+        code = quotient.round().clamp_(self.lowest, self.highest)
+        values.copy_(code.view_as(values))
+        return float(quotient.sub_(code).abs_().max())
 
     def _count(self, original_bytes: int, quantized_bytes: int, max_error: float) -> None:
         with self._lock:
@@ -190,6 +203,12 @@ class Int8Quantizer(QuantizerProtocol):
             metrics.max_error_steps = max(metrics.max_error_steps, max_error)
 
 
+class Int8Quantizer(IntegerQuantizer):
+    """Rounds weights to 255 levels, scale = clip_ratio · max|w| ÷ 127; one scale per row by default."""
+
+    lowest, highest = -127, 127  # without -128, so that negating a weight negates its code
+
+
 def _largest(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Return max|w| by row and group in float32; NaN if there is one among them."""
     grouped = rows.to(torch.float32).reshape(rows.shape[0], num_groups, -1)
@@ -197,16 +216,7 @@ def _largest(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
     return torch.maximum(-low, high)
 
 
-def _fill(values: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> float:
-    """Write the codes of some rows into `values` and return the largest error in steps."""
-    grouped = rows.to(torch.float32).reshape(rows.shape[0], scales.shape[1], -1)
-    quotient = grouped / scales.unsqueeze(-1)  # (rows, groups, columns of a group)
-    code = quotient.round().clamp_(-_LIMIT, _LIMIT)
-    values.copy_(code.view_as(values))
-    return float(quotient.sub_(code).abs_().max())
-
-
-def _round_up(scales: torch.Tensor) -> torch.Tensor:
+def round_up(scales: torch.Tensor) -> torch.Tensor:
     """Round positive float32 up to the next number with 8 significant bits."""
     bits = scales.contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
