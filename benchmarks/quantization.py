@@ -1,10 +1,10 @@
 """What quantized weights and KV cost in quality: `python benchmarks/quantization.py [MODEL]`.
 
-The same tokens go through the engine's forward pass in each configuration: `weights` or `weights/kv`, where
-weights are a dtype or a quantizer's name, as in `bfloat16 int8 int8/int8 int4`. Printed are KL(reference ‖ it)
-in nats per position, the share of positions with the same most likely token, and the bytes of the weights.
-The tokens are text held out from the embedded model's training, or, for another model, random ones. A model
-that is not there is made, with the attention of an ordinary initialization.
+The same tokens go through the engine's forward pass for each row, a configuration: `weights` or
+`weights/kv`, where weights are a dtype or a quantizer, as in `bfloat16 int8 int8/int8 int4`. Printed are
+KL(reference ‖ row) in nats per position, the share of positions with the same most likely token, and the
+bytes of the weights. The tokens are text held out from the embedded model's training or, for another model,
+random ones. A model that is not there is made, with the attention of an ordinary initialization.
 """
 
 from __future__ import annotations
