@@ -13,8 +13,9 @@ class Team {
   virtual int size() const = 0;
   virtual int rank() const = 0;
 
-  // Runs body(begin, end) over [0, count) in pieces of `grain`, each taken by whichever member is free, and
-  // returns on all members once every piece is done (it ends with a barrier).
+  // Runs body(begin, end) over [0, count) in pieces of one or more `grain`s, each taken by whichever member is
+  // free, and returns on all members once every piece is done (it ends with a barrier). Pieces begin at multiples
+  // of `grain` and shrink toward the end: large ones stream well, small ones leave nobody waiting for long.
   virtual void share(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) = 0;
   virtual void barrier() = 0;
 
@@ -22,7 +23,8 @@ class Team {
   ~Team() = default;
 };
 
-// Runs `body` on `num_threads` members, the calling thread among them.
+// Runs `body` on `num_threads` members, the calling thread among them: on fewer if the system gives no more
+// threads. `body` throws nothing. Calls from several threads take turns.
 void run_team(int num_threads, const std::function<void(Team&)>& body);
 
 }  // namespace sage
