@@ -1,0 +1,82 @@
+#include "sage.h"
+
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "attention.h"
+#include "linear.h"
+#include "load.h"
+#include "step.h"
+
+struct SageHandle {
+  sage::Model model;
+};
+
+namespace {
+
+sage::Weight as_weight(const SageLinear& linear) {
+  return {static_cast<sage::WeightKind>(linear.kind), linear.is_gated != 0, linear.n, linear.k, linear.group,
+          linear.data, linear.bias};
+}
+
+}  // namespace
+
+const char* sage_variant(void) {
+#if defined(__AMX_TILE__)
+  return "amx";
+#elif defined(__AVX512BF16__)
+  return "avx512";
+#else
+  return "avx2";
+#endif
+}
+
+int sage_prepare(void) {
+#if defined(__AMX_TILE__)
+  // The kernel saves the tiles' registers only for processes that have asked for it.
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return errno;
+#endif
+  return 0;
+}
+
+int64_t sage_weight_bytes(int32_t kind, int64_t n, int64_t k, int64_t group) {
+  return sage::weight_bytes(static_cast<sage::WeightKind>(kind), n, k, group);
+}
+
+int64_t sage_pack_granularity(void) { return sage::pack_granularity(); }
+
+int sage_pack(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
+              int32_t num_threads) {
+  return static_cast<int>(sage::pack_rows(as_weight(*linear), begin, count, static_cast<sage::Stored>(stored), rows,
+                                          num_threads));
+}
+
+int sage_pack_int8(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
+                   float clip_ratio, float* max_error, int32_t num_threads) {
+  return static_cast<int>(sage::quantize_rows(as_weight(*linear), begin, count, static_cast<sage::Stored>(stored),
+                                              rows, clip_ratio, max_error, num_threads));
+}
+
+int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out, int32_t num_threads) {
+  return static_cast<int>(sage::convert(static_cast<sage::Stored>(stored), values, count,
+                                        static_cast<sage::Stored>(target), out, num_threads));
+}
+
+SageHandle* sage_create(const SageModel* table) { return new SageHandle{sage::Model(*table)}; }
+
+void sage_destroy(SageHandle* handle) { delete handle; }
+
+void sage_set_kv(SageHandle* handle, const SageKV* kv) {
+  handle->model.set_kv({static_cast<sage::KVKind>(kv->kind), kv->base, kv->block_size, kv->block, kv->layer, kv->kv,
+                        kv->head, kv->token, kv->scales, kv->layer_scales, kv->kv_scales, kv->head_scales});
+}
+
+void sage_beat_into(SageHandle* handle, int64_t* last_ns) { handle->model.beat_into(last_ns); }
+
+void sage_time_into(SageHandle* handle, int64_t* phase_ns) { handle->model.time_into(phase_ns); }
+
+void sage_step(SageHandle* handle, const SageStep* step) { handle->model.step(*step); }
+
+int64_t sage_activation_bytes(const SageHandle* handle) { return handle->model.activation_bytes(); }

@@ -1,0 +1,106 @@
+// The library's C interface: plain structures of sizes and pointers, filled by the caller, who keeps all memory.
+// Nothing here throws; what can fail returns a status.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SAGE_API __attribute__((visibility("default")))
+
+// Number formats of stored tensors.
+enum { SAGE_STORED_BF16 = 0, SAGE_STORED_F16 = 1, SAGE_STORED_F32 = 2, SAGE_STORED_F64 = 3 };
+enum { SAGE_OK = 0, SAGE_NOT_FINITE = 1, SAGE_TOO_LARGE = 2 };
+
+// A packed matrix, as sage::Weight.
+typedef struct {
+  int32_t kind, is_gated;
+  int64_t n, k, group;
+  unsigned char* data;
+  const float* bias;
+} SageLinear;
+
+// weight / sqrt(mean(x²) + eps); without a weight there is no norm.
+typedef struct {
+  const float* weight;
+  float eps;
+} SageNorm;
+
+typedef struct {
+  SageNorm input_norm, query_norm, key_norm, forward_norm;
+  SageLinear qkv, output, gate_up, down;
+  const float *cos, *sin;  // (positions, rotary_dim / 2)
+  int64_t rotary_dim;
+  int64_t window;  // 0: none
+  float scale, soft_cap;
+} SageLayer;
+
+typedef struct {
+  int64_t num_layers, hidden, vocab, num_heads, num_kv_heads, head_dim;
+  const SageLayer* layers;
+  SageNorm norm;
+  SageLinear head;
+  const void* embedding;  // (vocab, hidden) in `embedding_kind`; null: the rows of the head
+  int32_t embedding_kind; // SAGE_STORED_BF16 or SAGE_STORED_F32
+} SageModel;
+
+// As sage::KV.
+typedef struct {
+  int32_t kind;
+  unsigned char* base;
+  int64_t block_size, block, layer, kv, head, token;
+  int64_t scales, layer_scales, kv_scales, head_scales;
+} SageKV;
+
+// The tokens of one step, all sequences one after another.
+typedef struct {
+  int64_t num_tokens, num_seqs, num_wanted, table_stride;
+  const int64_t *input_ids, *positions, *slots;  // (tokens)
+  const int64_t* block_tables;                   // (sequences, table_stride)
+  const int64_t *query_lens, *seq_lens;          // (sequences)
+  const int64_t* wanted;                         // (wanted) tokens whose logits are wanted
+  float* logits;                                 // (wanted, vocab)
+  int32_t num_threads;
+} SageStep;
+
+// Where a step's time goes, in nanoseconds, summed over steps.
+enum {
+  SAGE_EMBED, SAGE_NORM, SAGE_QKV, SAGE_ROPE, SAGE_ATTEND, SAGE_OUTPUT, SAGE_GATE_UP, SAGE_DOWN, SAGE_HEAD,
+  SAGE_NUM_PHASES
+};
+
+// The variant that this library was built as, and 0 if the processor and the kernel let it run (else an errno).
+SAGE_API const char* sage_variant(void);
+SAGE_API int sage_prepare(void);
+
+SAGE_API int64_t sage_weight_bytes(int32_t kind, int64_t n, int64_t k, int64_t group);
+SAGE_API int64_t sage_pack_granularity(void);
+
+// Packs outputs [begin, begin + count) of a matrix from contiguous stored rows, rounded to the weight's kind
+// (bf16 or f32). All values must be finite, stored and rounded: SAGE_NOT_FINITE, SAGE_TOO_LARGE.
+SAGE_API int sage_pack(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
+                       int32_t num_threads);
+// The same in 8 bits, one scale per output: clip_ratio * max|row| / 127, rounded up to 8 significant bits.
+// `max_error` is raised to the largest |value - code| in steps.
+SAGE_API int sage_pack_int8(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
+                            float clip_ratio, float* max_error, int32_t num_threads);
+// Converts `count` stored values to SAGE_STORED_BF16 or SAGE_STORED_F32.
+SAGE_API int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out,
+                          int32_t num_threads);
+
+// A model keeps a copy of its table and the memory for the activations of a step.
+typedef struct SageHandle SageHandle;
+SAGE_API SageHandle* sage_create(const SageModel*);
+SAGE_API void sage_destroy(SageHandle*);
+SAGE_API void sage_set_kv(SageHandle*, const SageKV*);
+// A word that is set to CLOCK_MONOTONIC in nanoseconds as each layer begins; null: none.
+SAGE_API void sage_beat_into(SageHandle*, int64_t* last_ns);
+// SAGE_NUM_PHASES sums that steps add to; null: none.
+SAGE_API void sage_time_into(SageHandle*, int64_t* phase_ns);
+SAGE_API void sage_step(SageHandle*, const SageStep*);
+SAGE_API int64_t sage_activation_bytes(const SageHandle*);
+
+#ifdef __cplusplus
+}
+#endif

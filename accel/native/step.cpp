@@ -1,0 +1,360 @@
+#include "step.h"
+
+#include <sys/mman.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "rows.h"
+
+namespace sage {
+namespace {
+
+// A layer takes the tokens of a step in tiles, so that activations need bounded memory however many tokens there
+// are. Tokens attend to earlier ones only, whose KV earlier tiles have stored. Large enough that reading the
+// weights once per tile costs little beside multiplying by them.
+constexpr int64_t kTileRows = 1024;
+constexpr int64_t kAlignment = 64;
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
+}
+
+int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+Weight as_weight(const SageLinear& linear) {
+  return {static_cast<WeightKind>(linear.kind), linear.is_gated != 0, linear.n, linear.k, linear.group,
+          linear.data, linear.bias};
+}
+
+float from_bf16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+// Rows [begin, end) of the step's tokens.
+struct Tile {
+  int64_t begin, end;
+  int64_t first_seq, num_seqs;  // in the list of all tiles' sequences
+  int64_t rows() const { return end - begin; }
+};
+
+// Cuts the tokens of a step into tiles, and its sequences with them.
+class Tiles {
+ public:
+  explicit Tiles(const SageStep& step) : tables_(step.num_seqs * step.table_stride) {
+    std::copy_n(step.block_tables, tables_.size(), tables_.begin());
+    tiles_.push_back({0, 0, 0, 0});
+    for (int64_t seq = 0; seq < step.num_seqs; seq++)
+      add(tables_.data() + seq * step.table_stride, step.query_lens[seq], step.seq_lens[seq]);
+  }
+
+  const std::vector<Tile>& tiles() const { return tiles_; }
+  const AttentionRows* seqs_of(const Tile& tile) const { return seqs_.data() + tile.first_seq; }
+
+ private:
+  void add(const int32_t* blocks, int64_t num_rows, int64_t length) {
+    for (int64_t done = 0; done < num_rows;) {
+      if (tiles_.back().rows() == kTileRows) open();
+      Tile& tile = tiles_.back();
+      const int64_t taken = std::min(num_rows - done, kTileRows - tile.rows());
+      seqs_.push_back({blocks, tile.rows(), taken, length - num_rows + done + taken});
+      tile.end += taken;
+      tile.num_seqs++;
+      done += taken;
+    }
+  }
+
+  void open() {
+    const int64_t begin = tiles_.back().end;
+    tiles_.push_back({begin, begin, static_cast<int64_t>(seqs_.size()), 0});
+  }
+
+  std::vector<int32_t> tables_;
+  std::vector<AttentionRows> seqs_;  // first_row counts from the tile's begin
+  std::vector<Tile> tiles_;
+};
+
+// Where the activations of a step lie, all float32 but `input`.
+struct Activations {
+  float* residual;       // (tokens, hidden)
+  float* qkv;            // (tile, (heads + 2 kv_heads) * head_dim), and the MLP's hidden state after attention
+  float* query;          // (tile, heads * head_dim)
+  float* attended;       // (tile, heads * head_dim)
+  float* rows;           // one for each member, as long as a norm's input
+  unsigned char* input;  // of the product that comes next
+  unsigned char* attention;
+};
+
+}  // namespace
+
+void Scratch::Free::operator()(unsigned char* memory) const { std::free(memory); }
+
+unsigned char* Scratch::take(int64_t num_bytes) {
+  if (num_bytes <= num_bytes_) return memory_.get();
+  constexpr int64_t kHugePage = 2 << 20;
+  num_bytes = (num_bytes + kHugePage - 1) / kHugePage * kHugePage;
+  memory_.reset();
+  num_bytes_ = 0;
+  memory_.reset(static_cast<unsigned char*>(std::aligned_alloc(kHugePage, num_bytes)));
+  if (memory_ == nullptr) throw std::bad_alloc();
+  madvise(memory_.get(), num_bytes, MADV_HUGEPAGE);
+  num_bytes_ = num_bytes;
+  return memory_.get();
+}
+
+Model::Model(const SageModel& table) : table_(table), layers_(table.layers, table.layers + table.num_layers) {
+  table_.layers = layers_.data();
+}
+
+// One member's way through a step.
+class Walk {
+ public:
+  Walk(Model& model, const SageStep& step, const Tiles& tiles, const Activations& at, Team& team)
+      : model_(model), table_(model.table_), step_(step), tiles_(tiles), at_(at), team_(team),
+        times_(team.rank() == 0 ? model.phase_ns_ : nullptr), row_(at.rows + team.rank() * row_floats(model)) {
+    if (times_ != nullptr) began_ns_ = now_ns();
+  }
+
+  static int64_t row_floats(const Model& model) {
+    return aligned(model.table_.hidden * sizeof(float)) / sizeof(float);
+  }
+
+  void run() {
+    embed();
+    for (int64_t layer = 0; layer < table_.num_layers; layer++)
+      for (const Tile& tile : tiles_.tiles()) {
+        beat();
+        run_layer(layer, tile);
+      }
+    run_head();
+  }
+
+ private:
+  void beat() {
+    if (team_.rank() == 0 && model_.last_ns_ != nullptr)
+      __atomic_store_n(model_.last_ns_, now_ns(), __ATOMIC_RELAXED);
+  }
+
+  void end_of(int phase) {
+    if (times_ == nullptr) return;
+    const int64_t now = now_ns();
+    times_[phase] += now - began_ns_;
+    began_ns_ = now;
+  }
+
+  void embed() {
+    const int64_t hidden = table_.hidden;
+    const Weight head = as_weight(table_.head);
+    team_.share(step_.num_tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; token++)
+        embed_one(head, step_.input_ids[token], at_.residual + token * hidden);
+    });
+    end_of(SAGE_EMBED);
+  }
+
+  void embed_one(const Weight& head, int64_t id, float* out) const {
+    const int64_t hidden = table_.hidden;
+    if (table_.embedding == nullptr) {
+      unpack_row(head, id, out);
+    } else if (table_.embedding_kind == SAGE_STORED_F32) {
+      std::memcpy(out, static_cast<const float*>(table_.embedding) + id * hidden, hidden * sizeof(float));
+    } else {
+      const uint16_t* row = static_cast<const uint16_t*>(table_.embedding) + id * hidden;
+      for (int64_t i = 0; i < hidden; i++) out[i] = from_bf16(row[i]);
+    }
+  }
+
+  void run_layer(int64_t index, const Tile& tile) {
+    const SageLayer& layer = model_.layers_[index];
+    float* residual = at_.residual + tile.begin * table_.hidden;
+    const int64_t rows = tile.rows(), hidden = table_.hidden;
+
+    multiply_normed(layer.qkv, layer.input_norm, residual, rows, at_.qkv, SAGE_QKV);
+    rotate_and_store(layer, index, tile);
+    attend(layer, index, tile);
+    multiply_into(layer.output, at_.attended, rows, Into::add, residual, hidden, SAGE_OUTPUT);
+    multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, SAGE_GATE_UP);
+    multiply_into(layer.down, at_.qkv, rows, Into::add, residual, hidden, SAGE_DOWN);
+  }
+
+  Input input_of(const SageLinear& linear, int64_t rows) const {
+    return {static_cast<WeightKind>(linear.kind), rows, linear.k, linear.group, at_.input};
+  }
+
+  void multiply_normed(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows, float* out,
+                       int phase) {
+    const Input input = input_of(linear, rows);
+    team_.share(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        rms_norm(x + row * linear.k, norm.weight, norm.eps, linear.k, row_);
+        set_input_row(input, row, row_);
+      }
+    });
+    end_of(SAGE_NORM);
+    const Weight weight = as_weight(linear);
+    multiply(team_, weight, input, Into::store, out, weight.is_gated ? weight.n / 2 : weight.n);
+    end_of(phase);
+  }
+
+  void multiply_into(const SageLinear& linear, const float* x, int64_t rows, Into into, float* out, int64_t stride,
+                     int phase) {
+    const Input input = input_of(linear, rows);
+    team_.share(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) set_input_row(input, row, x + row * linear.k);
+    });
+    multiply(team_, as_weight(linear), input, into, out, stride);
+    end_of(phase);
+  }
+
+  // Norms and rotates queries and keys, and writes the tile's KV. One piece of work is a token's KV head with the
+  // query heads that share it.
+  void rotate_and_store(const SageLayer& layer, int64_t index, const Tile& tile) {
+    const int64_t num_kv_heads = table_.num_kv_heads;
+    team_.share(tile.rows() * num_kv_heads, num_kv_heads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        rotate_and_store_head(layer, index, tile.begin + i / num_kv_heads, i / num_kv_heads, i % num_kv_heads);
+    });
+    end_of(SAGE_ROPE);
+  }
+
+  void rotate_and_store_head(const SageLayer& layer, int64_t index, int64_t token, int64_t row, int64_t kv_head) {
+    const int64_t dim = table_.head_dim, num_heads = table_.num_heads, num_kv_heads = table_.num_kv_heads;
+    const int64_t group = num_heads / num_kv_heads;
+    float* heads = at_.qkv + row * (num_heads + 2 * num_kv_heads) * dim;
+    float* query = at_.query + row * num_heads * dim;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+      std::memcpy(query + head * dim, heads + head * dim, dim * sizeof(float));
+      turn(layer, layer.query_norm, step_.positions[token], query + head * dim);
+    }
+    float* key = heads + (num_heads + kv_head) * dim;
+    turn(layer, layer.key_norm, step_.positions[token], key);
+    store_kv(model_.kv_, index, kv_head, dim, step_.slots[token], key, key + num_kv_heads * dim);
+  }
+
+  void turn(const SageLayer& layer, const SageNorm& norm, int64_t position, float* head) const {
+    const int64_t half = layer.rotary_dim / 2;
+    if (norm.weight != nullptr) rms_norm(head, norm.weight, norm.eps, table_.head_dim, head);
+    rotate(head, layer.cos + position * half, layer.sin + position * half, half);
+  }
+
+  void attend(const SageLayer& layer, int64_t index, const Tile& tile) {
+    const AttentionShape shape = {table_.num_heads, table_.num_kv_heads, table_.head_dim, layer.scale,
+                                  layer.window, layer.soft_cap};
+    sage::attend(team_, shape, model_.kv_, index, tiles_.seqs_of(tile), tile.num_seqs, 0, at_.query, at_.attended,
+                 at_.attention);
+    end_of(SAGE_ATTEND);
+  }
+
+  void run_head() {
+    const int64_t hidden = table_.hidden;
+    const Weight weight = as_weight(table_.head);
+    for (int64_t first = 0; first < step_.num_wanted; first += kTileRows) {
+      beat();
+      const int64_t rows = std::min(kTileRows, step_.num_wanted - first);
+      const Input input = input_of(table_.head, rows);
+      team_.share(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+          const float* x = at_.residual + step_.wanted[first + row] * hidden;
+          rms_norm(x, table_.norm.weight, table_.norm.eps, hidden, row_);
+          set_input_row(input, row, row_);
+        }
+      });
+      multiply(team_, weight, input, Into::store, step_.logits + first * table_.vocab, table_.vocab);
+    }
+    end_of(SAGE_HEAD);
+  }
+
+  Model& model_;
+  const SageModel& table_;
+  const SageStep& step_;
+  const Tiles& tiles_;
+  const Activations& at_;
+  Team& team_;
+  int64_t* times_;  // rank 0 alone measures, from barrier to barrier
+  float* row_;
+  int64_t began_ns_ = 0;
+};
+
+namespace {
+
+// Gives out one piece of memory after the other; without memory it only counts.
+class Layout {
+ public:
+  explicit Layout(unsigned char* memory) : memory_(memory) {}
+
+  unsigned char* bytes(int64_t num_bytes) {
+    unsigned char* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += aligned(num_bytes);
+    return piece;
+  }
+  float* floats(int64_t count) { return reinterpret_cast<float*>(bytes(count * sizeof(float))); }
+  int64_t used() const { return used_; }
+
+ private:
+  unsigned char* memory_;
+  int64_t used_ = 0;
+};
+
+// What a step needs at most, apart from the number of its tokens.
+struct Needs {
+  int64_t qkv_floats = 0;   // per row
+  int64_t input_bytes = 0;  // for all rows of a tile
+  int64_t attention_bytes = 0;
+};
+
+}  // namespace
+
+static void need_input(Needs& needs, const SageLinear& linear, int64_t rows) {
+  const int64_t num_bytes = input_bytes(static_cast<WeightKind>(linear.kind), rows, linear.k, linear.group);
+  needs.input_bytes = std::max(needs.input_bytes, num_bytes);
+}
+
+static Activations place(Layout& layout, const Needs& needs, const SageModel& table, const SageStep& step,
+                         int64_t tile_rows, int64_t row_floats) {
+  const int64_t query_floats = tile_rows * table.num_heads * table.head_dim;
+  Activations at;
+  at.residual = layout.floats(step.num_tokens * table.hidden);
+  at.qkv = layout.floats(tile_rows * needs.qkv_floats);
+  at.query = layout.floats(query_floats);
+  at.attended = layout.floats(query_floats);
+  at.rows = layout.floats(step.num_threads * row_floats);
+  at.input = layout.bytes(needs.input_bytes);
+  at.attention = layout.bytes(needs.attention_bytes);
+  return at;
+}
+
+void Model::step(const SageStep& step) {
+  const Tiles tiles(step);
+  const int64_t tile_rows = std::min(kTileRows, step.num_tokens);
+  Needs needs;
+  for (const SageLayer& layer : layers_) {
+    needs.qkv_floats = std::max({needs.qkv_floats, layer.qkv.n, layer.gate_up.n / 2});
+    for (const SageLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      need_input(needs, *linear, tile_rows);
+    const AttentionShape shape = {table_.num_heads, table_.num_kv_heads, table_.head_dim, layer.scale,
+                                  layer.window, layer.soft_cap};
+    if (&layer != layers_.data() && layer.window == layers_[0].window) continue;  // as the first layer's
+    for (const Tile& tile : tiles.tiles())
+      needs.attention_bytes =
+          std::max(needs.attention_bytes, attention_scratch_bytes(shape, kv_, tiles.seqs_of(tile), tile.num_seqs,
+                                                                  step.num_threads));
+  }
+  need_input(needs, table_.head, std::min(kTileRows, step.num_wanted));
+
+  const int64_t row_floats = Walk::row_floats(*this);
+  Layout sizes(nullptr);
+  place(sizes, needs, table_, step, tile_rows, row_floats);
+  Layout layout(scratch_.take(sizes.used()));
+  const Activations at = place(layout, needs, table_, step, tile_rows, row_floats);
+  run_team(step.num_threads, [&](Team& team) { Walk(*this, step, tiles, at, team).run(); });
+}
+
+}  // namespace sage

@@ -1,0 +1,50 @@
+// A whole forward pass in one call.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "sage.h"
+#include "team.h"
+
+namespace sage {
+
+// Memory that only grows; its content does not outlive a call of `take`.
+class Scratch {
+ public:
+  unsigned char* take(int64_t num_bytes);
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  struct Free {
+    void operator()(unsigned char* memory) const;
+  };
+  std::unique_ptr<unsigned char, Free> memory_;
+  int64_t num_bytes_ = 0;
+};
+
+class Model {
+ public:
+  explicit Model(const SageModel& table);
+
+  void set_kv(const KV& kv) { kv_ = kv; }
+  void beat_into(int64_t* last_ns) { last_ns_ = last_ns; }
+  void time_into(int64_t* phase_ns) { phase_ns_ = phase_ns; }
+  int64_t activation_bytes() const { return scratch_.num_bytes(); }
+
+  void step(const SageStep&);
+
+ private:
+  friend class Walk;
+
+  SageModel table_;
+  std::vector<SageLayer> layers_;
+  KV kv_{};
+  int64_t* last_ns_ = nullptr;
+  int64_t* phase_ns_ = nullptr;
+  Scratch scratch_;
+};
+
+}  // namespace sage
