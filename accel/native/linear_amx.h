@@ -1,0 +1,321 @@
+// Products with AMX tiles: 2 x 2 tiles of 16 x 16 sums, up to 32 rows by one panel of 32 outputs.
+//
+// Up to 32 rows the weights are streamed once, fetched ahead by software; with more rows k is cut so that a block of a
+// panel stays in L1 and one of activations in L2, and the sums of a panel rest in memory between blocks. Either way
+// each sum is one chain over k, so that a row's bits do not depend on the number of rows. int4 with at most 8 rows goes
+// to the AVX-512 kernel (linear.cpp): its sums are exact integers, scaled in the same order.
+#pragma once
+#include <cstdlib>
+#include <memory>
+
+#include "linear_epilogue.h"
+
+namespace sage::linear {
+
+// Tile registers, which instructions name by number:
+//   0 1   sums of rows 0 ... 15, left and right half of the panel     6   left half's weights
+//   2 3   sums of rows 16 ... 31                                      7   right half's
+//   4 5   activations of rows 0 ... 15 and 16 ... 31
+
+constexpr int64_t kTileFloats = 256;
+constexpr int64_t kSumFloats = 4 * kTileFloats;     // of one panel and row group
+constexpr int64_t kBytesAhead = 2048;               // how far the weight stream is fetched ahead
+constexpr int64_t kStepsInL1 = 8;                   // 16 KiB of a panel
+constexpr int64_t kStepsInL2 = 32;                  // with 512 rows 1 MiB of activations
+constexpr int64_t kRowGroupsAtOnce = 16;            // 512 rows
+constexpr int64_t kPanelsAtOnce = 8;                // whose sums, 512 KiB, rest in memory while k goes on
+
+// Memory of one thread, kept until it ends.
+class Scratch {
+ public:
+  unsigned char* get(int64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(static_cast<unsigned char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64)))));
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(unsigned char* p) const { std::free(p); }
+  };
+  std::unique_ptr<unsigned char, Free> memory_;
+  int64_t size_ = 0;
+};
+
+// Tiles for row groups of `height` rows and steps of `step_bytes`; released at the end of the scope.
+class TileShapes {
+ public:
+  TileShapes(int64_t height, int64_t step_bytes) {
+    const auto first = static_cast<uint8_t>(height < 16 ? height : 16);
+    const auto second = static_cast<uint8_t>(height - first);
+    const auto quads = static_cast<uint8_t>(step_bytes / 4);
+    set(0, first, 64);
+    set(1, first, 64);
+    set(2, second, 64);
+    set(3, second, 64);
+    set(4, first, step_bytes);
+    set(5, second, step_bytes);
+    set(6, quads, 64);
+    set(7, quads, 64);
+    _tile_loadconfig(&shapes_);
+  }
+  ~TileShapes() { _tile_release(); }
+  TileShapes(const TileShapes&) = delete;
+  TileShapes& operator=(const TileShapes&) = delete;
+
+ private:
+  struct alignas(64) Shapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {};
+    uint8_t rows[16] = {};
+  };
+  void set(int tile, uint8_t rows, int64_t bytes) {
+    shapes_.rows[tile] = rows;
+    shapes_.bytes_per_row[tile] = static_cast<uint16_t>(rows > 0 ? bytes : 0);
+  }
+  Shapes shapes_;
+};
+
+inline void fetch(const unsigned char* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T0);
+}
+
+// What tiles load must be in memory: the compiler does not know that these instructions read it.
+inline void settle_memory() { asm volatile("" ::: "memory"); }
+
+template <bool two>
+inline void zero_sums() {
+  settle_memory();
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+template <bool two>
+inline void load_sums(const float* sums) {
+  settle_memory();
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + kTileFloats, 64);
+  if constexpr (two) {
+    _tile_loadd(2, sums + 2 * kTileFloats, 64);
+    _tile_loadd(3, sums + 3 * kTileFloats, 64);
+  }
+}
+
+template <bool two>
+inline void store_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + kTileFloats, 64);
+  if constexpr (two) {
+    _tile_stored(2, sums + 2 * kTileFloats, 64);
+    _tile_stored(3, sums + 3 * kTileFloats, 64);
+  }
+  settle_memory();
+}
+
+// A macro, as tile registers are constants of the instruction.
+#define SAGE_TILE_DOT(sum, rows, columns)    \
+  do {                                       \
+    if constexpr (kind == WeightKind::bf16)  \
+      _tile_dpbf16ps(sum, rows, columns);    \
+    else                                     \
+      _tile_dpbssd(sum, rows, columns);      \
+  } while (0)
+
+// One step: all rows of a group times both halves of a panel. Loads stand between the products, which hide them.
+template <WeightKind kind, bool two>
+inline void tile_step(const unsigned char* rows, const unsigned char* weights, int64_t step_bytes) {
+  _tile_loadd(6, weights, 64);
+  _tile_loadd(4, rows, step_bytes);
+  SAGE_TILE_DOT(0, 4, 6);
+  _tile_loadd(7, weights + 16 * step_bytes, 64);
+  SAGE_TILE_DOT(1, 4, 7);
+  if constexpr (two) {
+    _tile_loadd(5, rows + 16 * step_bytes, step_bytes);
+    SAGE_TILE_DOT(2, 5, 6);
+    SAGE_TILE_DOT(3, 5, 7);
+  }
+}
+#undef SAGE_TILE_DOT
+
+// Calls body(row, left, right) for the rows of a group that exist, with where their sums lie.
+template <typename Body>
+inline void each_row(const Product& p, int64_t row_group, float* sums, const Body& body) {
+  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
+  for (int64_t row = 0; row < count; ++row) {
+    float* left = sums + row / 16 * 2 * kTileFloats + row % 16 * kLanes;
+    body(first + row, left, left + kTileFloats);
+  }
+}
+
+// What is left to do with the finished sums of a panel and a row group; those of int8 are integers.
+template <WeightKind kind>
+inline void finish_tiles(const Product& p, int64_t panel, int64_t row_group, float* sums) {
+  if constexpr (kind == WeightKind::int8) {
+    const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.scales_at);
+    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+    each_row(p, row_group, sums, [&](int64_t row, float* left, float* right) {
+      const Lanes scale = same_lanes(p.scales[row]);
+      store_lanes(left, multiply(multiply(scale, left_scale), to_float(load_ints(reinterpret_cast<int32_t*>(left)))));
+      store_lanes(right, multiply(multiply(scale, right_scale), to_float(load_ints(reinterpret_cast<int32_t*>(right)))));
+    });
+  }
+  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
+  finish(p, panel, first, count < 16 ? count : 16, sums, sums + kTileFloats);
+  if (count > 16) finish(p, panel, first + 16, count - 16, sums + 2 * kTileFloats, sums + 3 * kTileFloats);
+}
+
+// One row group: the weights go by once.
+template <WeightKind kind, bool two>
+void stream_panels(const Product& p, const Part& part) {
+  const TileShapes shapes(p.input.height, 64);
+  alignas(64) float sums[kSumFloats];
+  const int64_t num_steps = p.input.depth.num_steps(), block = p.input.block_bytes();
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+    const unsigned char* weights = p.panel(panel);
+    const unsigned char* rows = p.rows_at(part.group_begin);
+    zero_sums<two>();
+    for (int64_t step = 0; step < num_steps; ++step, rows += block, weights += 2 * kTileBytes) {
+      fetch(weights + kBytesAhead, 2 * kTileBytes);
+      tile_step<kind, two>(rows, weights, 64);
+    }
+    store_sums<two>(sums);
+    finish_tiles<kind>(p, panel, part.group_begin, sums);
+  }
+}
+
+// Steps [begin, end) of one panel for all row groups of the part; meanwhile the next block is fetched into L2.
+template <WeightKind kind, bool two>
+void block_of_panel(const Product& p, const Part& part, int64_t panel, int64_t begin, int64_t end, float* sums) {
+  const int64_t num_steps = p.input.depth.num_steps(), block = p.input.block_bytes();
+  const unsigned char* weights = p.panel(panel) + begin * 2 * kTileBytes;
+  const unsigned char* ahead = p.panel(panel) + end * 2 * kTileBytes;
+  const unsigned char* ahead_end = ahead + kStepsInL1 * 2 * kTileBytes;
+  const int64_t lines = ceil_div(kStepsInL1 * 32, (part.group_end - part.group_begin) * (end - begin));
+  for (int64_t group = part.group_begin; group < part.group_end; ++group, sums += kSumFloats) {
+    const unsigned char* rows = p.rows_at(group) + begin * block;
+    if (begin == 0) {
+      zero_sums<two>();
+    } else {
+      load_sums<two>(sums);
+    }
+    for (int64_t step = 0; step < end - begin; ++step, rows += block) {
+      tile_step<kind, two>(rows, weights + step * 2 * kTileBytes, 64);
+      for (int64_t i = 0; i < lines && ahead < ahead_end; ++i, ahead += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+      }
+    }
+    store_sums<two>(sums);
+    if (end == num_steps) finish_tiles<kind>(p, panel, group, sums);
+  }
+}
+
+template <WeightKind kind, bool two>
+void block_panels(const Product& p, const Part& part) {
+  static thread_local Scratch scratch;
+  const TileShapes shapes(p.input.height, 64);
+  const int64_t num_steps = p.input.depth.num_steps();
+  const int64_t panel_floats = (part.group_end - part.group_begin) * kSumFloats;
+  // Where k needs no cut for L2, one panel's sums suffice.
+  const bool rests = num_steps > kStepsInL2;
+  const int64_t num_sums = rests ? part.panel_end - part.panel_begin : 1;
+  auto* sums = reinterpret_cast<float*>(scratch.get(num_sums * panel_floats * 4));
+  for (int64_t outer = 0; outer < num_steps; outer += kStepsInL2) {
+    const int64_t outer_end = outer + kStepsInL2 < num_steps ? outer + kStepsInL2 : num_steps;
+    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+      float* here = sums + (rests ? panel - part.panel_begin : 0) * panel_floats;
+      for (int64_t begin = outer; begin < outer_end; begin += kStepsInL1) {
+        const int64_t end = begin + kStepsInL1 < outer_end ? begin + kStepsInL1 : outer_end;
+        block_of_panel<kind, two>(p, part, panel, begin, end, here);
+      }
+    }
+  }
+}
+
+// A group of int4 weights as int8 tiles.
+inline void unpack_group(const unsigned char* nibbles, const Depth& depth, unsigned char* tiles) {
+  const __m512i low_bits = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+  const int64_t tile = 16 * depth.step_bytes;
+  for (int64_t step = 0; step < depth.steps_per_group; ++step, tiles += 2 * tile) {
+    for (int64_t quad = 0; quad < depth.step_bytes / 4; quad += 2, nibbles += kLineBytes) {
+      fetch(nibbles + kBytesAhead, kLineBytes);
+      for (int64_t half = 0; half < 2; ++half) {
+        const __m512i both = _mm512_load_si512(nibbles + half * kHalfBytes);
+        unsigned char* to = tiles + half * tile + quad * 64;
+        _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, low_bits), eight));
+        _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits), eight));
+      }
+    }
+  }
+}
+
+// Adds one group's products, scaled, to the float sums of one panel and row group.
+template <bool two>
+void add_group(const Product& p, const unsigned char* tiles, const float* scales, int64_t row_group, int64_t group,
+               float* sums) {
+  alignas(64) float exact[kSumFloats];
+  const Depth& depth = p.input.depth;
+  const unsigned char* rows = p.rows_at(row_group) + group * depth.steps_per_group * p.input.block_bytes();
+  zero_sums<two>();
+  for (int64_t step = 0; step < depth.steps_per_group; ++step, rows += p.input.block_bytes()) {
+    tile_step<WeightKind::int4, two>(rows, tiles + step * 32 * depth.step_bytes, depth.step_bytes);
+  }
+  store_sums<two>(exact);
+  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+  each_row(p, row_group, exact, [&](int64_t row, float* left, float* right) {
+    const Lanes scale = same_lanes(p.scales[row * depth.num_groups + group]);
+    float *to_left = sums + (left - exact), *to_right = sums + (right - exact);
+    const Lanes from_left = to_float(load_ints(reinterpret_cast<int32_t*>(left)));
+    const Lanes from_right = to_float(load_ints(reinterpret_cast<int32_t*>(right)));
+    const Lanes before_left = group == 0 ? zero_lanes() : load_lanes(to_left);
+    const Lanes before_right = group == 0 ? zero_lanes() : load_lanes(to_right);
+    store_lanes(to_left, multiply_add(multiply(scale, left_scale), from_left, before_left));
+    store_lanes(to_right, multiply_add(multiply(scale, right_scale), from_right, before_right));
+  });
+}
+
+template <bool two>
+void int4_panels(const Product& p, const Part& part) {
+  static thread_local Scratch scratch;
+  const Depth& depth = p.input.depth;
+  const TileShapes shapes(p.input.height, depth.step_bytes);
+  const int64_t group_bytes = depth.steps_per_group * depth.step_bytes * kPanel;
+  const int64_t sum_bytes = (part.group_end - part.group_begin) * kSumFloats * 4;
+  auto* sums = reinterpret_cast<float*>(scratch.get(sum_bytes + group_bytes));
+  unsigned char* tiles = reinterpret_cast<unsigned char*>(sums) + sum_bytes;
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+    for (int64_t group = 0; group < depth.num_groups; ++group) {
+      const unsigned char* nibbles = p.panel(panel) + group * p.panels.group_bytes;
+      unpack_group(nibbles, depth, tiles);
+      const auto* scales = reinterpret_cast<const float*>(nibbles + p.panels.scales_at);
+      float* here = sums;
+      for (int64_t rows = part.group_begin; rows < part.group_end; ++rows, here += kSumFloats) {
+        add_group<two>(p, tiles, scales, rows, group, here);
+        if (group + 1 == depth.num_groups) finish_tiles<WeightKind::int4>(p, panel, rows, here);
+      }
+    }
+  }
+}
+
+template <bool two>
+void multiply_tiles_of(const Product& p, const Part& part) {
+  const bool is_bf16 = p.weight.kind == WeightKind::bf16;
+  if (p.weight.kind == WeightKind::int4) {
+    int4_panels<two>(p, part);
+  } else if (p.input.num_row_groups == 1) {
+    is_bf16 ? stream_panels<WeightKind::bf16, two>(p, part) : stream_panels<WeightKind::int8, two>(p, part);
+  } else {
+    is_bf16 ? block_panels<WeightKind::bf16, two>(p, part) : block_panels<WeightKind::int8, two>(p, part);
+  }
+}
+
+inline void multiply_tiles(const Product& p, const Part& part) {
+  p.input.height > 16 ? multiply_tiles_of<true>(p, part) : multiply_tiles_of<false>(p, part);
+}
+
+}  // namespace sage::linear

@@ -1,0 +1,211 @@
+// Products with AVX-512 (BF16 and VNNI): up to 8 rows by one panel, 16 accumulators, activations broadcast from memory.
+//
+// The dot products are inline assembly: with the intrinsics g++ 12 spills the accumulators, at half the speed.
+#pragma once
+#include "linear_epilogue.h"
+
+namespace sage::linear {
+
+#define SAGE_INLINE inline __attribute__((always_inline))
+
+// sum += weights . activations, where a quad of activations is broadcast to all lanes.
+template <WeightKind kind>
+SAGE_INLINE void dot(__m512i& sum, __m512i weights, const unsigned char* quad) {
+  const auto& memory = *reinterpret_cast<const int32_t*>(quad);
+  if constexpr (kind == WeightKind::bf16) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(memory));
+  } else {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(memory));
+  }
+}
+
+// Lines of the next panel that are fetched into L2 while this one is multiplied, a few at each step.
+struct Ahead {
+  const unsigned char* at;
+  const unsigned char* end;
+  int64_t lines_per_step;
+
+  SAGE_INLINE void step() {
+    for (int64_t i = 0; i < lines_per_step && at < end; ++i, at += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+    }
+  }
+};
+
+template <int rows>
+struct Sums {
+  alignas(64) float left[rows * kLanes];
+  alignas(64) float right[rows * kLanes];
+};
+
+// bf16 (sums are floats) and int8 (sums are integers): one chain of dots per output, in the order of k.
+template <WeightKind kind, int rows>
+SAGE_INLINE void dot_panel(const Product& p, const unsigned char* weights, const unsigned char* activations, Ahead ahead,
+                           __m512i (&left)[rows], __m512i (&right)[rows]) {
+  for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm512_setzero_si512();
+  const int64_t num_steps = p.input.depth.num_steps(), height = p.input.height;
+  for (int64_t step = 0; step < num_steps; ++step, activations += height * 64) {
+    ahead.step();
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 16; ++quad, weights += kLineBytes) {
+      const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        dot<kind>(left[row], w0, activations + row * 64 + quad * 4);
+        dot<kind>(right[row], w1, activations + row * 64 + quad * 4);
+      }
+    }
+  }
+}
+
+template <int rows>
+__attribute__((noinline)) static void rows_bf16(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+  __m512i left[rows], right[rows];
+  dot_panel<WeightKind::bf16, rows>(p, p.panel(panel), p.rows_at(row_group), ahead, left, right);
+  Sums<rows> sums;
+  for (int row = 0; row < rows; ++row) {
+    _mm512_store_si512(sums.left + row * kLanes, left[row]);
+    _mm512_store_si512(sums.right + row * kLanes, right[row]);
+  }
+  finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
+}
+
+// Weights are stored as value + 128: 128 times the row's sum is taken off.
+template <int rows>
+__attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+  __m512i left[rows], right[rows];
+  const unsigned char* weights = p.panel(panel);
+  dot_panel<WeightKind::int8, rows>(p, weights, p.rows_at(row_group), ahead, left, right);
+  const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
+  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+  Sums<rows> sums;
+  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (row >= count) break;
+    const Lanes scale = same_lanes(p.scales[first + row]);
+    const __m512i excess = _mm512_set1_epi32(128 * p.sums[first + row]);
+    store_lanes(sums.left + row * kLanes, multiply(multiply(scale, left_scale), to_float(_mm512_sub_epi32(left[row], excess))));
+    store_lanes(sums.right + row * kLanes,
+                multiply(multiply(scale, right_scale), to_float(_mm512_sub_epi32(right[row], excess))));
+  }
+  finish(p, panel, first, count, sums.left, sums.right);
+}
+
+// Nibbles are value + 8: each group of a row starts at -8 times the group's sum.
+template <int rows>
+__attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+  const Depth& depth = p.input.depth;
+  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
+  const __m512i low_bits = _mm512_set1_epi8(15);
+  const unsigned char* activations = p.rows_at(row_group);
+  Sums<rows> sums;
+  for (int row = 0; row < rows; ++row) {
+    store_lanes(sums.left + row * kLanes, zero_lanes());
+    store_lanes(sums.right + row * kLanes, zero_lanes());
+  }
+  for (int64_t group = 0; group < depth.num_groups; ++group) {
+    const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
+    const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
+    __m512i left[rows], right[rows];
+    for (int row = 0; row < rows; ++row) {
+      const int32_t start = row < count ? -8 * p.sums[(first + row) * depth.num_groups + group] : 0;
+      left[row] = right[row] = _mm512_set1_epi32(start);
+    }
+    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += height * depth.step_bytes) {
+      ahead.step();
+      for (int64_t k = 0; k < depth.step_bytes; k += 8, weights += kLineBytes) {
+        const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
+        const __m512i low0 = _mm512_and_si512(w0, low_bits), low1 = _mm512_and_si512(w1, low_bits);
+        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), low_bits);
+        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), low_bits);
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; ++row) {
+          const unsigned char* quad = activations + row * depth.step_bytes + k;
+          dot<WeightKind::int8>(left[row], low0, quad);
+          dot<WeightKind::int8>(right[row], low1, quad);
+          dot<WeightKind::int8>(left[row], high0, quad + 4);
+          dot<WeightKind::int8>(right[row], high1, quad + 4);
+        }
+      }
+    }
+    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+    for (int row = 0; row < rows; ++row) {
+      const Lanes scale = same_lanes(row < count ? p.scales[(first + row) * depth.num_groups + group] : 0.0f);
+      float *to_left = sums.left + row * kLanes, *to_right = sums.right + row * kLanes;
+      store_lanes(to_left, multiply_add(multiply(scale, left_scale), to_float(left[row]), load_lanes(to_left)));
+      store_lanes(to_right, multiply_add(multiply(scale, right_scale), to_float(right[row]), load_lanes(to_right)));
+    }
+  }
+  finish(p, panel, first, count, sums.left, sums.right);
+}
+
+template <int rows>
+__attribute__((noinline)) static void rows_f32(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+  const unsigned char* weights = p.panel(panel);
+  const unsigned char* activations = p.rows_at(row_group);
+  __m512 left[rows], right[rows];
+  for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm512_setzero_ps();
+  for (int64_t step = 0; step < p.input.depth.num_steps(); ++step, activations += p.input.height * 64) {
+    ahead.step();
+    for (int64_t i = 0; i < 16; ++i, weights += kLineBytes) {
+      const __m512 w0 = _mm512_load_ps(weights), w1 = _mm512_load_ps(weights + kHalfBytes);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        const __m512 x = _mm512_set1_ps(reinterpret_cast<const float*>(activations + row * 64)[i]);
+        left[row] = _mm512_fmadd_ps(w0, x, left[row]);
+        right[row] = _mm512_fmadd_ps(w1, x, right[row]);
+      }
+    }
+  }
+  Sums<rows> sums;
+  for (int row = 0; row < rows; ++row) {
+    store_lanes(sums.left + row * kLanes, left[row]);
+    store_lanes(sums.right + row * kLanes, right[row]);
+  }
+  finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
+}
+
+using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group, Ahead);
+
+template <int rows>
+RowsKernel kernel_of(WeightKind kind) {
+  switch (kind) {
+    case WeightKind::int4: return rows_int4<rows>;
+    case WeightKind::f32: return rows_f32<rows>;
+    case WeightKind::bf16: return rows_bf16<rows>;
+    default: return rows_int8<rows>;
+  }
+}
+
+inline RowsKernel rows_kernel(WeightKind kind, int64_t rows) {
+  switch (rows) {
+    case 1: return kernel_of<1>(kind);
+    case 2: return kernel_of<2>(kind);
+    case 3: return kernel_of<3>(kind);
+    case 4: return kernel_of<4>(kind);
+    case 5: return kernel_of<5>(kind);
+    case 6: return kernel_of<6>(kind);
+    case 7: return kernel_of<7>(kind);
+    default: return kernel_of<8>(kind);
+  }
+}
+
+// Zen 4's own prefetcher does better than software up to 4 rows, Intel's does not.
+constexpr int64_t kRowsWithoutPrefetch = kHasTiles ? 0 : 4;
+
+inline void multiply_rows(const Product& p, const Part& part) {
+  const RowsKernel kernel = rows_kernel(p.weight.kind, p.input.height);
+  const int64_t steps = p.input.depth.num_steps() * (part.group_end - part.group_begin);
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+    Ahead ahead{nullptr, nullptr, 0};
+    if (p.input.rows > kRowsWithoutPrefetch && panel + 1 < p.panels.num_panels) {
+      ahead = {p.panel(panel + 1), p.panel(panel + 2), ceil_div(p.panels.panel_bytes / 64, steps)};
+    }
+    for (int64_t group = part.group_begin; group < part.group_end; ++group) {
+      kernel(p, panel, group, ahead);
+      ahead.at += p.input.depth.num_steps() * ahead.lines_per_step * 64;
+    }
+  }
+}
+
+}  // namespace sage::linear

@@ -1,0 +1,85 @@
+// A C interface to products alone, for tests and benchmarks.
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "linear.h"
+
+#define SAGE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Memory = std::unique_ptr<unsigned char, Free>;
+
+Memory allocate(int64_t bytes) {
+  // Huge pages need an aligned start; the kernel decides.
+  const int64_t alignment = bytes >= (4 << 20) ? (2 << 20) : 64;
+  const int64_t rounded = (bytes + alignment) / alignment * alignment;
+  return Memory(static_cast<unsigned char*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded))));
+}
+
+}  // namespace
+
+struct SageLinear {
+  sage::Weight weight;
+  Memory data;
+  std::unique_ptr<float[]> bias;
+};
+
+// `bias` (n) or null. Freed by sage_linear_free.
+SAGE_EXPORT SageLinear* sage_linear_create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias) {
+  auto linear = std::make_unique<SageLinear>();
+  const auto weight_kind = static_cast<sage::WeightKind>(kind);
+  linear->data = allocate(sage::weight_bytes(weight_kind, n, k, group));
+  if (bias != nullptr) {
+    linear->bias = std::make_unique<float[]>(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) linear->bias[static_cast<size_t>(i)] = bias[i];
+  }
+  linear->weight = {weight_kind, is_gated != 0, n, k, group, linear->data.get(), linear->bias.get()};
+  return linear.release();
+}
+
+SAGE_EXPORT void sage_linear_free(SageLinear* linear) { delete linear; }
+
+// Outputs [begin, begin + count) from `rows`, of the type of the kind; `scales` for int8 and int4.
+SAGE_EXPORT void sage_linear_pack(SageLinear* linear, int64_t begin, int64_t count, const void* rows, int64_t stride,
+                                  const float* scales) {
+  const sage::Weight& w = linear->weight;
+  switch (w.kind) {
+    case sage::WeightKind::bf16: return sage::pack_bf16(w, begin, count, static_cast<const uint16_t*>(rows), stride);
+    case sage::WeightKind::f32: return sage::pack_f32(w, begin, count, static_cast<const float*>(rows), stride);
+    case sage::WeightKind::int8: return sage::pack_int8(w, begin, count, static_cast<const int8_t*>(rows), stride, scales);
+    case sage::WeightKind::int4: return sage::pack_int4(w, begin, count, static_cast<const int8_t*>(rows), stride, scales);
+  }
+}
+
+SAGE_EXPORT int64_t sage_linear_bytes(const SageLinear* linear) {
+  const sage::Weight& w = linear->weight;
+  return sage::weight_bytes(w.kind, w.n, w.k, w.group);
+}
+
+SAGE_EXPORT int64_t sage_linear_pack_granularity() { return sage::pack_granularity(); }
+
+SAGE_EXPORT void sage_linear_unpack_row(const SageLinear* linear, int64_t output, float* row) {
+  sage::unpack_row(linear->weight, output, row);
+}
+
+// Products with `num_calls` weights one after the other, in one team (a benchmark's cold weights): the same `x`
+// (rows, k) and `out` (rows, n or n / 2) float32 each time.
+SAGE_EXPORT void sage_linear_multiply(SageLinear* const* linears, int64_t num_calls, const float* x, int64_t rows,
+                                      int32_t into, float* out, int64_t stride, int32_t num_threads) {
+  const sage::Weight& first = linears[0]->weight;
+  const Memory memory = allocate(sage::input_bytes(first.kind, rows, first.k, first.group));
+  const sage::Input input{first.kind, rows, first.k, first.group, memory.get()};
+  sage::run_team(num_threads, [&](sage::Team& team) {
+    for (int64_t call = 0; call < num_calls; ++call) {
+      team.share(rows, 8, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) sage::set_input_row(input, row, x + row * first.k);
+      });
+      sage::multiply(team, linears[call]->weight, input, static_cast<sage::Into>(into), out, stride);
+    }
+  });
+}

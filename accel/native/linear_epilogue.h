@@ -1,0 +1,42 @@
+// What happens to the sums of a panel: bias, silu(gate) * up, store or add.
+#pragma once
+#include "linear_layout.h"
+
+namespace sage::linear {
+
+inline void emit(const Product& p, float* out, Lanes value, int64_t count) {
+  if (count >= kLanes) {
+    store_lanes(out, p.into == Into::add ? add(load_lanes(out), value) : value);
+  } else if (count > 0) {
+    store_lanes(out, p.into == Into::add ? add(load_lanes(out, count), value) : value, count);
+  }
+}
+
+// `left` and `right` are the two halves of the panel's sums, one vector per row. Not inlined: the bits of a result
+// must not depend on what the compiler would contract with a caller's arithmetic.
+__attribute__((noinline)) static void finish(const Product& p, int64_t panel, int64_t first_row, int64_t num_rows,
+                                             const float* left, const float* right) {
+  const int64_t column = panel * p.panels.width, left_over = p.panels.num_outputs - column;
+  const float* bias = p.weight.bias;
+  Lanes left_bias = zero_lanes(), right_bias = zero_lanes();
+  if (bias != nullptr) {
+    left_bias = load_lanes(bias + column, left_over);
+    const float* other = bias + column + (p.weight.is_gated ? p.weight.n / 2 : kLanes);
+    const int64_t other_left = p.weight.is_gated ? left_over : left_over - kLanes;
+    if (other_left > 0) right_bias = load_lanes(other, other_left);
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    Lanes a = load_lanes(left + row * kLanes), b = load_lanes(right + row * kLanes);
+    if (bias != nullptr) a = add(a, left_bias), b = add(b, right_bias);
+    float* out = p.out + (first_row + row) * p.stride + column;
+    if (p.weight.is_gated) {
+      const Lanes hidden = multiply(silu(a), b);
+      emit(p, out, hidden, left_over);
+    } else {
+      emit(p, out, a, left_over);
+      emit(p, out + kLanes, b, left_over - kLanes);
+    }
+  }
+}
+
+}  // namespace sage::linear

@@ -1,0 +1,108 @@
+// Activations into the form that products take.
+#include <cstring>
+#include <limits>
+
+#include "linear_layout.h"
+
+namespace sage {
+namespace linear {
+namespace {
+
+// One step of activations, at `to`; lanes past `count` become 0.
+void put_floats(unsigned char* to, const float* x, int64_t count) {
+  for (int64_t i = 0; i < 16; i += kLanes) {
+    store_lanes(reinterpret_cast<float*>(to) + i, count > i ? load_lanes(x + i, count - i) : zero_lanes());
+  }
+}
+
+void put_bf16(unsigned char* to, const float* x, int64_t count) {
+#if defined(__AVX512BF16__)
+  const __m512 low = load_lanes(x, count);
+  const __m512 high = count > kLanes ? load_lanes(x + kLanes, count - kLanes) : zero_lanes();
+  const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+  std::memcpy(to, &both, 64);
+#else
+  put_floats(to, x, count);
+#endif
+}
+
+// The largest size of a value, or NaN where one is not finite.
+float largest_magnitude(const float* x, int64_t count) {
+  IntLanes most = zero_ints();
+  for (int64_t i = 0; i < count; i += kLanes) most = larger(most, magnitude_bits(load_lanes(x + i, count - i)));
+  const int32_t bits = largest(most);
+  if (bits >= 0x7f800000) return std::numeric_limits<float>::quiet_NaN();
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+// Below this a scale's inverse would overflow: such a group is zero.
+constexpr float kSmallest = 1e-35f;
+
+struct Quantizer {
+  float scale, inverse;
+
+  explicit Quantizer(float magnitude) : scale(magnitude / 127.0f), inverse(127.0f / magnitude) {
+    if (!(magnitude >= kSmallest)) {
+      inverse = 0.0f;
+      if (magnitude < kSmallest) scale = 0.0f;  // otherwise NaN, which the scale carries into the product
+    }
+  }
+};
+
+// Quantizes `count` values (at most one step of `step` bytes), returns their sum.
+int32_t put_int8(unsigned char* to, const float* x, int64_t count, int64_t step, const Quantizer& q) {
+  IntLanes total = zero_ints();
+  for (int64_t i = 0; i < step; i += kLanes) {
+    IntLanes value = zero_ints();
+    if (i < count && q.inverse > 0.0f) value = to_int(multiply(load_lanes(x + i, count - i), same_lanes(q.inverse)));
+    total = add(total, value);
+    store_bytes(reinterpret_cast<int8_t*>(to) + i, value);
+  }
+  return sum(total);
+}
+
+void set_quantized_row(const InputLayout& layout, const Input& input, unsigned char* row, int64_t index, const float* x) {
+  const Depth& depth = layout.depth;
+  auto* scales = reinterpret_cast<float*>(input.memory + layout.scales_at()) + index * depth.num_groups;
+  auto* sums = reinterpret_cast<int32_t*>(input.memory + layout.sums_at()) + index * depth.num_groups;
+  for (int64_t group = 0; group < depth.num_groups; ++group) {
+    const float* from = x + depth.begin(group);
+    const int64_t size = depth.size(group);
+    const Quantizer quantizer(largest_magnitude(from, size));
+    int32_t total = 0;
+    for (int64_t i = 0; i < depth.steps_per_group; ++i, row += layout.block_bytes()) {
+      total += put_int8(row, from + i * depth.step, size - i * depth.step, depth.step, quantizer);
+    }
+    scales[group] = quantizer.scale;
+    sums[group] = total;
+  }
+}
+
+}  // namespace
+}  // namespace linear
+
+int64_t input_bytes(WeightKind kind, int64_t rows, int64_t k, int64_t group) {
+  return linear::InputLayout(kind, rows, k, group).total_bytes();
+}
+
+void set_input_row(const Input& input, int64_t index, const float* x) {
+  const linear::InputLayout layout(input);
+  unsigned char* row = input.memory + index / layout.height * layout.row_group_bytes() +
+                       index % layout.height * layout.depth.step_bytes;
+  if (linear::is_quantized(input.kind)) {
+    linear::set_quantized_row(layout, input, row, index, x);
+    return;
+  }
+  const bool is_bf16 = linear::activation_bytes(input.kind) == 2;
+  for (int64_t k = 0; k < input.k; k += layout.depth.step, row += layout.block_bytes()) {
+    if (is_bf16) {
+      linear::put_bf16(row, x + k, input.k - k);
+    } else {
+      linear::put_floats(row, x + k, input.k - k);
+    }
+  }
+}
+
+}  // namespace sage

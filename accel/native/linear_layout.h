@@ -1,0 +1,159 @@
+// Where packed weights and activations lie in memory. Shared by packing and by the kernels of a build.
+//
+// A panel is 2 * kLanes outputs (two vectors): of a gated weight kLanes gates and what they multiply. Along k the
+// weights of an output come in quads of 4 bytes, which is what one dot-product instruction takes per lane:
+//
+//   quads    [k bytes / 4][half][lane][4 bytes]                    all kinds, except where there are tiles
+//   tiles    [k bytes / 64][half][16 quads][lane][4 bytes]         bf16 and int8 with AMX
+//   nibbles  [k / 8][half][lane][4 bytes], a byte holds k and k + 4   int4
+//
+// int8 and int4 panels are a run of groups, each followed by its float32 scale per output; int8 has one group.
+// k is padded with zeros: to 64 bytes of activations, in int4 within each group.
+//
+// Activations are [row group][k bytes / step][row][step bytes], so that the rows of a tile lie at a constant
+// distance whatever k is. Quantized ones are followed by scales and by sums of the quantized values, (rows, groups).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "lanes.h"
+#include "linear.h"
+
+namespace sage::linear {
+
+#if defined(__AMX_TILE__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+constexpr bool kHasDots = true;
+#else
+constexpr bool kHasDots = false;
+#endif
+
+constexpr int64_t kPanel = 2 * kLanes;
+constexpr int64_t kHalfBytes = 4 * kLanes;   // one vector
+constexpr int64_t kLineBytes = 2 * kHalfBytes;  // quads of a panel at one k
+constexpr int64_t kTileBytes = 1024;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+inline bool is_quantized(WeightKind kind) { return kind == WeightKind::int8 || kind == WeightKind::int4; }
+inline bool in_tiles(WeightKind kind) { return kHasTiles && (kind == WeightKind::bf16 || kind == WeightKind::int8); }
+
+// Bytes of one activation. Without bf16 dot products, bf16 weights meet float32 activations.
+inline int64_t activation_bytes(WeightKind kind) {
+  if (is_quantized(kind)) return 1;
+  return kind == WeightKind::bf16 && kHasDots ? 2 : 4;
+}
+
+// How k is cut into groups (a scale each) and steps (what one row holds contiguously).
+struct Depth {
+  int64_t k, group, num_groups;
+  int64_t step, steps_per_group;  // step in activations
+  int64_t step_bytes;
+
+  Depth(WeightKind kind, int64_t num_inputs, int64_t group_size) : k(num_inputs) {
+    step_bytes = 64;
+    step = step_bytes / activation_bytes(kind);
+    group = round_up(k, step);
+    if (kind == WeightKind::int4 && group_size > 0 && group_size < k) {
+      group = group_size;
+      if (group % 64 != 0) step = step_bytes = 32;
+    }
+    num_groups = ceil_div(k, group);
+    steps_per_group = ceil_div(group, step);
+  }
+  int64_t num_steps() const { return num_groups * steps_per_group; }
+  int64_t begin(int64_t index) const { return index * group; }
+  int64_t size(int64_t index) const { return begin(index) + group <= k ? group : k - begin(index); }
+};
+
+// Rows that a kernel takes at once; the rows of an input are spread evenly over as few groups as possible.
+inline int64_t most_rows(WeightKind kind, int64_t rows) {
+  if (kHasTiles && (in_tiles(kind) || (kind == WeightKind::int4 && rows > 8))) return 32;
+  if (kHasDots) return 8;
+  return is_quantized(kind) ? 4 : 6;
+}
+
+struct InputLayout {
+  Depth depth;
+  int64_t rows, height, num_row_groups;
+
+  explicit InputLayout(const Input& x) : InputLayout(x.kind, x.rows, x.k, x.group) {}
+  InputLayout(WeightKind kind, int64_t num_rows, int64_t k, int64_t group) : depth(kind, k, group), rows(num_rows) {
+    num_row_groups = ceil_div(rows, most_rows(kind, rows));
+    height = rows > 0 ? ceil_div(rows, num_row_groups) : 1;
+  }
+  int64_t block_bytes() const { return height * depth.step_bytes; }  // one step of a row group
+  int64_t row_group_bytes() const { return depth.num_steps() * block_bytes(); }
+  int64_t scales_at() const { return round_up(num_row_groups * row_group_bytes(), 64); }
+  int64_t sums_at() const { return scales_at() + round_up(rows * depth.num_groups * 4, 64); }
+  int64_t total_bytes() const { return sums_at() + round_up(rows * depth.num_groups * 4, 64); }
+};
+
+struct PanelLayout {
+  Depth depth;
+  int64_t width;         // outputs of a panel in the product
+  int64_t num_outputs;   // of the product
+  int64_t num_panels;
+  int64_t group_bytes;   // weights and scales of one group
+  int64_t scales_at;     // within a group
+  int64_t panel_bytes;
+
+  explicit PanelLayout(const Weight& w) : PanelLayout(w.kind, w.is_gated, w.n, w.k, w.group) {}
+  PanelLayout(WeightKind kind, bool is_gated, int64_t n, int64_t k, int64_t group) : depth(kind, k, group) {
+    width = is_gated ? kLanes : kPanel;
+    num_outputs = is_gated ? n / 2 : n;
+    num_panels = ceil_div(num_outputs, width);
+    const int64_t padded = depth.steps_per_group * depth.step;
+    const int64_t bits = kind == WeightKind::f32 ? 32 : kind == WeightKind::bf16 ? 16 : kind == WeightKind::int8 ? 8 : 4;
+    scales_at = padded * kPanel * bits / 8;
+    group_bytes = scales_at + (is_quantized(kind) ? kPanel * 4 : 0);
+    panel_bytes = depth.num_groups * group_bytes;
+  }
+};
+
+// Byte of input `k` (within its group) of a panel's column.
+inline int64_t quad_offset(int64_t k_byte, int64_t column) {
+  return k_byte / 4 * kLineBytes + column * 4 + k_byte % 4;
+}
+inline int64_t tile_offset(int64_t k_byte, int64_t column) {
+  return k_byte / 64 * (2 * kTileBytes) + column / 16 * kTileBytes + k_byte % 64 / 4 * 64 + column % 16 * 4 + k_byte % 4;
+}
+inline int64_t nibble_offset(int64_t k, int64_t column) { return k / 8 * kLineBytes + column * 4 + k % 4; }
+
+// Everything that a kernel needs to know of one product.
+struct Product {
+  const Weight& weight;
+  PanelLayout panels;
+  InputLayout input;
+  const unsigned char* activations;
+  const float* scales;   // (rows, groups)
+  const int32_t* sums;   // (rows, groups)
+  Into into;
+  float* out;
+  int64_t stride;
+
+  Product(const Weight& w, const Input& x, Into how, float* result, int64_t result_stride)
+      : weight(w), panels(w), input(x), activations(x.memory), into(how), out(result), stride(result_stride) {
+    scales = reinterpret_cast<const float*>(x.memory + input.scales_at());
+    sums = reinterpret_cast<const int32_t*>(x.memory + input.sums_at());
+  }
+  const unsigned char* panel(int64_t index) const { return weight.data + index * panels.panel_bytes; }
+  const unsigned char* rows_at(int64_t row_group) const { return activations + row_group * input.row_group_bytes(); }
+  int64_t first_row(int64_t row_group) const { return row_group * input.height; }
+  int64_t num_rows(int64_t row_group) const {
+    const int64_t left = input.rows - first_row(row_group);
+    return left < input.height ? left : input.height;
+  }
+};
+
+// Panels and row groups that one call of a kernel computes.
+struct Part {
+  int64_t panel_begin, panel_end, group_begin, group_end;
+};
+
+}  // namespace sage::linear

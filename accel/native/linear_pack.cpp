@@ -1,0 +1,175 @@
+// Weights into panels and back.
+#include <cstring>
+
+#include "linear_layout.h"
+
+namespace sage {
+namespace linear {
+namespace {
+
+// Where one output goes.
+struct Column {
+  int64_t panel, lane;
+};
+
+Column column_of(const Weight& w, const PanelLayout& panels, int64_t output) {
+  const bool is_right = w.is_gated && output >= w.n / 2;
+  const int64_t position = is_right ? output - w.n / 2 : output;
+  return {position / panels.width, position % panels.width + (is_right ? kLanes : 0)};
+}
+
+struct Packer {
+  const Weight& w;
+  PanelLayout panels;
+
+  explicit Packer(const Weight& weight) : w(weight), panels(weight) {}
+
+  unsigned char* group(Column c, int64_t index) const {
+    return w.data + c.panel * panels.panel_bytes + index * panels.group_bytes;
+  }
+  void put_scale(Column c, int64_t index, float scale) const {
+    std::memcpy(group(c, index) + panels.scales_at + c.lane * 4, &scale, 4);
+  }
+  int64_t offset(int64_t k_byte, int64_t lane) const {
+    return in_tiles(w.kind) ? tile_offset(k_byte, lane) : quad_offset(k_byte, lane);
+  }
+
+  // `row`: k elements of the weight's width in memory, or null for zeros.
+  template <typename Element>
+  void put_plain(Column c, const Element* row) const {
+    unsigned char* to = group(c, 0);
+    const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
+    constexpr int64_t per_quad = 4 / sizeof(Element);
+    for (int64_t k = 0; k < padded; k += per_quad) {
+      Element quad[per_quad];
+      for (int64_t i = 0; i < per_quad; ++i) quad[i] = row != nullptr && k + i < w.k ? row[k + i] : Element{};
+      std::memcpy(to + offset(k * static_cast<int64_t>(sizeof(Element)), c.lane), quad, 4);
+    }
+  }
+  // Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
+  void put_int8(Column c, const int8_t* row, float scale) const {
+    const uint32_t flip = kHasDots && !kHasTiles ? 0x80808080u : 0u;
+    put_plain(c, row);
+    if (flip != 0) {
+      unsigned char* to = group(c, 0);
+      for (int64_t k = 0; k < panels.depth.steps_per_group * panels.depth.step; k += 4) {
+        uint32_t quad;
+        std::memcpy(&quad, to + offset(k, c.lane), 4);
+        quad ^= flip;
+        std::memcpy(to + offset(k, c.lane), &quad, 4);
+      }
+    }
+    put_scale(c, 0, scale);
+  }
+  void put_int4(Column c, const int8_t* row, const float* scales) const {
+    for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
+      unsigned char* to = group(c, index);
+      const int64_t begin = panels.depth.begin(index), size = panels.depth.size(index);
+      const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
+      auto nibble = [&](int64_t k) { return (row != nullptr && k < size ? row[begin + k] + 8 : 8) & 15; };
+      for (int64_t k = 0; k < padded; k += 8) {
+        unsigned char* quad = to + nibble_offset(k, c.lane);
+        for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>(nibble(k + i) | nibble(k + 4 + i) << 4);
+      }
+      put_scale(c, index, scales != nullptr ? scales[index] : 0.0f);
+    }
+  }
+};
+
+// Calls put(column, row) for each output, and with no row for the lanes that the last panel has too many.
+template <typename Element, typename Put>
+void each_output(const Weight& w, const PanelLayout& panels, int64_t begin, int64_t count, const Element* rows,
+                 int64_t stride, const Put& put) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t output = begin + i;
+    const Column column = column_of(w, panels, output);
+    put(column, i, rows + i * stride);
+    const bool ends_half = output + 1 == w.n || (w.is_gated && output + 1 == w.n / 2);
+    if (!ends_half) continue;
+    const int64_t lanes = w.is_gated ? (column.lane / kLanes + 1) * kLanes : kPanel;
+    for (int64_t lane = column.lane + 1; lane < lanes; ++lane) {
+      put(Column{column.panel, lane}, -1, static_cast<const Element*>(nullptr));
+    }
+  }
+}
+
+float from_bf16(const unsigned char* at) {
+  uint16_t half;
+  std::memcpy(&half, at, 2);
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+float from_f32(const unsigned char* at) {
+  float x;
+  std::memcpy(&x, at, 4);
+  return x;
+}
+
+}  // namespace
+}  // namespace linear
+
+using linear::Column;
+using linear::Packer;
+
+int64_t weight_bytes(WeightKind kind, int64_t n, int64_t k, int64_t group) {
+  // Halves of a gated weight end in panels of their own, so that one may need a panel more.
+  const linear::PanelLayout plain(kind, false, n, k, group), gated(kind, true, n, k, group);
+  const int64_t num_panels = plain.num_panels > gated.num_panels ? plain.num_panels : gated.num_panels;
+  return num_panels * plain.panel_bytes;
+}
+
+int64_t pack_granularity() { return linear::kPanel; }
+
+void pack_bf16(const Weight& w, int64_t begin, int64_t count, const uint16_t* rows, int64_t stride) {
+  const Packer packer(w);
+  linear::each_output(w, packer.panels, begin, count, rows, stride,
+                      [&](Column c, int64_t, const uint16_t* row) { packer.put_plain(c, row); });
+}
+
+void pack_f32(const Weight& w, int64_t begin, int64_t count, const float* rows, int64_t stride) {
+  const Packer packer(w);
+  linear::each_output(w, packer.panels, begin, count, rows, stride,
+                      [&](Column c, int64_t, const float* row) { packer.put_plain(c, row); });
+}
+
+void pack_int8(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
+  const Packer packer(w);
+  linear::each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
+    packer.put_int8(c, row, row != nullptr ? scales[i] : 0.0f);
+  });
+}
+
+void pack_int4(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
+  const Packer packer(w);
+  const int64_t num_groups = packer.panels.depth.num_groups;
+  linear::each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
+    packer.put_int4(c, row, row != nullptr ? scales + i * num_groups : nullptr);
+  });
+}
+
+void unpack_row(const Weight& w, int64_t output, float* row) {
+  const Packer packer(w);
+  const linear::Depth& depth = packer.panels.depth;
+  const Column c = linear::column_of(w, packer.panels, output);
+  for (int64_t k = 0; k < w.k; ++k) {
+    const int64_t index = k / depth.group, inside = k % depth.group;
+    const unsigned char* from = packer.group(c, index);
+    const float scale = linear::is_quantized(w.kind) ? linear::from_f32(from + packer.panels.scales_at + c.lane * 4) : 1.0f;
+    if (w.kind == WeightKind::bf16) {
+      row[k] = linear::from_bf16(from + packer.offset(2 * k, c.lane));
+    } else if (w.kind == WeightKind::f32) {
+      row[k] = linear::from_f32(from + packer.offset(4 * k, c.lane));
+    } else if (w.kind == WeightKind::int8) {
+      const unsigned char flip = linear::kHasDots && !linear::kHasTiles ? 0x80 : 0;
+      row[k] = scale * static_cast<float>(static_cast<int8_t>(from[packer.offset(k, c.lane)] ^ flip));
+    } else {
+      const unsigned char both = from[linear::nibble_offset(inside / 8 * 8 + inside % 4, c.lane)];
+      row[k] = scale * static_cast<float>((inside % 8 < 4 ? both & 15 : both >> 4) - 8);
+    }
+  }
+}
+
+}  // namespace sage
