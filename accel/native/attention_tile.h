@@ -1,0 +1,168 @@
+// What all attention kernels share: 64 tokens of KV, the queries of one item of work, and their running softmax.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "attention_simd.h"
+
+namespace sage::attention_detail {
+
+// A tile begins at a multiple of kTileTokens and a split at a multiple of kSplitTokens of a sequence, whatever is
+// computed: so every row's sums are taken in one order, whether it is decoded, verified or part of any chunk.
+constexpr int64_t kTileTokens = 64;
+constexpr int64_t kSplitTokens = 256;
+constexpr int64_t kMaxQueries = 128;  // of one item of work, those of all its heads together
+constexpr int64_t kQueryStep = 16;    // the queries of a head begin at multiples of this
+constexpr int64_t kMaxHeadDim = 256;
+constexpr float kNone = -1e30f;  // maximum over no tokens; finite, so that differences are never NaN
+
+inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+// Pointers to the keys and values of 64 tokens. Those outside [begin, end) are not the sequence's or no query sees
+// them: they read as zeros, as their memory may hold anything.
+struct KVTile {
+  int64_t first;  // position of token 0
+  int64_t begin, end;
+  const unsigned char* key[kTileTokens];
+  const unsigned char* value[kTileTokens];
+  alignas(64) float key_scale[kTileTokens];  // int8 only
+  alignas(64) float value_scale[kTileTokens];
+  // The same of the first head of the model, and what will be read next.
+  const unsigned char* key_of_head_0[kTileTokens];
+  const float* scale_of_head_0[kTileTokens];
+  const KVTile* next;
+  int64_t next_offset;
+
+  void locate(const KV& kv, int64_t layer, const int32_t* blocks, int64_t tile_first, int64_t from, int64_t to);
+  void select_head(const KV& kv, int64_t head);
+
+  // Ask for what is read after this, some tokens at a time.
+  void prefetch_keys(int64_t token, int64_t count, int64_t bytes) const { prefetch(token, count, 0, bytes); }
+  void prefetch_values(int64_t token, int64_t count, int64_t kv_stride, int64_t bytes) const {
+    prefetch(token, count, kv_stride, bytes);
+  }
+
+ private:
+  void prefetch(int64_t token, int64_t count, int64_t offset, int64_t bytes) const {
+    if (next == nullptr) return;
+    const int64_t to = std::min(token + count, next->end);
+    for (int64_t t = std::max(token, next->begin); t < to; ++t) {
+      const char* p = reinterpret_cast<const char*>(next->key_of_head_0[t]) + next_offset + offset;
+      for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+    }
+  }
+};
+
+alignas(64) inline constexpr unsigned char kZeros[kMaxHeadDim * 4] = {};
+
+inline void KVTile::locate(const KV& kv, int64_t layer, const int32_t* blocks, int64_t tile_first, int64_t from,
+                           int64_t to) {
+  first = tile_first;
+  begin = from - first;
+  end = to - first;
+  for (int64_t t = 0; t < kTileTokens; ++t) key[t] = value[t] = kZeros;
+  std::memset(key_scale, 0, sizeof key_scale);
+  std::memset(value_scale, 0, sizeof value_scale);
+  for (int64_t t = begin; t < end;) {
+    const int64_t offset = (first + t) % kv.block_size, run = std::min(end - t, kv.block_size - offset);
+    const unsigned char* block = kv.base + blocks[(first + t) / kv.block_size] * kv.block;
+    const unsigned char* token = block + layer * kv.layer + offset * kv.token;
+    const float* scale = reinterpret_cast<const float*>(block + kv.scales + layer * kv.layer_scales) + offset;
+    for (int64_t i = 0; i < run; ++i) {
+      key_of_head_0[t + i] = token + i * kv.token;
+      scale_of_head_0[t + i] = scale + i;
+    }
+    t += run;
+  }
+}
+
+inline void KVTile::select_head(const KV& kv, int64_t head) {
+  for (int64_t t = begin; t < end; ++t) {
+    key[t] = key_of_head_0[t] + head * kv.head;
+    value[t] = key[t] + kv.kv;
+  }
+  if (kv.kind != KVKind::int8) return;
+  const int64_t step = kv.head_scales / 4, values = kv.kv_scales / 4;
+  for (int64_t t = begin; t < end; ++t) {
+    key_scale[t] = scale_of_head_0[t][head * step];
+    value_scale[t] = scale_of_head_0[t][head * step + values];
+  }
+}
+
+// Softmax so far of one query: with x the scores times log2(e), m = max x, l = sum 2^(x - m), and the accumulator
+// sum 2^(x - m) value.
+struct Softmax {
+  float* m;
+  float* l;
+  float* acc;  // (queries, head_dim)
+
+  void clear(int64_t begin, int64_t count, int64_t head_dim) const {
+    std::fill_n(m + begin, count, kNone);
+    std::fill_n(l + begin, count, 0.0f);
+    std::fill_n(acc + begin * head_dim, count * head_dim, 0.0f);
+  }
+};
+
+// total becomes the softmax over the tokens of both. Splits are folded in their order.
+inline void fold(float& m, float& l, float* acc, float other_m, float other_l, const float* other, int64_t head_dim) {
+  const float top = std::max(m, other_m), mine = exp2(m - top), its = exp2(other_m - top);
+  l = l * mine + other_l * its;
+  m = top;
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    store(acc + d, fma(load(other + d), all(its), mul(load(acc + d), all(mine))));
+  }
+}
+
+// The queries of one item of work: `count` of each of `num_heads` KV heads. Those of head h (counted from
+// `first_head`) have the numbers [h * stride, h * stride + count) in `query` and in `softmax`.
+struct Queries {
+  int64_t first_head, num_heads, count, stride;
+  const float* query[kMaxQueries];
+  alignas(64) int32_t low[kMaxQueries];   // positions seen: [low, high), the same for all heads
+  alignas(64) int32_t high[kMaxQueries];
+  Softmax softmax;
+};
+
+// How a raw product q . k becomes a score times log2(e).
+struct Scoring {
+  float scale;     // of the product; with a soft cap, of what goes into tanh
+  float soft_cap;  // times log2(e); 0: none
+
+  Vec operator()(Vec product) const {
+    const Vec x = mul(product, all(scale));
+    return soft_cap == 0.0f ? x : mul(all(soft_cap), tanh(x));
+  }
+};
+
+// One query and one tile: raw products in `row` become 2^(x - m), 0 where unseen; the accumulator is brought to the new
+// maximum. int8: products times key_scale, and what comes out times value_scale. Tokens [low, high) are seen.
+inline void softmax_row(const Scoring& score, float* row, int64_t low, int64_t high, const KVTile* scales, float& m, float& l,
+                        float* acc, int64_t head_dim) {
+  const Vec from = all(static_cast<float>(low) - 0.5f), to = all(static_cast<float>(high) - 0.5f);
+  Vec top = all(kNone);
+  for (int64_t t = 0; t < kTileTokens; t += kLanes) {
+    const Vec token = add(lane_numbers(), all(static_cast<float>(t)));
+    Vec x = load(row + t);
+    if (scales != nullptr) x = mul(x, load(scales->key_scale + t));
+    x = pick(both(less(from, token), less(token, to)), score(x), all(kNone));
+    store(row + t, x);
+    top = max(top, x);
+  }
+  const float new_m = std::max(m, maximum(top)), decay = exp2(m - new_m);
+  Vec total = zero();
+  for (int64_t t = 0; t < kTileTokens; t += kLanes) {
+    const Vec token = add(lane_numbers(), all(static_cast<float>(t)));
+    Vec p = exp2(sub(load(row + t), all(new_m)));
+    p = pick(both(less(from, token), less(token, to)), p, zero());
+    total = add(total, p);
+    store(row + t, scales == nullptr ? p : mul(p, load(scales->value_scale + t)));
+  }
+  l = l * decay + sum(total);
+  if (m != new_m) {
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(acc + d, mul(load(acc + d), all(decay)));
+  }
+  m = new_m;
+}
+
+}  // namespace sage::attention_detail
