@@ -3,6 +3,9 @@
 
 #include "attention_float.h"
 #include "attention_plan.h"
+#if defined(__AMX_TILE__)
+#include "attention_amx.h"
+#endif
 
 namespace sage {
 namespace {
@@ -15,6 +18,18 @@ template <KVKind kind>
 struct KernelOf {
   using type = FloatKernel<kind>;
 };
+
+#if defined(__AMX_TILE__)
+template <>
+struct KernelOf<KVKind::bf16> {
+  using type = AmxKernel<KVKind::bf16>;
+};
+
+template <>
+struct KernelOf<KVKind::int8> {
+  using type = AmxKernel<KVKind::int8>;
+};
+#endif
 
 template <KVKind kind>
 using Kernel = typename KernelOf<kind>::type;

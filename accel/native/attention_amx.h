@@ -1,0 +1,390 @@
+// Attention by AMX tiles, in bf16 with float32 sums, over bf16 KV and over int8 KV (whose values are exact in bf16).
+//
+// The queries of a KV head lie in tiles of 16. Products come out transposed, token by query, so that the softmax of 16
+// queries is done lane by lane; weights then turn into rows of queries for the product with the values.
+#pragma once
+#include <utility>
+
+#include "attention_tile.h"
+
+namespace sage::attention_detail {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+template <KVKind kind>
+class AmxKernel {
+ public:
+  static int64_t scratch_bytes(int64_t head_dim) {
+    const int64_t padded = round_up(head_dim, 32);
+    return kMaxQueries * padded * 2 + kTileTokens * padded * 2 + kTileTokens * head_dim * 2 + 2 * kProductBytes + kWeightBytes;
+  }
+
+  AmxKernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
+      : kv_(kv), scoring_(scoring), head_dim_(head_dim), padded_(round_up(head_dim, 32)),
+        reads_keys_in_place_(kind == KVKind::bf16 && kv.block_size % 16 == 0 && head_dim % 32 == 0) {
+    const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
+    queries_ = reinterpret_cast<uint32_t*>(take(kMaxQueries * padded_ * 2));
+    keys_ = take(kTileTokens * padded_ * 2);
+    values_ = reinterpret_cast<uint32_t*>(take(kTileTokens * head_dim * 2));
+    for (float*& products : products_) products = reinterpret_cast<float*>(take(kProductBytes));
+    weights_ = reinterpret_cast<uint32_t*>(take(kWeightBytes));
+    static constexpr TileConfig config;  // static: g++ takes the intrinsic to read 8 bytes only, and drops the others
+    _tile_loadconfig(&config);
+  }
+
+  ~AmxKernel() { _tile_release(); }
+  AmxKernel(const AmxKernel&) = delete;
+  AmxKernel& operator=(const AmxKernel&) = delete;
+
+  // Packs the queries of each tile as (pair of dimensions, query, 2).
+  void set_queries(const Queries& queries) {
+    std::memset(queries_, 0, static_cast<size_t>(queries.num_heads * queries.stride * padded_ * 2));
+    for (int64_t h = 0; h < queries.num_heads; ++h) {
+      for (int64_t i = 0; i < queries.count; ++i) {
+        const int64_t q = h * queries.stride + i;
+        uint32_t* to = queries_ + q / 16 * 16 * padded_ / 2 + q % 16;
+        for (int64_t d = 0; d < head_dim_; d += 16) {
+          alignas(32) uint32_t pairs[8];
+          _mm256_store_si256(reinterpret_cast<__m256i*>(pairs),
+                             reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(queries.query[q] + d))));
+          for (int64_t k = 0; k < 8; ++k) to[(d / 2 + k) * 16] = pairs[k];
+        }
+      }
+    }
+  }
+
+  void add_tile(const Queries& queries, int64_t head, const KVTile& tile) {
+    first_ = tile.begin / 16;
+    last_ = (tile.end + 15) / 16;
+    find_keys(tile);
+    pack_values(tile);
+    const int64_t num_tiles = queries.stride / 16;
+    int64_t at = next_seen(queries, tile, 0, num_tiles);
+    if (at < num_tiles) multiply_keys(head * num_tiles + at, products_[0]);
+    for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
+      // The next products run while this softmax does.
+      const int64_t next = next_seen(queries, tile, at + 1, num_tiles);
+      if (next < num_tiles) multiply_keys(head * num_tiles + next, products_[turn ^ 1]);
+      add_products(queries, head, at, tile, products_[turn]);
+      at = next;
+    }
+  }
+
+ private:
+  static constexpr int64_t kProductBytes = kTileTokens * 16 * 4, kWeightBytes = 16 * kTileTokens * 2;
+  // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
+  // be brought to the new one.
+  static constexpr float kSlack = 8.0f;
+
+  static int64_t next_seen(const Queries& queries, const KVTile& tile, int64_t at, int64_t num_tiles) {
+    for (; at < num_tiles; ++at) {
+      for (int64_t i = at * 16; i < std::min(queries.count, at * 16 + 16); ++i) {
+        if (queries.high[i] > tile.first + tile.begin && queries.low[i] < tile.first + tile.end) return at;
+      }
+    }
+    return at;
+  }
+
+  // Where each 16 tokens' keys are. Those that are not the sequence's may be anything: their products are not used.
+  void find_keys(const KVTile& tile) {
+    key_step_ = reads_keys_in_place_ ? kv_.token : padded_ * 2;
+    for (int64_t u = first_; u < last_; ++u) {
+      const int64_t known = std::max(tile.begin, u * 16);
+      if (reads_keys_in_place_) {
+        key_[u] = tile.key[known] - (known - u * 16) * kv_.token;
+        tile.prefetch_keys(u * 16, 16, head_dim_ * 2);
+        continue;
+      }
+      key_[u] = keys_ + u * 16 * key_step_;
+      for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) widen_key(tile.key[t], keys_ + t * key_step_);
+      tile.prefetch_keys(u * 16, 16, head_dim_ * (kind == KVKind::int8 ? 1 : 2));
+    }
+  }
+
+  void widen_key(const unsigned char* key, unsigned char* to) const {
+    for (int64_t d = 0; d < padded_; d += 16) {
+      const bool in_head = d < head_dim_;
+      __m256i x = _mm256_setzero_si256();
+      if (in_head && kind == KVKind::bf16) x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + d * 2));
+      if (in_head && kind == KVKind::int8) {
+        x = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(load_as_float<kind>(key, d)), 16));
+      }
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d * 2), x);
+    }
+  }
+
+  // Packs values as (pair of tokens, dimension, 2).
+  void pack_values(const KVTile& tile) {
+    for (int64_t pair = first_ * 8; pair < round_up(last_, 2) * 8; ++pair) {
+      const unsigned char *even = tile.value[pair * 2], *odd = tile.value[pair * 2 + 1];
+      uint32_t* to = values_ + pair * head_dim_;
+      if constexpr (kind == KVKind::int8) {
+        for (int64_t d = 0; d < head_dim_; d += 16) {
+          const __m512i a = _mm512_castps_si512(load_as_float<kind>(even, d));
+          const __m512i b = _mm512_castps_si512(load_as_float<kind>(odd, d));
+          _mm512_storeu_si512(to + d, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b));
+        }
+        tile.prefetch_values(pair * 2, 2, kv_.kv, head_dim_);
+      } else {
+        pack_pair(even, odd, to);
+        tile.prefetch_values(pair * 2, 2, kv_.kv, head_dim_ * 2);
+      }
+    }
+    if (first_ % 2 != 0) std::memset(values_ + (first_ - 1) * 8 * head_dim_, 0, static_cast<size_t>(8 * head_dim_ * 4));
+  }
+
+  void pack_pair(const unsigned char* even, const unsigned char* odd, uint32_t* to) const {
+    alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i first_half = _mm512_load_si512(low), second_half = _mm512_add_epi16(first_half, _mm512_set1_epi16(16));
+    int64_t d = 0;
+    for (; d + 32 <= head_dim_; d += 32) {
+      const __m512i a = _mm512_loadu_si512(even + d * 2), b = _mm512_loadu_si512(odd + d * 2);
+      _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
+      _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(a, second_half, b));
+    }
+    if (d == head_dim_) return;
+    const __m512i a = _mm512_maskz_loadu_epi16(0xffff, even + d * 2), b = _mm512_maskz_loadu_epi16(0xffff, odd + d * 2);
+    _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
+  }
+
+  // g++ does not know that tile loads read memory: what was written before must be there.
+  static void finish_writes() { asm volatile("" ::: "memory"); }
+
+  // products (token, query) = keys . queries of one tile.
+  void multiply_keys(int64_t query_tile, float* products) const {
+    finish_writes();
+    const uint32_t* query = queries_ + query_tile * 16 * padded_ / 2;
+    const int64_t steps = padded_ / 32;
+    if (first_ == 0 && last_ == 4) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < steps; ++k) {
+        _tile_loadd(4, query + k * 256, 64);
+        _tile_loadd(5, key_[0] + k * 64, key_step_);
+        _tile_dpbf16ps(0, 5, 4);
+        _tile_loadd(6, key_[1] + k * 64, key_step_);
+        _tile_dpbf16ps(1, 6, 4);
+        _tile_loadd(7, key_[2] + k * 64, key_step_);
+        _tile_dpbf16ps(2, 7, 4);
+        _tile_loadd(5, key_[3] + k * 64, key_step_);
+        _tile_dpbf16ps(3, 5, 4);
+      }
+      _tile_stored(0, products, 64);
+      _tile_stored(1, products + 256, 64);
+      _tile_stored(2, products + 512, 64);
+      _tile_stored(3, products + 768, 64);
+      return;
+    }
+    for (int64_t u = first_; u < last_; ++u) {
+      _tile_zero(0);
+      for (int64_t k = 0; k < steps; ++k) {
+        _tile_loadd(4, query + k * 256, 64);
+        _tile_loadd(5, key_[u] + k * 64, key_step_);
+        _tile_dpbf16ps(0, 5, 4);
+      }
+      _tile_stored(0, products + u * 256, 64);
+    }
+  }
+
+  // Brings a tile's products into the softmax of one tile of queries.
+  void add_products(const Queries& queries, int64_t head, int64_t at, const KVTile& tile, float* products) {
+    const __m512i low = _mm512_sub_epi32(_mm512_load_si512(queries.low + at * 16), _mm512_set1_epi32(tile.first));
+    const __m512i high = _mm512_sub_epi32(_mm512_load_si512(queries.high + at * 16), _mm512_set1_epi32(tile.first));
+    const auto real = static_cast<__mmask16>((1u << std::min<int64_t>(16, queries.count - at * 16)) - 1);
+    const bool all_seen = (_mm512_mask_cmpgt_epi32_mask(real, low, _mm512_set1_epi32(first_ * 16)) |
+                           _mm512_mask_cmplt_epi32_mask(real, high, _mm512_set1_epi32(last_ * 16))) == 0;
+    const int64_t q = head * queries.stride + at * 16;
+    float *m = queries.softmax.m + q, *acc = queries.softmax.acc + q * head_dim_;
+    const Vec old_m = load(m);
+    const Vec top = all_seen ? score<true>(tile, low, high, products) : score<false>(tile, low, high, products);
+    const Vec new_m = pick(less(add(old_m, all(kSlack)), top), top, old_m);
+    const __mmask16 grown = _mm512_cmp_ps_mask(old_m, new_m, _CMP_NEQ_OQ) & real;
+    if (grown != 0) rescale(queries.softmax.l + q, acc, grown, sub(old_m, new_m));
+    store(m, new_m);
+    const Vec total = all_seen ? weigh<true>(tile, low, high, new_m, products) : weigh<false>(tile, low, high, new_m, products);
+    store(queries.softmax.l + q, add(load(queries.softmax.l + q), total));
+    multiply_values(acc);
+  }
+
+  static __mmask16 seen(int64_t t, __m512i low, __m512i high) {
+    const __m512i token = _mm512_set1_epi32(static_cast<int32_t>(t));
+    return _mm512_cmple_epi32_mask(low, token) & _mm512_cmplt_epi32_mask(token, high);
+  }
+
+  // Products become scores; returns the largest of each query.
+  template <bool all_seen>
+  Vec score(const KVTile& tile, __m512i low, __m512i high, float* products) const {
+    Vec top[2] = {all(kNone), all(kNone)};
+    if (kind == KVKind::bf16 && scoring_.soft_cap == 0.0f) return plain_top<all_seen>(low, high, products);
+    for (int64_t t = first_ * 16; t < last_ * 16; ++t) {
+      Vec x = load(products + t * 16);
+      if constexpr (kind == KVKind::int8) x = mul(x, all(tile.key_scale[t]));
+      x = scoring_(x);
+      if constexpr (!all_seen) x = pick(seen(t, low, high), x, all(kNone));
+      store(products + t * 16, x);
+      top[t % 2] = max(top[t % 2], x);
+    }
+    return max(top[0], top[1]);
+  }
+
+  // The same where a score is only a product times the scale, which `weigh` then does on its way.
+  template <bool all_seen>
+  Vec plain_top(__m512i low, __m512i high, const float* products) const {
+    Vec top[2] = {all(kNone), all(kNone)};
+    for (int64_t t = first_ * 16; t < last_ * 16; t += 2) {
+      for (int64_t k = 0; k < 2; ++k) {
+        const Vec x = load(products + (t + k) * 16);
+        top[k] = all_seen ? max(top[k], x) : pick(seen(t + k, low, high), max(top[k], x), top[k]);
+      }
+    }
+    return max(all(kNone), mul(all(scoring_.scale), max(top[0], top[1])));
+  }
+
+  // 2^x without the clamp of exp2 and within 3e-6: weights are rounded to bf16 anyway.
+  static Vec weight_of(Vec x) {
+    const Vec n = round(x), f = sub(x, n);
+    Vec p = all(9.582851e-3f);
+    p = fma(p, f, all(5.590643e-2f));
+    p = fma(p, f, all(0.24024099f));
+    p = fma(p, f, all(0.6931242f));
+    return times_power_of_two(fma(p, f, all(1.0f)), n);
+  }
+
+  // Scores become bf16 weights, (query, token); returns the sum of each query's.
+  template <bool all_seen>
+  Vec weigh(const KVTile& tile, __m512i low, __m512i high, Vec m, const float* products) {
+    const bool plain = kind == KVKind::bf16 && scoring_.soft_cap == 0.0f;
+    const Vec scale = all(plain ? scoring_.scale : 1.0f);
+    Vec total[2] = {zero(), zero()};
+    for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
+      __m512i pairs[16];
+      for (int64_t pair = 0; pair < 16; ++pair) {
+        const int64_t t = half * 32 + pair * 2;
+        Vec p[2] = {zero(), zero()};
+        if (t >= first_ * 16 && t < last_ * 16) {
+          for (int64_t k = 0; k < 2; ++k) {
+            p[k] = weight_of(_mm512_fmsub_ps(load(products + (t + k) * 16), scale, m));
+            if constexpr (!all_seen) p[k] = pick(seen(t + k, low, high), p[k], zero());
+            total[k] = add(total[k], p[k]);
+            if constexpr (kind == KVKind::int8) p[k] = mul(p[k], all(tile.value_scale[t + k]));
+          }
+        }
+        pairs[pair] = interleaved(p[0], p[1]);
+      }
+      transpose(pairs);
+      for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(weights_ + half * 256 + i * 16, pairs[i]);
+    }
+    return add(total[0], total[1]);
+  }
+
+  static __m512i interleaved(Vec even, Vec odd) {
+    const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+    alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+  }
+
+  static void transpose(__m512i (&x)[16]) {
+    __m512i y[16];
+    for (int64_t i = 0; i < 8; ++i) {
+      y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+      y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    }
+    for (int64_t i = 0; i < 4; ++i) {
+      x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
+      x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
+      x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
+      x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
+    }
+    for (int64_t i = 0; i < 4; ++i) {
+      y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+      y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+      y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+      y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    for (int64_t i = 0; i < 4; ++i) {
+      x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+      x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+      x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
+      x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
+    }
+  }
+
+  void rescale(float* l, float* acc, __mmask16 grown, Vec change) const {
+    alignas(64) float decay[16];
+    const Vec by = exp2(change);
+    store(decay, by);
+    store(l, _mm512_mask_mul_ps(load(l), grown, load(l), by));
+    for (unsigned rest = grown; rest != 0; rest &= rest - 1) {
+      const int64_t i = __builtin_ctz(rest);
+      for (int64_t d = 0; d < head_dim_; d += 16) {
+        float* at = acc + i * head_dim_ + d;
+        store(at, mul(load(at), all(decay[i])));
+      }
+    }
+  }
+
+  // acc (16 queries, head_dim) += weights . values
+  void multiply_values(float* acc) const {
+    int64_t d = 0;
+    for (; d + 64 <= head_dim_; d += 64) multiply_values_at<4>(acc, d);
+    if (head_dim_ - d == 48) multiply_values_at<3>(acc, d);
+    if (head_dim_ - d == 32) multiply_values_at<2>(acc, d);
+    if (head_dim_ - d == 16) multiply_values_at<1>(acc, d);
+  }
+
+  // 16 * columns dimensions from d on
+  template <int columns>
+  void multiply_values_at(float* acc, int64_t d) const {
+    finish_writes();
+    const int64_t step = head_dim_ * 4;
+    float* at = acc + d;
+    _tile_loadd(0, at, step);
+    if constexpr (columns > 1) _tile_loadd(1, at + 16, step);
+    if constexpr (columns > 2) _tile_loadd(2, at + 32, step);
+    if constexpr (columns > 3) _tile_loadd(3, at + 48, step);
+    for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
+      const uint32_t* value = values_ + half * 16 * head_dim_ + d;
+      _tile_loadd(4, weights_ + half * 256, 64);
+      _tile_loadd(5, value, step);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (columns > 1) {
+        _tile_loadd(6, value + 16, step);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if constexpr (columns > 2) {
+        _tile_loadd(7, value + 32, step);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (columns > 3) {
+        _tile_loadd(5, value + 48, step);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    _tile_stored(0, at, step);
+    if constexpr (columns > 1) _tile_stored(1, at + 16, step);
+    if constexpr (columns > 2) _tile_stored(2, at + 32, step);
+    if constexpr (columns > 3) _tile_stored(3, at + 48, step);
+  }
+
+  const KV& kv_;
+  Scoring scoring_;
+  int64_t head_dim_, padded_;
+  bool reads_keys_in_place_;
+  int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any
+  uint32_t* queries_;
+  unsigned char* keys_;
+  uint32_t* values_;
+  float* products_[2];
+  uint32_t* weights_;
+  const unsigned char* key_[4];
+};
+
+}  // namespace sage::attention_detail
