@@ -1,0 +1,463 @@
+"""The native attention against a float64 reference, by every variant that this CPU can run."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+NATIVE = Path(__file__).parents[2] / "native"
+VARIANTS = ("avx2", "avx512", "amx")
+KINDS = ("bfloat16", "float16", "int8", "float32")
+FLAGS = {
+    "avx2": "-mavx2 -mfma -mf16c -mbmi2",
+    "avx512": "-march=znver3 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 "
+    "-mavx512vbmi -mavx512vbmi2",
+    "amx": "-march=sapphirerapids",
+}
+NEEDED = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512_bf16", "avx512_vnni"),
+    "amx": ("amx_bf16", "amx_tile"),
+}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "float32": 4}
+
+Floats = NDArray[np.float32]
+
+
+class KV(ctypes.Structure):
+    """sage::KV"""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("base", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("block_size", "block", "layer", "kv", "head", "token")),
+        *((name, ctypes.c_int64) for name in ("scales", "layer_scales", "kv_scales", "head_scales")),
+    ]
+
+
+class Shape(ctypes.Structure):
+    """sage::AttentionShape"""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        ("scale", ctypes.c_float),
+        ("window", ctypes.c_int64),
+        ("soft_cap", ctypes.c_float),
+    ]
+
+
+class Rows(ctypes.Structure):
+    """sage::AttentionRows"""
+
+    _fields_ = [
+        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "length")),
+    ]
+
+
+@cache
+def library(variant: str) -> ctypes.CDLL | None:
+    """Build one variant; None where there is no compiler or the CPU lacks it."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if shutil.which("g++") is None or not all(flag in flags.split() for flag in NEEDED[variant]):
+        return None
+    target = Path(mkdtemp()) / f"attention_{variant}.so"
+    sources = [NATIVE / name for name in ("attention.cpp", "kv_store.cpp", "attention_c.cpp")]
+    sources.append(Path(__file__).parent / "plain_team.cpp")
+    options = ["-std=c++17", "-O2", *FLAGS[variant].split(), "-fPIC", "-shared", "-pthread", f"-I{NATIVE}"]
+    subprocess.run(["g++", *options, "-o", str(target), *map(str, sources)], check=True)
+    loaded = ctypes.CDLL(str(target))
+    loaded.sage_attention_scratch_bytes.restype = ctypes.c_int64
+    shutil.rmtree(target.parent)
+    return loaded
+
+
+def address(array: NDArray[Any]) -> ctypes.c_void_p:
+    """Return where an array's data lie."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory at a multiple of 64 that holds 0xFF, which is NaN in every floating-point kind."""
+    memory = np.full(num_bytes + 64, 255, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one layer's attention looks like."""
+
+    kind: str = "float32"
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    window: int = 0
+    soft_cap: float = 0.0
+
+
+@dataclass
+class Stored:
+    """A sequence's blocks, and its keys and values as they are stored, (tokens, kv_heads, head_dim)."""
+
+    blocks: NDArray[np.int32]
+    keys: Floats
+    values: Floats
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is stored."""
+        return len(self.keys)
+
+
+class Paged:
+    """KV of sequences in shuffled blocks of two layers. Layer 1 is used; all other memory holds NaN."""
+
+    def __init__(self, library_: ctypes.CDLL, case: Case, num_blocks: int, seed: int = 0) -> None:
+        self.lib, self.case, self.rng = library_, case, np.random.default_rng(seed)
+        item = ITEM_BYTES[case.kind]
+        head = case.block_size * case.head_dim * item
+        values = 2 * 2 * case.num_kv_heads * head
+        scales = 2 * 2 * case.num_kv_heads * case.block_size * 4 if case.kind == "int8" else 0
+        block = -(-(values + scales) // 64) * 64
+        self.memory = aligned(num_blocks * block)
+        per_head = case.block_size * 4
+        self.kv = KV(
+            KINDS.index(case.kind), self.memory.ctypes.data, case.block_size, block,
+            2 * case.num_kv_heads * head, case.num_kv_heads * head, head, case.head_dim * item,
+            values, 2 * case.num_kv_heads * per_head, case.num_kv_heads * per_head, per_head,
+        )  # fmt: skip
+        self.shape = Shape(
+            case.num_heads, case.num_kv_heads, case.head_dim, case.head_dim**-0.5, case.window, case.soft_cap
+        )
+        self.free = list(self.rng.permutation(num_blocks))
+
+    def add(self, length: int, after: Stored | None = None, shared_blocks: int = 0) -> Stored:
+        """Store a sequence of random tokens, whose first blocks may be those of another."""
+        size, case = self.case.block_size, self.case
+        shared = [] if after is None else list(after.blocks[:shared_blocks])
+        own = [self.free.pop() for _ in range(-(-length // size) - len(shared))]
+        blocks = np.array(shared + own, dtype=np.int32)
+        shape = (length, case.num_kv_heads, case.head_dim)
+        keys, values = (self.rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
+        first = shared_blocks * size
+        at = np.arange(first, length)
+        slots = blocks[at // size].astype(np.int64) * size + at % size
+        self.store(slots, keys[first:], values[first:])
+        return Stored(blocks, self.stored(blocks, length, 0), self.stored(blocks, length, 1))
+
+    def store(self, slots: NDArray[np.int64], keys: Floats, values: Floats) -> None:
+        """Store tokens, (tokens, kv_heads, head_dim), in slots of layer 1."""
+        self.lib.sage_store_kv(
+            ctypes.byref(self.kv), ctypes.c_int64(1), ctypes.c_int64(self.case.num_kv_heads),
+            ctypes.c_int64(self.case.head_dim), ctypes.c_int64(len(slots)),
+            address(slots), address(keys), address(values),
+        )  # fmt: skip
+
+    def stored(self, blocks: NDArray[np.int32], length: int, which: int) -> Floats:
+        """Read keys (0) or values (1) back as floats, (length, kv_heads, head_dim)."""
+        case, kv = self.case, self.kv
+        out = np.empty((len(blocks) * case.block_size, case.num_kv_heads, case.head_dim), dtype=np.float32)
+        for i, block in enumerate(blocks):
+            start = int(block) * kv.block + kv.layer + which * kv.kv
+            raw = self.memory[start : start + kv.kv]
+            rows = as_floats(raw, case.kind).reshape(case.num_kv_heads, case.block_size, case.head_dim)
+            if case.kind == "int8":
+                start = int(block) * kv.block + kv.scales + kv.layer_scales + which * kv.kv_scales
+                scales = self.memory[start : start + kv.kv_scales].view(np.float32)
+                rows = rows * scales.reshape(case.num_kv_heads, case.block_size, 1)
+            out[i * case.block_size : (i + 1) * case.block_size] = rows.transpose(1, 0, 2)
+        return out[:length]
+
+    def queries(self, num_rows: int) -> Floats:
+        """Random queries, (rows, heads, head_dim)."""
+        return self.rng.standard_normal((num_rows, self.case.num_heads, self.case.head_dim), dtype=np.float32)
+
+    def attend(
+        self,
+        parts: Sequence[tuple[Stored, int, int]],
+        query: Floats,
+        *,
+        threads: int = 1,
+        shared_blocks: int = 0,
+    ) -> Floats:
+        """Run one call; parts are (sequence, rows, length)."""
+        rows = (Rows * len(parts))()
+        first = 0
+        for i, (sequence, num_rows, length) in enumerate(parts):
+            rows[i] = Rows(sequence.blocks.ctypes.data, first, num_rows, length)
+            first += num_rows
+        num = ctypes.c_int64(len(parts))
+        shape, kv = ctypes.byref(self.shape), ctypes.byref(self.kv)
+        size = self.lib.sage_attention_scratch_bytes(shape, kv, rows, num, ctypes.c_int32(threads))
+        scratch, out = aligned(size), np.full_like(query, np.nan)
+        self.lib.sage_attend(
+            shape, kv, ctypes.c_int64(1), rows, num, ctypes.c_int64(shared_blocks),
+            address(query), address(out), address(scratch), ctypes.c_int32(threads),
+        )  # fmt: skip
+        return out
+
+    def reference(self, parts: Sequence[tuple[Stored, int, int]], query: Floats) -> NDArray[np.float64]:
+        """The same in float64."""
+        outs, first = [], 0
+        for sequence, num_rows, length in parts:
+            outs.append(attention(self.case, sequence, length, query[first : first + num_rows]))
+            first += num_rows
+        return np.concatenate(outs)
+
+
+def as_floats(raw: NDArray[np.uint8], kind: str) -> Floats:
+    """Widen stored values."""
+    if kind == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return raw.view({"float16": np.float16, "int8": np.int8, "float32": np.float32}[kind]).astype(np.float32)
+
+
+def attention(case: Case, sequence: Stored, length: int, query: Floats) -> NDArray[np.float64]:
+    """Attention of a sequence's last rows, (rows, heads, head_dim), in float64."""
+    group = case.num_heads // case.num_kv_heads
+    keys = np.repeat(sequence.keys[:length].astype(np.float64), group, axis=1)
+    values = np.repeat(sequence.values[:length].astype(np.float64), group, axis=1)
+    scores = np.einsum("rhd,thd->rht", query.astype(np.float64), keys) * case.head_dim**-0.5
+    if case.soft_cap:
+        scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+    positions = np.arange(length - len(query), length)[:, None, None]
+    tokens = np.arange(length)[None, None, :]
+    hidden = tokens > positions
+    if case.window:
+        hidden = hidden | (tokens <= positions - case.window)
+    scores = np.where(hidden, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(np.einsum("rht,thd->rhd", weights / weights.sum(axis=-1, keepdims=True), values))
+
+
+def error(out: Floats, expected: NDArray[np.float64]) -> float:
+    """Relative root-mean-square error of the worst row and head."""
+    rms = np.sqrt(((out - expected) ** 2).mean(axis=-1))
+    return float((rms / np.sqrt((expected**2).mean(axis=-1))).max())
+
+
+# Kernels that compute in float32 differ from float64 by some 1e-7. Those that round queries and weights to
+# bf16 (8 bits) are off by at most 2^-9 in each factor of sums whose errors cancel in part.
+FLOAT_ERROR = 3e-6
+ROUNDED_ERROR = 1.5e-2
+
+
+def tolerance(variant: str, kind: str) -> float:
+    """Relative error of the worst row that the arithmetic of a kernel explains."""
+    rounds = {"avx2": (), "avx512": (), "amx": ("bfloat16", "int8")}[variant]
+    return ROUNDED_ERROR if kind in rounds else FLOAT_ERROR
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """One after another, the variants that this machine can compile and run."""
+    name = str(request.param)
+    if library(name) is None:
+        pytest.skip(f"no g++ or no {FLAGS[name]} here")
+    return name
+
+
+@pytest.fixture
+def lib(variant: str) -> ctypes.CDLL:
+    """The library of one variant."""
+    loaded = library(variant)
+    assert loaded is not None
+    return loaded
+
+
+MIXED = [(1, 1), (70, 1), (300, 3), (521, 1), (200, 130), (90, 17), (40, 40)]
+
+
+def mixed_batch(paged: Paged) -> tuple[list[tuple[Stored, int, int]], Floats]:
+    """Decodes, drafts and chunks of prompts, of which some begin and end amid tiles and splits."""
+    parts = [(paged.add(length), rows, length) for length, rows in MIXED]
+    return parts, paged.queries(sum(rows for _, rows, _ in parts))
+
+
+def num_blocks(block_size: int) -> int:
+    """Blocks for a mixed batch."""
+    return sum(-(-length // block_size) for length, _ in MIXED)
+
+
+HEADS = [(2, 1, 16), (2, 2, 64), (1, 4, 80), (1, 8, 128), (1, 1, 256), (2, 2, 48)]
+LIMITS = [(0, 0.0), (100, 0.0), (0, 5.0), (7, 3.0)]
+# Each value of each list at least once; the full product in the long test.
+FEW = [
+    ((2, 2, 64), 16, (0, 0.0)),
+    ((1, 4, 80), 1, (100, 0.0)),
+    ((1, 8, 128), 24, (0, 5.0)),
+    ((2, 1, 16), 64, (7, 3.0)),
+    ((1, 1, 256), 3, (0, 0.0)),
+    ((2, 2, 48), 32, (100, 3.0)),
+]
+
+
+def check_mixed(
+    lib: ctypes.CDLL,
+    variant: str,
+    kind: str,
+    heads: tuple[int, int, int],
+    block_size: int,
+    limits: tuple[int, float],
+) -> None:
+    """Compare a mixed batch with the reference."""
+    kv_heads, group, head_dim = heads
+    case = Case(
+        kind=kind, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim,
+        block_size=block_size, window=limits[0], soft_cap=limits[1],
+    )  # fmt: skip
+    paged = Paged(lib, case, num_blocks(block_size))
+    parts, query = mixed_batch(paged)
+    found = error(paged.attend(parts, query, threads=2), paged.reference(parts, query))
+    assert found < tolerance(variant, kind), case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_the_reference(lib: ctypes.CDLL, variant: str, kind: str) -> None:
+    for heads, block_size, limits in FEW:
+        check_mixed(lib, variant, kind, heads, block_size, limits)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_the_reference_in_all_shapes(lib: ctypes.CDLL, variant: str, kind: str) -> None:
+    for heads, block_size, limits in itertools.product(HEADS, [1, 3, 8, 16, 24, 32, 64], LIMITS):
+        check_mixed(lib, variant, kind, heads, block_size, limits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_alone_and_batched_and_by_any_number_of_threads(
+    lib: ctypes.CDLL, kind: str
+) -> None:
+    paged = Paged(lib, Case(kind=kind), num_blocks(16))
+    parts, query = mixed_batch(paged)
+    together = paged.attend(parts, query)
+    for threads in (2, 3):
+        assert np.array_equal(paged.attend(parts, query, threads=threads), together)
+    first = 0
+    for part in parts:
+        rows = slice(first, first + part[1])
+        assert np.array_equal(paged.attend([part], query[rows], threads=2), together[rows])
+        first += part[1]
+
+
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_decoded_and_drafted_and_in_any_chunk(
+    lib: ctypes.CDLL, kind: str, window: int
+) -> None:
+    paged = Paged(lib, Case(kind=kind, window=window), 40)
+    length = 600
+    sequence = paged.add(length)
+    query = paged.queries(length)
+    whole = paged.attend([(sequence, length, length)], query, threads=2)
+    for begin, end in [(0, 100), (100, 357), (357, 360), (360, 361), (361, 600)]:
+        part = paged.attend([(sequence, end - begin, end)], query[begin:end])
+        assert np.array_equal(part, whole[begin:end]), (begin, end)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_read_once_changes_nothing(lib: ctypes.CDLL, kind: str) -> None:
+    case = Case(kind=kind, block_size=16)
+    paged = Paged(lib, case, 200)
+    shared = 35  # blocks, so 560 tokens: two whole splits and a rest
+    first = paged.add(700)
+    others = [paged.add(length, first, shared) for length in (600, 561, 900)]
+    lengths = [700, 600, 561, 900]
+    rows = [1, 1, 1, 5]
+    parts = [(s, r, n) for s, r, n in zip([first, *others], rows, lengths, strict=True)]
+    parts.append((first, 80, 650))  # a chunk beside them
+    query = paged.queries(sum(rows) + 80)
+    plain = paged.attend(parts, query, threads=2)
+    assert np.array_equal(paged.attend(parts, query, threads=2, shared_blocks=shared), plain)
+    assert error(plain, paged.reference(parts, query)) < ROUNDED_ERROR
+
+
+def test_a_prefix_is_read_once_within_a_window(lib: ctypes.CDLL) -> None:
+    paged = Paged(lib, Case(window=300), 200)
+    first = paged.add(1000)
+    second = paged.add(700, first, 40)
+    parts = [(first, 1, 1000), (second, 2, 700)]  # the first sees nothing of the prefix's first split
+    query = paged.queries(3)
+    assert np.array_equal(paged.attend(parts, query, shared_blocks=40), paged.attend(parts, query))
+
+
+def test_blocks_before_a_window_are_not_read(lib: ctypes.CDLL) -> None:
+    paged = Paged(lib, Case(window=64), 80)
+    sequence = paged.add(600)
+    query = paged.queries(21)
+    whole = paged.attend([(sequence, 21, 600)], query)
+    gone = Stored(sequence.blocks.copy(), sequence.keys, sequence.values)
+    gone.blocks[: (600 - 21 - 63) // 16] = -(2**30)  # released: no address of ours
+    assert np.array_equal(paged.attend([(gone, 21, 600)], query), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_keys_and_values_do_not_overflow(lib: ctypes.CDLL, variant: str, kind: str) -> None:
+    paged = Paged(lib, Case(kind=kind, head_dim=64), 20)
+    sequence = paged.add(200)
+    parts = [(sequence, 1, 200), (sequence, 40, 150)]
+    query = paged.queries(41) * 100  # scores of +-1,000 or so: one token takes all
+    out = paged.attend(parts, query)
+    # In bf16 a score of 1,000 may be off by 2, so that another token takes all: then only sizes count.
+    assert np.isfinite(out).all()
+    assert np.abs(out).max() <= np.abs(sequence.values).max() * 1.01
+    if tolerance(variant, kind) == FLOAT_ERROR:
+        assert error(out, paged.reference(parts, query)) < 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_values_are_rounded_to_nearest(lib: ctypes.CDLL, kind: str) -> None:
+    paged = Paged(lib, Case(kind=kind, num_kv_heads=1, num_heads=1, head_dim=16), 1)
+    exact = np.array([1.0, -2.5, 127.0, 0.5, 3.0, -127.0, 0.0, 64.5] * 2, dtype=np.float32)
+    if kind == "bfloat16":
+        exact[:4] = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20]  # halves go to even
+    lib_call(paged, exact)
+    stored = paged.stored(np.array([0], dtype=np.int32), 1, 0)[0, 0]
+    expected = {
+        "bfloat16": [1.0, 1 + 2**-6, -1.0, 1 + 2**-7, *exact[4:]],
+        "int8": np.rint(exact),
+        "float16": exact,
+        "float32": exact,
+    }[kind]
+    assert np.array_equal(stored, np.asarray(expected, dtype=np.float32))
+
+
+def lib_call(paged: Paged, key: Floats) -> None:
+    """Store one token's key, and zeros as its value, in slot 0 of layer 1."""
+    paged.store(np.zeros(1, dtype=np.int64), key[None, None], np.zeros_like(key)[None, None])
+
+
+def test_a_token_of_zeros_is_stored_in_8_bits(lib: ctypes.CDLL) -> None:
+    paged = Paged(lib, Case(kind="int8", num_kv_heads=1, num_heads=1, head_dim=16), 1)
+    lib_call(paged, np.zeros(16, dtype=np.float32))
+    assert np.array_equal(paged.stored(np.array([0], dtype=np.int32), 1, 0), np.zeros((1, 1, 16)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_thousand_tokens_are_as_exact_as_few(lib: ctypes.CDLL, variant: str, kind: str) -> None:
+    length = 100_000
+    paged = Paged(
+        lib, Case(kind=kind, num_heads=1, num_kv_heads=1, head_dim=64, block_size=64), length // 64 + 2
+    )
+    sequence = paged.add(length)
+    parts = [(sequence, 1, length)]
+    query = paged.queries(1) * 3
+    assert error(paged.attend(parts, query, threads=2), paged.reference(parts, query)) < tolerance(
+        variant, kind
+    )
