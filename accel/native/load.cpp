@@ -8,14 +8,13 @@
 #include <cstring>
 #include <vector>
 
+#include "quantize.h"
 #include "team.h"
 
 namespace sage {
 namespace {
 
 constexpr int64_t kPieceBytes = 1 << 20;  // of float32: small enough to be checked and packed in a core's cache
-constexpr float kLargestCode = 127.0f;    // -128 is left out, so that negating a weight negates its code
-constexpr float kSmallestScale = 1.17549435e-38f;
 
 
 float float_of(uint32_t bits) {
@@ -107,36 +106,30 @@ Finding take(Stored stored, const void* values, int64_t begin, int64_t count, fl
 
 // Runs body(first output of a piece, outputs) on all threads; pieces can be packed independently.
 template <typename Body>
-void share_rows(int64_t begin, int64_t count, int64_t k, int num_threads, const Body& body) {
+void share_rows(const Weight& weight, int64_t begin, int64_t count, int num_threads, const Body& body) {
   const int64_t granularity = pack_granularity();
-  const int64_t grain = std::max<int64_t>(1, kPieceBytes / (4 * k * granularity)) * granularity;
-  const int64_t first = begin / grain;  // pieces end at multiples of the grain, wherever `begin` lies
+  const int64_t grain = std::max<int64_t>(1, kPieceBytes / (4 * weight.k * granularity)) * granularity;
+  // Pieces end at multiples of the grain, wherever `begin` lies; gates and what they multiply count apart.
+  const int64_t origin = weight.is_gated && begin >= weight.n / 2 ? weight.n / 2 : 0;
+  const int64_t first = (begin - origin) / grain, last = (begin - origin + count + grain - 1) / grain;
   run_team(num_threads, [&](Team& team) {
-    team.share((begin + count + grain - 1) / grain - first, 1, [&](int64_t from, int64_t to) {
-      for (int64_t piece = from; piece < to; piece++) {
-        const int64_t low = std::max(begin, (first + piece) * grain);
-        const int64_t high = std::min(begin + count, (first + piece + 1) * grain);
+    team.share(last - first, 1, [&](int64_t from, int64_t to) {
+      for (int64_t piece = first + from; piece < first + to; piece++) {
+        const int64_t low = std::max(begin, origin + piece * grain);
+        const int64_t high = std::min(begin + count, origin + (piece + 1) * grain);
         body(low, high - low);
       }
     });
   });
 }
 
-float scale_of(const float* row, int64_t k, float clip_ratio) {
-  float largest = 0;
-  for (int64_t i = 0; i < k; i++) largest = std::max(largest, std::fabs(row[i]));
-  const float scale = std::max(largest * static_cast<float>(static_cast<double>(clip_ratio) / kLargestCode),
-                               kSmallestScale);
-  return float_of((bits_of(scale) + 0xFFFF) & ~0xFFFFu);
-}
-
-float quantize(const float* row, int64_t k, float scale, int8_t* codes) {
+// The largest |weight / scale - code|, in steps.
+float largest_error(const float* row, int64_t k, int64_t group, const int8_t* codes, const float* scales) {
   float worst = 0;
-  for (int64_t i = 0; i < k; i++) {
-    const float quotient = row[i] / scale;
-    const float code = std::min(kLargestCode, std::max(-kLargestCode, std::nearbyint(quotient)));
-    codes[i] = static_cast<int8_t>(code);
-    worst = std::max(worst, std::fabs(quotient - code));
+  for (int64_t begin = 0; begin < k; begin += group) {
+    const float scale = scales[begin / group];
+    for (int64_t i = begin; i < begin + group; i++)
+      worst = std::max(worst, std::fabs(row[i] / scale - static_cast<float>(codes[i])));
   }
   return worst;
 }
@@ -151,9 +144,10 @@ void raise(std::atomic<float>& largest, float value) {
 Finding pack_rows(const Weight& weight, int64_t begin, int64_t count, Stored stored, const void* rows,
                   int num_threads) {
   Findings findings;
-  share_rows(begin, count, weight.k, num_threads, [&](int64_t first, int64_t num_rows) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(rows) % sizeof(uint16_t) == 0;
+  share_rows(weight, begin, count, num_threads, [&](int64_t first, int64_t num_rows) {
     const int64_t size = num_rows * weight.k, from = (first - begin) * weight.k;
-    if (weight.kind == WeightKind::bf16 && stored == Stored::bf16) {  // as it is
+    if (weight.kind == WeightKind::bf16 && stored == Stored::bf16 && is_aligned) {  // as it is
       const uint16_t* values = static_cast<const uint16_t*>(rows) + from;
       if (!all_finite(values, size)) return findings.add(Finding::not_finite);
       return pack_bf16(weight, first, num_rows, values, weight.k);
@@ -173,18 +167,20 @@ Finding quantize_rows(const Weight& weight, int64_t begin, int64_t count, Stored
                       float clip_ratio, float* max_error, int num_threads) {
   Findings findings;
   std::atomic<float> worst{*max_error};
-  share_rows(begin, count, weight.k, num_threads, [&](int64_t first, int64_t num_rows) {
-    const int64_t k = weight.k, size = num_rows * k;
-    std::vector<float> wide(size), scales(num_rows);
+  const int64_t k = weight.k, group = weight.kind == WeightKind::int4 ? weight.group : k, num_groups = k / group;
+  share_rows(weight, begin, count, num_threads, [&](int64_t first, int64_t num_rows) {
+    const int64_t size = num_rows * k;
+    std::vector<float> wide(size), scales(num_rows * num_groups);
     std::vector<int8_t> codes(size);
     const Finding finding = take(stored, rows, (first - begin) * k, size, wide.data(), nullptr);
     findings.add(finding);
     if (finding != Finding::ok) return;
     for (int64_t row = 0; row < num_rows; row++) {
-      scales[row] = scale_of(wide.data() + row * k, k, clip_ratio);
-      raise(worst, quantize(wide.data() + row * k, k, scales[row], codes.data() + row * k));
+      const float* values = wide.data() + row * k;
+      quantize_row(weight.kind, values, k, group, clip_ratio, &codes[row * k], &scales[row * num_groups]);
+      raise(worst, largest_error(values, k, group, &codes[row * k], &scales[row * num_groups]));
     }
-    pack_int8(weight, first, num_rows, codes.data(), k, scales.data());
+    (weight.kind == WeightKind::int4 ? pack_int4 : pack_int8)(weight, first, num_rows, codes.data(), k, scales.data());
   });
   *max_error = worst.load(std::memory_order_relaxed);
   return findings.worst();

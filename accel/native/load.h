@@ -12,7 +12,7 @@ enum class Finding : int { ok = 0, not_finite = 1, too_large = 2 };
 // Packs outputs [begin, begin + count) of a matrix in bf16 or f32 from contiguous stored rows.
 Finding pack_rows(const Weight&, int64_t begin, int64_t count, Stored, const void* rows, int num_threads);
 
-// The same in 8 bits with a scale per output; raises `max_error` to the largest error in steps.
+// The same in int8 or int4; raises `max_error` to the largest error in steps.
 Finding quantize_rows(const Weight&, int64_t begin, int64_t count, Stored, const void* rows, float clip_ratio,
                       float* max_error, int num_threads);
 

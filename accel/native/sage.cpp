@@ -53,8 +53,8 @@ int sage_pack(const SageLinear* linear, int64_t begin, int64_t count, int32_t st
                                           num_threads));
 }
 
-int sage_pack_int8(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
-                   float clip_ratio, float* max_error, int32_t num_threads) {
+int sage_pack_quantized(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
+                        float clip_ratio, float* max_error, int32_t num_threads) {
   return static_cast<int>(sage::quantize_rows(as_weight(*linear), begin, count, static_cast<sage::Stored>(stored),
                                               rows, clip_ratio, max_error, num_threads));
 }
@@ -73,7 +73,7 @@ void sage_set_kv(SageHandle* handle, const SageKV* kv) {
                         kv->head, kv->token, kv->scales, kv->layer_scales, kv->kv_scales, kv->head_scales});
 }
 
-void sage_beat_into(SageHandle* handle, int64_t* last_ns) { handle->model.beat_into(last_ns); }
+void sage_beat_with(SageHandle* handle, void (*beat)(void)) { handle->model.beat_with(beat); }
 
 void sage_time_into(SageHandle* handle, int64_t* phase_ns) { handle->model.time_into(phase_ns); }
 

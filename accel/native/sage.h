@@ -81,10 +81,10 @@ SAGE_API int64_t sage_pack_granularity(void);
 // (bf16 or f32). All values must be finite, stored and rounded: SAGE_NOT_FINITE, SAGE_TOO_LARGE.
 SAGE_API int sage_pack(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
                        int32_t num_threads);
-// The same in 8 bits, one scale per output: clip_ratio * max|row| / 127, rounded up to 8 significant bits.
-// `max_error` is raised to the largest |value - code| in steps.
-SAGE_API int sage_pack_int8(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
-                            float clip_ratio, float* max_error, int32_t num_threads);
+// The same in int8 or int4, quantized as by sage::quantize_row. `max_error` is raised to the largest difference
+// between a weight and its code, in steps.
+SAGE_API int sage_pack_quantized(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
+                                 float clip_ratio, float* max_error, int32_t num_threads);
 // Converts `count` stored values to SAGE_STORED_BF16 or SAGE_STORED_F32.
 SAGE_API int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out,
                           int32_t num_threads);
@@ -94,8 +94,8 @@ typedef struct SageHandle SageHandle;
 SAGE_API SageHandle* sage_create(const SageModel*);
 SAGE_API void sage_destroy(SageHandle*);
 SAGE_API void sage_set_kv(SageHandle*, const SageKV*);
-// A word that is set to CLOCK_MONOTONIC in nanoseconds as each layer begins; null: none.
-SAGE_API void sage_beat_into(SageHandle*, int64_t* last_ns);
+// A function that steps call between layers, at most ten times per second; null: none.
+SAGE_API void sage_beat_with(SageHandle*, void (*beat)(void));
 // SAGE_NUM_PHASES sums that steps add to; null: none.
 SAGE_API void sage_time_into(SageHandle*, int64_t* phase_ns);
 SAGE_API void sage_step(SageHandle*, const SageStep*);

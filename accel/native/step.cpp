@@ -18,6 +18,7 @@ namespace {
 // weights once per tile costs little beside multiplying by them.
 constexpr int64_t kTileRows = 1024;
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kBeatInterval = 100'000'000;  // ns: a beat may have to wait for an interpreter's lock
 
 int64_t now_ns() {
   timespec time;
@@ -139,8 +140,11 @@ class Walk {
 
  private:
   void beat() {
-    if (team_.rank() == 0 && model_.last_ns_ != nullptr)
-      __atomic_store_n(model_.last_ns_, now_ns(), __ATOMIC_RELAXED);
+    if (team_.rank() != 0 || model_.beat_ == nullptr) return;
+    const int64_t now = now_ns();
+    if (now - model_.last_beat_ns_ < kBeatInterval) return;
+    model_.last_beat_ns_ = now;
+    model_.beat_();
   }
 
   void end_of(int phase) {

@@ -30,7 +30,7 @@ class Model {
   explicit Model(const SageModel& table);
 
   void set_kv(const KV& kv) { kv_ = kv; }
-  void beat_into(int64_t* last_ns) { last_ns_ = last_ns; }
+  void beat_with(void (*beat)()) { beat_ = beat; }
   void time_into(int64_t* phase_ns) { phase_ns_ = phase_ns; }
   int64_t activation_bytes() const { return scratch_.num_bytes(); }
 
@@ -42,7 +42,8 @@ class Model {
   SageModel table_;
   std::vector<SageLayer> layers_;
   KV kv_{};
-  int64_t* last_ns_ = nullptr;
+  void (*beat_)() = nullptr;
+  int64_t last_beat_ns_ = 0;
   int64_t* phase_ns_ = nullptr;
   Scratch scratch_;
 };

@@ -28,7 +28,8 @@ class Int4Quantizer(IntegerQuantizer):
         super().__init__(config or QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP))
         self._fits_any_row = config is None
 
-    def _config_for(self, weight: torch.Tensor) -> QuantizationConfig:
+    def config_for(self, weight: torch.Tensor) -> QuantizationConfig:
+        """Return the configuration, with the group size that fits this weight if none was given."""
         if not self._fits_any_row or weight.dim() != 2:
             return self._config
         size = next(size for size in _GROUP_SIZES if weight.shape[1] % size == 0)

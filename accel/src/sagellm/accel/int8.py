@@ -113,7 +113,7 @@ class IntegerQuantizer(QuantizerProtocol):
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
         """Quantize a matrix (out, in) into int8 values of the same shape, on the same device."""
-        config = self._config_for(weight)
+        config = self.config_for(weight)
         check_weight_shape(weight, config)
         num_rows, num_columns = weight.shape
         is_grouped = config.granularity is QuantizationGranularity.PER_GROUP
@@ -125,7 +125,7 @@ class IntegerQuantizer(QuantizerProtocol):
             error = self._fill(values[start:stop], weight[start:stop], scale_rows(scales, start, stop))
             max_error = max(max_error, error)
         output = QuantizationOutput(values=values, scales=scales, config=config)
-        self._count(weight.nbytes, output.num_bytes, max_error)
+        self.count(weight.nbytes, output.num_bytes, max_error)
         _logger.debug("quantized %d × %d weights, error up to %.3f steps", num_rows, num_columns, max_error)
         return output
 
@@ -164,7 +164,17 @@ class IntegerQuantizer(QuantizerProtocol):
         with self._lock:
             return QuantizerMetrics(**vars(self._metrics))
 
-    def _config_for(self, weight: torch.Tensor) -> QuantizationConfig:
+    @property
+    def granularity(self) -> QuantizationGranularity:
+        """How many weights share a scale."""
+        return self._config.granularity
+
+    @property
+    def clip_ratio(self) -> float:
+        """What the largest magnitude is multiplied by before a scale is chosen from it."""
+        return float(self._config.clip_ratio)
+
+    def config_for(self, weight: torch.Tensor) -> QuantizationConfig:
         """Return how this weight is to be quantized."""
         del weight
         return self._config
@@ -194,7 +204,8 @@ class IntegerQuantizer(QuantizerProtocol):
         values.copy_(code.view_as(values))
         return float(quotient.sub_(code).abs_().max())
 
-    def _count(self, original_bytes: int, quantized_bytes: int, max_error: float) -> None:
+    def count(self, original_bytes: int, quantized_bytes: int, max_error: float) -> None:
+        """Count a weight that was quantized; `max_error` is its largest error in steps."""
         with self._lock:
             metrics = self._metrics
             metrics.num_tensors += 1

@@ -7,6 +7,12 @@ from sagellm.core import Provider, hookimpl
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
     return [
+        Provider(
+            "forward_backend",
+            "native",
+            "sagellm.accel.native.backend:NativeForwardBackend",
+            "compiled kernels for AVX2, AVX-512 and AMX; one call per step",
+        ),
         Provider("quantizer", "int8", "sagellm.accel.int8:Int8Quantizer", "8-bit weights, one scale per row"),
         Provider("quantizer", "int4", "sagellm.accel.int4:Int4Quantizer", "4-bit weights in groups of 128"),
     ]

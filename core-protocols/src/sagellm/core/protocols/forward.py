@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from sagellm.core.errors import EngineError
@@ -26,6 +26,7 @@ class ForwardMetrics:
     num_steps: int = 0
     num_tokens: int = 0
     total_ns: int = 0
+    details: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,13 @@ class ForwardBackendProtocol(ABC):
     @abstractmethod
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return float32 logits (rows, vocab) of the tokens at `batch.logits_indices`."""
+
+    def report_progress(self, beat: Callable[[], None]) -> None:  # noqa: B027  (the given attention reports)
+        """Have long steps call `beat` between layers, from the calling thread; at least once per second.
+
+        By default it does nothing: the attention backend that the factory was given calls `beat` itself, in
+        each layer. Called at any time between two steps; the last call counts.
+        """
 
     @abstractmethod
     def metrics(self) -> ForwardMetrics:

@@ -225,6 +225,7 @@ class EngineCore(EngineProtocol):
     def report_progress(self, beat: Callable[[], None]) -> None:
         """Have each layer of a forward pass call `beat`."""
         self.parts.progress.beat = beat
+        self.runner.backend.report_progress(beat)
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""

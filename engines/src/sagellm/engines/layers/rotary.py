@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sagellm.core import RopeSpec
-from sagellm.engines.layers.rope_scaling import rope_frequencies
+from sagellm.accel.rope_scaling import rope_frequencies
 
 _MIN_ROWS = 512
 

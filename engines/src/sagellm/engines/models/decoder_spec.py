@@ -24,7 +24,7 @@ from sagellm.core import (
     TensorSpec,
     UnsupportedModelError,
 )
-from sagellm.engines.layers.rope_scaling import rope_frequencies
+from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.engines.models.hf_config import context_limit
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

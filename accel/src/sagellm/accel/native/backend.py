@@ -1,0 +1,216 @@
+"""The forward backend `native`: a step is one call of the compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sagellm.accel.native import structures
+from sagellm.accel.native.library import best_or_named
+from sagellm.accel.native.memory import Bytes, zeroed_pages
+from sagellm.accel.native.model import NativeModel
+from sagellm.accel.native.weights import check_quantizer, kind_of
+from sagellm.core import (
+    WHOLE,
+    AttentionBackendProtocol,
+    BlockId,
+    EngineError,
+    ForwardBackendProtocol,
+    ForwardMetrics,
+    InputBatch,
+    KVLayout,
+    ModelMetrics,
+    ModelSpec,
+    OutOfMemoryError,
+    QuantizerProtocol,
+    Shard,
+    UnsupportedModelError,
+    WeightSource,
+    get_logger,
+)
+
+logger = get_logger(__name__)
+
+_KV_KINDS = {"bfloat16": 0, "float16": 1, "int8": 2, "float32": 3}
+_HEAD_MULTIPLE, _MAX_HEAD_DIM = 16, 256
+
+
+class NativeForwardBackend(ForwardBackendProtocol):
+    """Runs decoders on x86-64 CPUs with AVX2, AVX-512 or AMX.
+
+    It has its own attention. Weights and products are in bfloat16 or float32, or quantized to int8 or int4 by
+    this package's quantizers; between products, activations are float32. Each result of a sequence has the
+    same bits whatever else is in the batch. Steps use torch's number of threads. `variant` names the library's
+    variant instead of the fastest one (amx, avx512, avx2); with `times_phases` metrics say where time goes.
+    """
+
+    features = frozenset(
+        {
+            *(
+                "bias",
+                "qk_norm",
+                "uneven_qk_norm",
+                "sliding_window",
+                "soft_cap",
+                "mixed_rope",
+                "partial_rope",
+            ),
+            *("rope_dynamic", "rope_linear", "rope_llama3", "rope_yarn"),
+            *(f"kv_{dtype}" for dtype in _KV_KINDS),
+        }
+    )
+
+    def __init__(  # noqa: PLR0913
+        self,
+        spec: ModelSpec,
+        weights: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: AttentionBackendProtocol | None = None,
+        quantizer: QuantizerProtocol | None = None,
+        shard: Shard = WHOLE,
+        variant: str | None = None,
+        times_phases: bool = False,
+    ) -> None:
+        del attention  # the library has its own
+        if device.type != "cpu":
+            raise UnsupportedModelError(f"it runs on CPUs, not on {device}")
+        if shard != WHOLE:
+            raise UnsupportedModelError(f"it has no parts of a model, and is to be {shard}")
+        kind_of(dtype)
+        known = check_quantizer(quantizer)
+        _check_geometry(spec)
+        library = best_or_named(variant)
+        assert spec.decoder is not None, "the features lack classes of transformers"
+        self._functions = library.functions
+        self._model = NativeModel(library, spec.decoder, spec.geometry, weights, dtype, known)
+        self._vocab_size = spec.geometry.vocab_size
+        self._kv: Bytes | None = None  # (blocks, bytes per block)
+        self._metrics = ForwardMetrics()
+        self._phase_ns = (ctypes.c_int64 * len(structures.PHASES))()
+        if times_phases:
+            self._functions.sage_time_into(self._model.handle, self._phase_ns)
+        self._times_phases = times_phases
+        self._beat = structures.Beat()
+        logger.info("the native library runs as its variant %s", library.variant)
+
+    def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
+        """Reserve one zeroed mapping for all blocks. Raises OutOfMemoryError if the system refuses it."""
+        if len(layouts) != 1:
+            raise UnsupportedModelError(f"the backend native keeps one group of KV, not {len(layouts)}")
+        layout, count = layouts[0], num_blocks[0]
+        self._kv = None  # a second call replaces the first mapping instead of adding to it
+        try:
+            memory = zeroed_pages(count * layout.block_bytes)
+        except (OSError, MemoryError) as error:
+            raise OutOfMemoryError(
+                f"KV of {count} blocks was refused: {error}; lower kv.num_blocks"
+            ) from error
+        self._kv = memory.reshape(count, layout.block_bytes)
+        size, group = layout.item_bytes, layout.group
+        kv = structures.KV(
+            kind=_KV_KINDS[group.dtype],
+            base=memory.ctypes.data,
+            block_size=layout.block_size,
+            block=layout.block_bytes,
+            layer=layout.layer_stride * size,
+            kv=layout.kv_stride * size,
+            head=layout.head_stride * size,
+            token=layout.token_stride * size,
+            scales=layout.scales_offset_bytes,
+            layer_scales=2 * group.num_kv_heads * group.scale_bytes_per_head,
+            kv_scales=group.num_kv_heads * group.scale_bytes_per_head,
+            head_scales=group.scale_bytes_per_head,
+        )
+        self._functions.sage_set_kv(self._model.handle, ctypes.byref(kv))
+
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy the KV of the first block of each pair to the second, one pair after the other."""
+        blocks = self._blocks("copy_blocks")
+        for source, target in pairs:
+            blocks[target] = blocks[source]
+
+    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks to host memory."""
+        blocks = self._blocks("read_blocks")
+        for block_id, target in zip(block_ids, into, strict=True):
+            np.frombuffer(target, np.uint8)[:] = blocks[block_id]
+
+    def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks from host memory."""
+        blocks = self._blocks("write_blocks")
+        for block_id, source in zip(block_ids, data, strict=True):
+            blocks[block_id] = np.frombuffer(source, np.uint8)
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others."""
+        self._blocks("forward")
+        started_ns = time.perf_counter_ns()
+        self._model.cover(max(batch.seq_lens))
+        tables = batch.block_tables.contiguous()
+        logits = torch.empty(len(batch.logits_indices), self._vocab_size)
+        lens = np.array([batch.query_lens, batch.seq_lens], np.int64)
+        step = structures.Step(
+            num_tokens=len(batch.input_ids),
+            num_seqs=batch.num_seqs,
+            num_wanted=len(batch.logits_indices),
+            table_stride=tables.shape[1],
+            input_ids=batch.input_ids.data_ptr(),
+            positions=batch.position_ids.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            block_tables=tables.data_ptr(),
+            query_lens=lens[0].ctypes.data,
+            seq_lens=lens[1].ctypes.data,
+            wanted=batch.logits_indices.data_ptr(),
+            logits=logits.data_ptr(),
+            num_threads=torch.get_num_threads(),
+        )
+        self._functions.sage_step(self._model.handle, ctypes.byref(step))
+        self._metrics.num_steps += 1
+        self._metrics.num_tokens += len(batch.input_ids)
+        self._metrics.total_ns += time.perf_counter_ns() - started_ns
+        return logits
+
+    def report_progress(self, beat: Callable[[], None]) -> None:
+        """Have steps call `beat` between layers, ten times per second."""
+        self._beat = structures.Beat(beat)  # kept: the library has its address alone
+        self._functions.sage_beat_with(self._model.handle, self._beat)
+
+    def metrics(self) -> ForwardMetrics:
+        """Return the counts so far, and the time of each phase if they are measured."""
+        if not self._times_phases:
+            return replace(self._metrics)
+        times = zip(structures.PHASES, self._phase_ns, strict=True)
+        return replace(self._metrics, details={f"{name}_ns": ns for name, ns in times})
+
+    def model_metrics(self) -> ModelMetrics:
+        """Return the size of the model."""
+        return self._model.metrics
+
+    def _blocks(self, what: str) -> Bytes:
+        if self._kv is None:
+            raise EngineError(f"{what} was called before initialize_kv_caches; there is no KV")
+        return self._kv
+
+
+def _check_geometry(spec: ModelSpec) -> None:
+    first = spec.attention[0]
+    if first.head_dim % _HEAD_MULTIPLE or first.head_dim > _MAX_HEAD_DIM:
+        raise UnsupportedModelError(
+            f"the head size is {first.head_dim}; it takes multiples of {_HEAD_MULTIPLE} up to {_MAX_HEAD_DIM}"
+        )
+    if first.num_heads % first.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{first.num_heads} heads cannot share {first.num_kv_heads} KV heads evenly"
+        )
+    sizes = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in spec.attention}
+    if len(sizes) > 1:
+        raise UnsupportedModelError(
+            f"its layers must be alike; their (heads, KV heads, head size) are {sizes}"
+        )

@@ -1,0 +1,45 @@
+"""Cosines and sines of all positions, computed when a step first needs them."""
+
+from __future__ import annotations
+
+import torch
+
+from sagellm.accel.native.memory import zeroed_pages
+from sagellm.accel.rope_scaling import rope_frequencies
+from sagellm.core import RopeSpec
+
+_MIN_ROWS = 512
+
+
+class RopeTable:
+    """Tables (positions, rotary_dim / 2) in float32 that stay where they are.
+
+    Memory for all positions is reserved and allocated as sequences grow: 8 bytes for each pair of
+    dimensions and position, 20 MiB for 40,960 positions of 128 dimensions.
+    """
+
+    def __init__(self, rope: RopeSpec, num_positions: int) -> None:
+        frequencies = rope_frequencies(rope)
+        self._inv_freq, self._factor = frequencies.inv_freq, frequencies.attention_factor
+        shape = (max(1, num_positions), rope.rotary_dim // 2)
+        self._cos, self._sin = (_floats(shape) for _ in range(2))
+        self._num_ready = 0
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the cosines and the sines are."""
+        return self._cos.data_ptr(), self._sin.data_ptr()
+
+    def cover(self, num_positions: int) -> None:
+        """Fill the rows of all positions below `num_positions`, and as many again."""
+        if num_positions <= self._num_ready:
+            return
+        begin, end = self._num_ready, min(len(self._cos), max(_MIN_ROWS, 2 * num_positions))
+        angles = torch.arange(begin, end, dtype=torch.float32)[:, None] * self._inv_freq
+        self._cos[begin:end] = angles.cos() * self._factor
+        self._sin[begin:end] = angles.sin() * self._factor
+        self._num_ready = end
+
+
+def _floats(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.from_numpy(zeroed_pages(4 * shape[0] * shape[1])).view(torch.float32).view(shape)

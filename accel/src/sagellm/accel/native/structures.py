@@ -1,0 +1,80 @@
+"""The structures of the library's C interface, `native/sage.h`."""
+
+from __future__ import annotations
+
+import ctypes
+
+_INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Linear(ctypes.Structure):
+    """A packed matrix (n outputs, k inputs)."""
+
+    _fields_ = [
+        *((name, _INT32) for name in ("kind", "is_gated")),
+        *((name, _INT64) for name in ("n", "k", "group")),
+        ("data", _POINTER),
+        ("bias", _POINTER),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """A norm; without a weight there is none."""
+
+    _fields_ = [("weight", _POINTER), ("eps", _FLOAT)]
+
+
+class Layer(ctypes.Structure):
+    """One layer of a decoder."""
+
+    _fields_ = [
+        *((name, Norm) for name in ("input_norm", "query_norm", "key_norm", "forward_norm")),
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("cos", "sin")),
+        *((name, _INT64) for name in ("rotary_dim", "window")),
+        *((name, _FLOAT) for name in ("scale", "soft_cap")),
+    ]
+
+
+class Model(ctypes.Structure):
+    """A decoder; `embedding` null: its rows are those of the head."""
+
+    _fields_ = [
+        *(
+            (name, _INT64)
+            for name in ("num_layers", "hidden", "vocab", "num_heads", "num_kv_heads", "head_dim")
+        ),
+        ("layers", _POINTER),
+        ("norm", Norm),
+        ("head", Linear),
+        ("embedding", _POINTER),
+        ("embedding_kind", _INT32),
+    ]
+
+
+class KV(ctypes.Structure):
+    """The KV of all blocks; strides in bytes."""
+
+    _fields_ = [
+        ("kind", _INT32),
+        ("base", _POINTER),
+        *((name, _INT64) for name in ("block_size", "block", "layer", "kv", "head", "token")),
+        *((name, _INT64) for name in ("scales", "layer_scales", "kv_scales", "head_scales")),
+    ]
+
+
+class Step(ctypes.Structure):
+    """The tokens of one step, all sequences one after another."""
+
+    _fields_ = [
+        *((name, _INT64) for name in ("num_tokens", "num_seqs", "num_wanted", "table_stride")),
+        *((name, _POINTER) for name in ("input_ids", "positions", "slots", "block_tables")),
+        *((name, _POINTER) for name in ("query_lens", "seq_lens", "wanted", "logits")),
+        ("num_threads", _INT32),
+    ]
+
+
+PHASES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
+"""What a step's time is spent on, in the order of the library's counters."""
+
+Beat = ctypes.CFUNCTYPE(None)
