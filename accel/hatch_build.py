@@ -1,4 +1,4 @@
-"""Compiles the native library into the wheel; without a compiler the wheel is pure, and the install never fails."""
+"""Compiles the native library into the wheel. Without a compiler it is pure; no install fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         libraries = build.build()
         if not libraries:
             self.app.display_warning(
-                "no C++ compiler for x86-64 Linux: the wheel has no native kernels, and torch computes instead"
+                "no C++ compiler for x86-64 Linux: the wheel has no native kernels, torch computes instead"
             )
             return
         build_data["pure_python"] = False

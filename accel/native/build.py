@@ -1,4 +1,4 @@
-"""Compiles the native library, once for each kind of x86-64 CPU that it has kernels for. Standard library only.
+"""Compiles the native library, once for each kind of x86-64 CPU that it has kernels for.
 
 `python accel/native/build.py` rebuilds what is older than its sources, in the source tree.
 """
@@ -19,7 +19,7 @@ TARGET = SOURCES.parent / "src" / "sagellm" / "accel" / "native"
 _AVX2 = ["avx2", "fma", "f16c"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx512bf16"]
 FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "amx": [*_AVX512, "amx-tile", "amx-bf16", "amx-int8"]}
-"""The instruction sets that each variant may use; `sagellm.accel.native.library` knows them by the kernel's names."""
+"""The instruction sets that each variant may use, as compilers name them."""
 
 _OPTIONS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 _PORTABLE = [
@@ -58,7 +58,7 @@ def is_stale(library: Path) -> bool:
 def build(target: Path = TARGET) -> list[Path]:
     """Compile the variants that are stale; return all libraries there are afterwards.
 
-    Compilers that cannot build a variant leave it out: others still work. Without a compiler, nothing is built.
+    A variant that the compiler cannot build is left out. Without a compiler, nothing is built.
     """
     cxx = compiler()
     stale = [name for name in FLAGS if is_stale(target / library_name(name))]
@@ -77,7 +77,7 @@ def _compile(cxx: str, variant: str, library: Path) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            print(f"{cxx} cannot compile the {variant} variant:\n{result.stderr[-2000:]}", file=sys.stderr)
+            sys.stderr.write(f"{cxx} cannot compile the variant {variant}:\n{result.stderr[-2000:]}\n")
             library.unlink(missing_ok=True)  # never an old one beside newer sources
         else:
             unfinished.replace(library)  # whoever has the old file mapped keeps it
@@ -87,5 +87,5 @@ def _compile(cxx: str, variant: str, library: Path) -> None:
 
 if __name__ == "__main__":
     for built in build():
-        print(built)
+        sys.stdout.write(f"{built}\n")
     sys.exit(None if compiler() else "there is no C++ compiler for x86-64 Linux here")

@@ -213,7 +213,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             modules,
             spec,
             weights,
-            extra_features=set() if kv_dtype == opened.dtype_name else {f"kv_{kv_dtype}"},
+            extra_features=_extra_features(config, opened.dtype_name, kv_dtype),
             device=device,
             dtype=opened.dtype,
             attention=ProgressReportingAttention(attention, progress),
@@ -289,6 +289,13 @@ def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
         )
     scale_bytes = 4 * block_size if dtype_name == "int8" else 0  # a float32 per token
     return KVLayout(group=replace(groups[0], scale_bytes_per_head=scale_bytes), block_size=block_size)
+
+
+def _extra_features(config: EngineConfig, dtype_name: str, kv_dtype: str) -> set[str]:
+    """Return what the configuration asks of a forward backend beyond what the model needs."""
+    wanted = set() if kv_dtype == dtype_name else {f"kv_{kv_dtype}"}
+    is_default = config.forward.attention == type(config.forward)().attention
+    return wanted if is_default else wanted | {"attention_backends"}
 
 
 def _fitting_blocks(

@@ -43,10 +43,10 @@ _HEAD_MULTIPLE, _MAX_HEAD_DIM = 16, 256
 class NativeForwardBackend(ForwardBackendProtocol):
     """Runs decoders on x86-64 CPUs with AVX2, AVX-512 or AMX.
 
-    It has its own attention. Weights and products are in bfloat16 or float32, or quantized to int8 or int4 by
-    this package's quantizers; between products, activations are float32. Each result of a sequence has the
-    same bits whatever else is in the batch. Steps use torch's number of threads. `variant` names the library's
-    variant instead of the fastest one (amx, avx512, avx2); with `times_phases` metrics say where time goes.
+    It has its own attention. Weights are in bfloat16 or float32, or quantized to int8 or int4 by this
+    package's quantizers; between products, activations are float32. Each result of a sequence has the same
+    bits whatever else is in the batch. Steps use torch's number of threads. `variant` names a variant of the
+    library (amx, avx512, avx2) instead of the fastest; with `times_phases` metrics say where time goes.
     """
 
     features = frozenset(

@@ -109,7 +109,7 @@ _loading = threading.Lock()
 
 
 def load(variant: str) -> NativeLibrary:
-    """Load a variant, once per process. Raises UnsupportedModelError with the reason if it does not run here."""
+    """Load a variant, once per process. Raises UnsupportedModelError if it does not run here."""
     if variant not in VARIANTS:
         raise UnsupportedModelError(
             f"the native library has no variant {variant!r}; there are {', '.join(VARIANTS)}"

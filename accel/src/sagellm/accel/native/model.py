@@ -116,7 +116,7 @@ class NativeModel:
         return quantized_matrix(parts, self._kind, self._quantizer)
 
     def _own_head(self, decoder: DecoderSpec, packer: WeightPacker, *, is_tied: bool) -> LinearSpec | None:
-        """Return the head unless it is the embedding; tied as in transformers, if no different one is stored."""
+        """Return the head, or None if it is the embedding; as transformers, a different one is used."""
         head = decoder.head
         if head is None or (is_tied and packer.are_equal(head.weight, decoder.embedding)):
             return None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.accel.int4 import Int4Quantizer
-from sagellm.accel.int8 import IntegerQuantizer, Int8Quantizer
+from sagellm.accel.int8 import Int8Quantizer, IntegerQuantizer
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
 from sagellm.accel.native.memory import Bytes, zeroed_pages

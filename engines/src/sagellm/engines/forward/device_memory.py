@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
-from contextlib import suppress
 
 import torch
 
+from sagellm.accel.native.memory import zeroed_pages
 from sagellm.comm import read_memory
+from sagellm.core import KVLayout, OutOfMemoryError
+from sagellm.engines.sizes import format_bytes
 
 
 def available_memory_bytes(device: torch.device) -> int | None:
@@ -23,17 +24,23 @@ def available_memory_bytes(device: torch.device) -> int | None:
     return memory.available_bytes if memory.total_bytes else None
 
 
+def check_room(layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    """Raise OutOfMemoryError, before memory is touched, if the KV of this many blocks cannot fit."""
+    needed, available = num_blocks * layout.block_bytes, available_memory_bytes(device)
+    if available is not None and needed > available:
+        raise OutOfMemoryError(
+            f"KV of {num_blocks} blocks of {format_bytes(layout.block_bytes)} needs "
+            f"{format_bytes(needed)}; {format_bytes(available)} are available on {device}; "
+            f"lower kv.num_blocks (at most {layout.num_blocks_in(available)} fit)"
+        )
+
+
 def zeroed(num_items: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a flat tensor of zeros. KV that was never written must not hold infinities.
 
-    On a CPU it is an anonymous mapping, with huge pages if the kernel has them: reserved at once but
-    allocated when touched, so that an engine with room for gigabytes starts immediately. Raises OSError,
-    RuntimeError or MemoryError if it is refused.
+    On a CPU it is reserved at once but allocated when touched, so that an engine with room for gigabytes
+    starts immediately. Raises OSError, RuntimeError or MemoryError if it is refused.
     """
     if device.type != "cpu" or num_items == 0 or sys.platform == "win32":
         return torch.zeros(num_items, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_items * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
+    return torch.from_numpy(zeroed_pages(num_items * dtype.itemsize)).view(dtype)

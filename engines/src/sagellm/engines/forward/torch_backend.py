@@ -26,11 +26,10 @@ from sagellm.core import (
     UnsupportedModelError,
     WeightSource,
 )
-from sagellm.engines.forward.device_memory import available_memory_bytes, zeroed
+from sagellm.engines.forward.device_memory import zeroed
 from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM
 from sagellm.engines.models.decoder_loading import FEATURES, DecoderBuilder
-from sagellm.engines.sizes import format_bytes
 
 
 class TorchForwardBackend(ForwardBackendProtocol):
@@ -39,7 +38,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
     Decoders are built from their spec; other models run as classes of transformers.
     """
 
-    features = FEATURES | {TRANSFORMERS_CLASS}
+    features = FEATURES | {TRANSFORMERS_CLASS, "attention_backends"}
 
     def __init__(  # noqa: PLR0913
         self,
@@ -68,8 +67,8 @@ class TorchForwardBackend(ForwardBackendProtocol):
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate one zeroed buffer for all blocks and view it as the layout says.
 
-        Raises OutOfMemoryError, before touching memory, if it cannot fit; UnsupportedModelError for layers
-        whose KV is not alike.
+        Raises OutOfMemoryError if the device refuses it; UnsupportedModelError for layers whose KV is not
+        alike.
         """
         if len(layouts) != 1:
             raise UnsupportedModelError(f"the backend torch keeps one group of KV, not {len(layouts)}")
@@ -78,21 +77,13 @@ class TorchForwardBackend(ForwardBackendProtocol):
     def _allocate(self, layout: KVLayout, num_blocks: int) -> None:
         self._kv = self._bytes = None  # a second call replaces the first buffer instead of adding to it
         needed = num_blocks * layout.block_bytes
-        available = available_memory_bytes(self._device)
-        if available is not None and needed > available:
-            raise OutOfMemoryError(
-                f"KV of {num_blocks} blocks of {format_bytes(layout.block_bytes)} needs "
-                f"{format_bytes(needed)}; {format_bytes(available)} are available on {self._device}; "
-                f"lower kv.num_blocks (at most {layout.num_blocks_in(available)} fit)"
-            )
         group = layout.group
         dtype = getattr(torch, group.dtype)
         try:
             flat = zeroed(needed // layout.item_bytes, dtype, self._device)
         except (RuntimeError, MemoryError, OSError) as error:
             raise OutOfMemoryError(
-                f"KV of {num_blocks} blocks needs {format_bytes(needed)}, and "
-                f"{self._device} refused them: {error}"
+                f"KV of {num_blocks} blocks needs {needed} bytes, and {self._device} refused them: {error}"
             ) from error
         shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, layout.block_size, group.head_dim)
         strides = (

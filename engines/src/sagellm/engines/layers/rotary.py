@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from sagellm.core import RopeSpec
 from sagellm.accel.rope_scaling import rope_frequencies
+from sagellm.core import RopeSpec
 
 _MIN_ROWS = 512
 

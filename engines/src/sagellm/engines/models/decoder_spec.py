@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.core import (
     AttentionSpec,
     CheckpointError,
@@ -24,7 +25,6 @@ from sagellm.core import (
     TensorSpec,
     UnsupportedModelError,
 )
-from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.engines.models.hf_config import context_limit
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core import ForwardBackendProtocol, InputBatch, KVLayout, StepInput
+from sagellm.engines.forward.device_memory import check_room
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.work import WorkMeter
 
@@ -27,6 +28,7 @@ class ModelRunner:
 
     def initialize_kv_caches(self, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
+        check_room(self._layout, num_blocks, self._device)
         self.backend.initialize_kv_caches([self._layout], [num_blocks])
 
     def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:

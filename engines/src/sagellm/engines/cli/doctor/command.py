@@ -14,6 +14,7 @@ from sagellm.engines.cli.doctor.hardware import (
     examine_cpu,
     examine_devices,
     examine_memory,
+    examine_native,
     examine_products,
     examine_threads,
 )
@@ -32,6 +33,7 @@ EXAMINATIONS: tuple[Examination, ...] = (
     examine_devices,
     examine_cpu,
     examine_threads,
+    examine_native,
     examine_products,
     examine_memory,
     examine_plugins,

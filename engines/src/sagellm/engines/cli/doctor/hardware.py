@@ -117,6 +117,16 @@ def examine_products(context: ExaminationContext) -> Section:
     return section
 
 
+def examine_native(context: ExaminationContext) -> Section:
+    """Say which variant of the native library runs here, and why others do not."""
+    from sagellm.accel.native import examine
+
+    found = examine()
+    section = Section("native", {"variant": found.variant or "none; torch computes"})
+    section.facts.update({f"not {name}": reason for name, reason in found.refusals.items()})
+    return section
+
+
 def examine_memory(context: ExaminationContext) -> Section:
     """Look at memory and at the limit that a cgroup sets."""
     section = Section("memory")
