@@ -50,19 +50,19 @@ int64_t row_groups_at_once(const Product& p) {
   return fitting > 0 ? fitting : 1;
 }
 
-// Enough parts that no member waits long at the end, each long enough to stream: memory reaches its rate from about
-// 256 KiB on.
+// A piece streams at the memory's rate from about this size on; teams take larger ones while much is left.
+constexpr int64_t kStreamBytes = 128 << 10;
+
+// With several chunks of rows: enough pieces that no member waits long for another's last one.
 int64_t panels_at_once(const Product& p, int64_t num_chunks, int team_size) {
   int64_t count = p.panels.num_panels * num_chunks / (8 * team_size);
-  const int64_t streaming = ceil_div(256 << 10, p.panels.panel_bytes);
-  if (p.input.num_row_groups == 1 && count < streaming) count = streaming;
 #if defined(__AMX_TILE__)
-  if (p.input.num_row_groups > 1 && count > kPanelsAtOnce) count = kPanelsAtOnce;
+  if (count > kPanelsAtOnce) count = kPanelsAtOnce;
 #endif
-  const int64_t fair = ceil_div(p.panels.num_panels, team_size);
-  if (count > fair) count = fair;
   return count > 0 ? count : 1;
 }
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace
 }  // namespace linear
@@ -72,17 +72,22 @@ void multiply(Team& team, const Weight& weight, const Input& input, Into into, f
   const Product p(weight, input, into, out, stride);
   const int64_t num_groups = p.input.num_row_groups;
   if (num_groups == 0) return team.barrier();
-  // Chunks of rows as equal as their row groups allow.
+  const int64_t num_panels = p.panels.num_panels;
+  if (num_groups == 1) {
+    const int64_t grain = ceil_div(kStreamBytes, p.panels.panel_bytes);
+    team.share(num_panels, smaller(grain, ceil_div(num_panels, team.size())),
+               [&](int64_t begin, int64_t end) { multiply_part(p, {begin, end, 0, 1}); });
+    return;
+  }
+  // Chunks of rows as equal as their row groups allow, and within each of them pieces of panels.
   const int64_t num_chunks = ceil_div(num_groups, row_groups_at_once(p));
   const int64_t chunk = ceil_div(num_groups, num_chunks);
   const int64_t panels = panels_at_once(p, num_chunks, team.size());
-  const int64_t pieces = ceil_div(p.panels.num_panels, panels);
+  const int64_t pieces = ceil_div(num_panels, panels);
   team.share(num_chunks * pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t group = i / pieces * chunk, panel = i % pieces * panels;
-      const Part part{panel, panel + panels < p.panels.num_panels ? panel + panels : p.panels.num_panels, group,
-                      group + chunk < num_groups ? group + chunk : num_groups};
-      multiply_part(p, part);
+      multiply_part(p, {panel, smaller(panel + panels, num_panels), group, smaller(group + chunk, num_groups)});
     }
   });
 }

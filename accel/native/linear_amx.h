@@ -143,38 +143,63 @@ inline void tile_step(const unsigned char* rows, const unsigned char* weights, i
 }
 #undef SAGE_TILE_DOT
 
-// Calls body(row, left, right) for the rows of a group that exist, with where their sums lie.
-template <typename Body>
-inline void each_row(const Product& p, int64_t row_group, float* sums, const Body& body) {
-  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
-  for (int64_t row = 0; row < count; ++row) {
-    float* left = sums + row / 16 * 2 * kTileFloats + row % 16 * kLanes;
-    body(first + row, left, left + kTileFloats);
+// Where the sums of a row's left half lie; the right half's come a tile later.
+inline float* sums_of_row(float* sums, int64_t row) { return sums + row / 16 * 2 * kTileFloats + row % 16 * kLanes; }
+
+// Integer sums of rows [begin, end) as floats.
+inline void scale_rows(const Product& p, int64_t panel, int64_t row_group, int64_t begin, int64_t end, float* sums) {
+  const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.scales_at);
+  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+  for (int64_t row = begin; row < end; ++row) {
+    float *left = sums_of_row(sums, row), *right = left + kTileFloats;
+    const Lanes scale = same_lanes(p.scales[p.first_row(row_group) + row]);
+    store_lanes(left, multiply(multiply(scale, left_scale), to_float(load_ints(reinterpret_cast<int32_t*>(left)))));
+    store_lanes(right, multiply(multiply(scale, right_scale), to_float(load_ints(reinterpret_cast<int32_t*>(right)))));
   }
 }
 
-// What is left to do with the finished sums of a panel and a row group; those of int8 are integers.
+// Complete sums of one panel and row group, whose rows are finished a few at a time between the steps of the next:
+// the vector units then work while the tiles do.
 template <WeightKind kind>
-inline void finish_tiles(const Product& p, int64_t panel, int64_t row_group, float* sums) {
-  if constexpr (kind == WeightKind::int8) {
-    const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.scales_at);
-    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
-    each_row(p, row_group, sums, [&](int64_t row, float* left, float* right) {
-      const Lanes scale = same_lanes(p.scales[row]);
-      store_lanes(left, multiply(multiply(scale, left_scale), to_float(load_ints(reinterpret_cast<int32_t*>(left)))));
-      store_lanes(right, multiply(multiply(scale, right_scale), to_float(load_ints(reinterpret_cast<int32_t*>(right)))));
-    });
+class Unfinished {
+ public:
+  explicit Unfinished(const Product& p) : p_(p) {}
+
+  // Takes over `sums`, to be finished in `num_steps` calls of step().
+  void take(int64_t panel, int64_t row_group, float* sums, int64_t num_steps) {
+    panel_ = panel, row_group_ = row_group, sums_ = sums;
+    row_ = 0, end_ = p_.num_rows(row_group);
+    rows_per_step_ = ceil_div(p_.input.height, num_steps);
   }
-  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
-  finish(p, panel, first, count < 16 ? count : 16, sums, sums + kTileFloats);
-  if (count > 16) finish(p, panel, first + 16, count - 16, sums + 2 * kTileFloats, sums + 3 * kTileFloats);
-}
+  void step() {
+    if (row_ < end_) finish_rows(row_ + rows_per_step_ < end_ ? row_ + rows_per_step_ : end_);
+  }
+  void finish_all() {
+    if (row_ < end_) finish_rows(end_);
+  }
+
+ private:
+  void finish_rows(int64_t end) {
+    if constexpr (kind == WeightKind::int8) scale_rows(p_, panel_, row_group_, row_, end, sums_);
+    while (row_ < end) {
+      const int64_t tile_end = (row_ / 16 + 1) * 16, stop = end < tile_end ? end : tile_end;
+      const float* left = sums_of_row(sums_, row_);
+      finish(p_, panel_, p_.first_row(row_group_) + row_, stop - row_, left, left + kTileFloats);
+      row_ = stop;
+    }
+  }
+
+  const Product& p_;
+  int64_t panel_ = 0, row_group_ = 0, row_ = 0, end_ = 0, rows_per_step_ = 1;
+  float* sums_ = nullptr;
+};
 
 // One row group: the weights go by once.
 template <WeightKind kind, bool two>
 void stream_panels(const Product& p, const Part& part) {
   const TileShapes shapes(p.input.height, 64);
-  alignas(64) float sums[kSumFloats];
+  alignas(64) float sums[2][kSumFloats];
+  Unfinished<kind> before(p);
   const int64_t num_steps = p.input.depth.num_steps(), block = p.input.block_bytes();
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
     const unsigned char* weights = p.panel(panel);
@@ -183,20 +208,25 @@ void stream_panels(const Product& p, const Part& part) {
     for (int64_t step = 0; step < num_steps; ++step, rows += block, weights += 2 * kTileBytes) {
       fetch(weights + kBytesAhead, 2 * kTileBytes);
       tile_step<kind, two>(rows, weights, 64);
+      before.step();
     }
-    store_sums<two>(sums);
-    finish_tiles<kind>(p, panel, part.group_begin, sums);
+    before.finish_all();
+    store_sums<two>(sums[panel % 2]);
+    before.take(panel, part.group_begin, sums[panel % 2], num_steps);
   }
+  before.finish_all();
 }
 
 // Steps [begin, end) of one panel for all row groups of the part; meanwhile the next block is fetched into L2.
 template <WeightKind kind, bool two>
 void block_of_panel(const Product& p, const Part& part, int64_t panel, int64_t begin, int64_t end, float* sums) {
-  const int64_t num_steps = p.input.depth.num_steps(), block = p.input.block_bytes();
+  const int64_t block = p.input.block_bytes(), num_steps = end - begin;
+  const bool is_last = end == p.input.depth.num_steps();
   const unsigned char* weights = p.panel(panel) + begin * 2 * kTileBytes;
   const unsigned char* ahead = p.panel(panel) + end * 2 * kTileBytes;
   const unsigned char* ahead_end = ahead + kStepsInL1 * 2 * kTileBytes;
-  const int64_t lines = ceil_div(kStepsInL1 * 32, (part.group_end - part.group_begin) * (end - begin));
+  const int64_t lines = ceil_div(kStepsInL1 * 32, (part.group_end - part.group_begin) * num_steps);
+  Unfinished<kind> before(p);
   for (int64_t group = part.group_begin; group < part.group_end; ++group, sums += kSumFloats) {
     const unsigned char* rows = p.rows_at(group) + begin * block;
     if (begin == 0) {
@@ -204,15 +234,18 @@ void block_of_panel(const Product& p, const Part& part, int64_t panel, int64_t b
     } else {
       load_sums<two>(sums);
     }
-    for (int64_t step = 0; step < end - begin; ++step, rows += block) {
+    for (int64_t step = 0; step < num_steps; ++step, rows += block) {
       tile_step<kind, two>(rows, weights + step * 2 * kTileBytes, 64);
       for (int64_t i = 0; i < lines && ahead < ahead_end; ++i, ahead += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
       }
+      before.step();
     }
+    before.finish_all();
     store_sums<two>(sums);
-    if (end == num_steps) finish_tiles<kind>(p, panel, group, sums);
+    if (is_last) before.take(panel, group, sums, num_steps);
   }
+  before.finish_all();
 }
 
 template <WeightKind kind, bool two>
@@ -267,16 +300,18 @@ void add_group(const Product& p, const unsigned char* tiles, const float* scales
   }
   store_sums<two>(exact);
   const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
-  each_row(p, row_group, exact, [&](int64_t row, float* left, float* right) {
-    const Lanes scale = same_lanes(p.scales[row * depth.num_groups + group]);
-    float *to_left = sums + (left - exact), *to_right = sums + (right - exact);
+  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
+  for (int64_t row = 0; row < count; ++row) {
+    const Lanes scale = same_lanes(p.scales[(first + row) * depth.num_groups + group]);
+    float *left = sums_of_row(exact, row), *right = left + kTileFloats;
+    float *to_left = sums_of_row(sums, row), *to_right = to_left + kTileFloats;
     const Lanes from_left = to_float(load_ints(reinterpret_cast<int32_t*>(left)));
     const Lanes from_right = to_float(load_ints(reinterpret_cast<int32_t*>(right)));
     const Lanes before_left = group == 0 ? zero_lanes() : load_lanes(to_left);
     const Lanes before_right = group == 0 ? zero_lanes() : load_lanes(to_right);
     store_lanes(to_left, multiply_add(multiply(scale, left_scale), from_left, before_left));
     store_lanes(to_right, multiply_add(multiply(scale, right_scale), from_right, before_right));
-  });
+  }
 }
 
 template <bool two>
@@ -296,7 +331,10 @@ void int4_panels(const Product& p, const Part& part) {
       float* here = sums;
       for (int64_t rows = part.group_begin; rows < part.group_end; ++rows, here += kSumFloats) {
         add_group<two>(p, tiles, scales, rows, group, here);
-        if (group + 1 == depth.num_groups) finish_tiles<WeightKind::int4>(p, panel, rows, here);
+        if (group + 1 < depth.num_groups) continue;
+        Unfinished<WeightKind::int4> done(p);
+        done.take(panel, rows, here, 1);
+        done.finish_all();
       }
     }
   }

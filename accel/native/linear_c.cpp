@@ -1,4 +1,7 @@
 // A C interface to products alone, for tests and benchmarks.
+#include <sys/mman.h>
+
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -15,10 +18,11 @@ struct Free {
 using Memory = std::unique_ptr<unsigned char, Free>;
 
 Memory allocate(int64_t bytes) {
-  // Huge pages need an aligned start; the kernel decides.
   const int64_t alignment = bytes >= (4 << 20) ? (2 << 20) : 64;
-  const int64_t rounded = (bytes + alignment) / alignment * alignment;
-  return Memory(static_cast<unsigned char*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded))));
+  const auto rounded = static_cast<size_t>((bytes + alignment) / alignment * alignment);
+  Memory memory(static_cast<unsigned char*>(std::aligned_alloc(static_cast<size_t>(alignment), rounded)));
+  if (alignment > 64) madvise(memory.get(), rounded, MADV_HUGEPAGE);
+  return memory;
 }
 
 }  // namespace
@@ -67,19 +71,24 @@ SAGE_EXPORT void sage_linear_unpack_row(const SageLinear* linear, int64_t output
   sage::unpack_row(linear->weight, output, row);
 }
 
-// Products with `num_calls` weights one after the other, in one team (a benchmark's cold weights): the same `x`
-// (rows, k) and `out` (rows, n or n / 2) float32 each time.
+// Products with `num_calls` weights of one shape, one after the other in one team (a benchmark's cold weights): the
+// same `x` (rows, k) each time, and `out` (rows, n or n / 2) float32. `seconds` (num_calls), or null: how long each
+// took, activations included.
 SAGE_EXPORT void sage_linear_multiply(SageLinear* const* linears, int64_t num_calls, const float* x, int64_t rows,
-                                      int32_t into, float* out, int64_t stride, int32_t num_threads) {
+                                      int32_t into, float* out, int64_t stride, int32_t num_threads, double* seconds) {
   const sage::Weight& first = linears[0]->weight;
   const Memory memory = allocate(sage::input_bytes(first.kind, rows, first.k, first.group));
   const sage::Input input{first.kind, rows, first.k, first.group, memory.get()};
   sage::run_team(num_threads, [&](sage::Team& team) {
     for (int64_t call = 0; call < num_calls; ++call) {
+      const auto start = std::chrono::steady_clock::now();
       team.share(rows, 8, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) sage::set_input_row(input, row, x + row * first.k);
       });
       sage::multiply(team, linears[call]->weight, input, static_cast<sage::Into>(into), out, stride);
+      if (seconds != nullptr && team.rank() == 0) {
+        seconds[call] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      }
     }
   });
 }

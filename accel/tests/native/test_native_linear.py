@@ -20,11 +20,19 @@ Floats = NDArray[np.float32]
 
 NATIVE = Path(__file__).parents[2] / "native"
 SOURCES = ("linear.cpp", "linear_pack.cpp", "linear_input.cpp", "linear_c.cpp")
+# The library's own pool of threads, where there is one.
+TEAM = NATIVE / "team.cpp" if (NATIVE / "team.cpp").exists() else Path(__file__).with_name("plain_team.cpp")
 KINDS = {"bf16": 0, "int8": 1, "int4": 2, "f32": 3}
 
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx512bf16")
 VARIANTS = {"avx2": AVX2, "avx512": AVX512, "amx": (*AVX512, "amx-tile", "amx-bf16", "amx-int8")}
+
+
+class Native(ctypes.CDLL):
+    """A loaded build of the library."""
+
+    variant: str
 
 
 def _cpu_flags() -> set[str]:
@@ -38,7 +46,7 @@ def _cpu_flags() -> set[str]:
 
 def _build(variant: str) -> Path:
     """Compile one variant, or take what an earlier run compiled from the same sources."""
-    sources = [NATIVE / name for name in SOURCES] + [Path(__file__).with_name("plain_team.cpp")]
+    sources = [NATIVE / name for name in SOURCES] + [TEAM]
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted([*NATIVE.glob("*.h"), *sources]):
         digest.update(path.read_bytes())
@@ -64,16 +72,16 @@ def _build(variant: str) -> Path:
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
-def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
+def native(request: pytest.FixtureRequest) -> Native:
     variant: str = request.param
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the native library with")
     if missing := set(VARIANTS[variant]) - _cpu_flags():
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
-    library = ctypes.CDLL(str(_build(variant)))
+    library = Native(str(_build(variant)))
+    library.variant = variant
     library.sage_linear_create.restype = ctypes.c_void_p
     library.sage_linear_pack_granularity.restype = ctypes.c_int64
-    library.name = variant
     return library
 
 
@@ -91,7 +99,7 @@ def _groups(k: int, group: int) -> list[slice]:
 class Linear:
     """A packed weight beside what it stands for (n, k)."""
 
-    library: ctypes.CDLL
+    library: Native
     kind: str
     handle: ctypes.c_void_p
     values: Floats
@@ -110,7 +118,7 @@ class Linear:
         handles = (ctypes.c_void_p * 1)(self.handle.value)
         self.library.sage_linear_multiply(
             handles, ctypes.c_int64(1), x.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(len(x)),
-            int(onto is not None), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.width), threads,
+            int(onto is not None), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.width), threads, None,
         )  # fmt: skip
         return out
 
@@ -123,8 +131,8 @@ class Linear:
         return rows
 
     def rounded(self, x: Floats) -> Floats:
-        """What activations become: bf16 where the CPU multiplies it, 8 bits per row (int8) or group (int4)."""
-        if self.kind == "f32" or (self.kind == "bf16" and self.library.name == "avx2"):
+        """What activations become: bf16 where CPUs multiply it, 8 bits per row (int8) or group (int4)."""
+        if self.kind == "f32" or (self.kind == "bf16" and self.library.variant == "avx2"):
             return x
         if self.kind == "bf16":
             return _bf16(x)
@@ -163,7 +171,7 @@ class Shape:
     has_bias: bool = False
 
 
-def _pack(library: ctypes.CDLL, kind: str, shape: Shape, seed: int = 0) -> Linear:
+def _pack(library: Native, kind: str, shape: Shape, seed: int = 0) -> Linear:
     """A random weight, packed in two pieces as two threads would."""
     random = np.random.default_rng(seed)
     n, k = shape.n, shape.k
@@ -208,7 +216,7 @@ def _pack(library: ctypes.CDLL, kind: str, shape: Shape, seed: int = 0) -> Linea
 
 
 @pytest.fixture
-def pack(native: ctypes.CDLL) -> Iterator[Any]:
+def pack(native: Native) -> Iterator[Any]:
     packed: list[Linear] = []
 
     def pack_one(kind: str, shape: Shape) -> Linear:
