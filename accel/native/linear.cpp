@@ -44,7 +44,7 @@ void multiply_part(const Product& p, const Part& part) {
 // Row groups whose activations stay in L2 while panels go by.
 int64_t row_groups_at_once(const Product& p) {
 #if defined(__AMX_TILE__)
-  if (takes_tiles(p)) return kRowGroupsAtOnce;
+  if (takes_tiles(p)) return row_groups_in_l2(p.input.depth.num_steps());
 #endif
   const int64_t fitting = (256 << 10) / p.input.row_group_bytes();
   return fitting > 0 ? fitting : 1;

@@ -22,8 +22,9 @@ constexpr int64_t kSumFloats = 4 * kTileFloats;     // of one panel and row grou
 constexpr int64_t kBytesAhead = 2048;               // how far the weight stream is fetched ahead
 constexpr int64_t kStepsInL1 = 8;                   // 16 KiB of a panel
 constexpr int64_t kStepsInL2 = 32;                  // with 512 rows 1 MiB of activations
-constexpr int64_t kRowGroupsAtOnce = 16;            // 512 rows
-constexpr int64_t kPanelsAtOnce = 8;                // whose sums, 512 KiB, rest in memory while k goes on
+// 512 rows where k needs no cut for L2, else 256: the sums at rest take their share of it.
+constexpr int64_t row_groups_in_l2(int64_t num_steps) { return num_steps > kStepsInL2 ? 8 : 16; }
+constexpr int64_t kPanelsAtOnce = 8;                // whose sums, 256 KiB, rest in memory while k goes on
 
 // Memory of one thread, kept until it ends.
 class Scratch {

@@ -118,7 +118,8 @@ class Linear:
         handles = (ctypes.c_void_p * 1)(self.handle.value)
         self.library.sage_linear_multiply(
             handles, ctypes.c_int64(1), x.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(len(x)),
-            int(onto is not None), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.width), threads, None,
+            int(onto is not None), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.width),
+            threads, None,
         )  # fmt: skip
         return out
 

@@ -1,0 +1,180 @@
+"""Products of the native library beside torch's, with weights that no cache holds.
+
+For each shape, kind of weight and number of rows: milliseconds (min, median, p99) and the share of the machine's
+read bandwidth and matrix rate, both measured in the same run. `--library` takes one build of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import foreign_cores, report, spread
+
+# Qwen3-0.6B: outputs, inputs, whether half of the outputs is a gate
+SHAPES = {
+    "gate_up": (6144, 1024, True),
+    "down": (1024, 3072, False),
+    "qkv": (4096, 1024, False),
+    "o": (1024, 2048, False),
+    "head": (151936, 1024, False),
+}
+KINDS = {"bf16": (0, 16.0), "int8": (1, 8.0), "int4": (2, 4.25), "f32": (3, 32.0)}  # code, bits a weight
+GROUP = 128
+COLD_BYTES = 300 << 20
+POINTER, INT64 = ctypes.c_void_p, ctypes.c_int64
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Open a build of the native library and say what its functions return."""
+    library = ctypes.CDLL(str(path))
+    library.sage_linear_create.restype = POINTER
+    library.sage_read_rate.restype = ctypes.c_double
+    library.sage_matrix_rate.restype = ctypes.c_double
+    return library
+
+
+def address(array: np.ndarray[Any, Any]) -> ctypes.c_void_p:
+    return array.ctypes.data_as(POINTER)
+
+
+def limits(library: ctypes.CDLL, threads: int) -> dict[str, float]:
+    """Measure read bandwidth (1 GiB) and the rates of bf16 and int8 products, best of 5."""
+    memory = np.ones((1 << 30) + 64, np.uint8)
+    start = POINTER(-(-memory.ctypes.data // 64) * 64)
+    return {
+        "read_bytes_per_s": max(library.sage_read_rate(start, INT64(1 << 30), threads) for _ in range(5)),
+        "bf16_flop_per_s": max(library.sage_matrix_rate(0, threads) for _ in range(5)),
+        "int8_op_per_s": max(library.sage_matrix_rate(1, threads) for _ in range(5)),
+    }
+
+
+class Weights:
+    """Copies of one random weight, together too large for the caches."""
+
+    def __init__(self, library: ctypes.CDLL, kind: str, shape: str) -> None:
+        self.n, self.k, self.is_gated = SHAPES[shape]
+        self.library, (self.code, bits) = library, KINDS[kind]
+        self.num_bytes = self.n * self.k * bits / 8
+        random = np.random.default_rng(0)
+        if kind in ("int8", "int4"):
+            limit = 128 if kind == "int8" else 8
+            rows: Any = random.integers(-limit, limit, (self.n, self.k), np.int8)
+        else:
+            rows = random.standard_normal((self.n, self.k), np.float32) / 32
+            rows = rows if kind == "f32" else (rows.view(np.uint32) >> 16).astype(np.uint16)
+        scales = np.full((self.n, self.k // GROUP), 0.01, np.float32)
+        self.num_copies = max(2, int(COLD_BYTES / self.num_bytes))
+        self.handles = (POINTER * self.num_copies)()
+        for i in range(self.num_copies):
+            handle = library.sage_linear_create(
+                self.code, int(self.is_gated), INT64(self.n), INT64(self.k), INT64(GROUP), None
+            )
+            library.sage_linear_pack(
+                POINTER(handle), INT64(0), INT64(self.n), address(rows), INT64(self.k), address(scales)
+            )
+            self.handles[i] = handle
+
+    def close(self) -> None:
+        for handle in self.handles:
+            self.library.sage_linear_free(POINTER(handle))
+
+    def seconds(self, num_rows: int, threads: int, repeats: int) -> list[float]:
+        """Multiply by each copy in turn, without the first of a turn: it finds the threads asleep."""
+        x = np.random.default_rng(1).standard_normal((num_rows, self.k), np.float32)
+        width = self.n // 2 if self.is_gated else self.n
+        out, each = np.zeros((num_rows, width), np.float32), np.zeros(self.num_copies)
+        result: list[float] = []
+        for _ in range(repeats):
+            self.library.sage_linear_multiply(
+                self.handles, INT64(self.num_copies), address(x), INT64(num_rows), 0, address(out),
+                INT64(width), threads, address(each),
+            )  # fmt: skip
+            result += each[1:].tolist()
+        return result
+
+
+def torch_seconds(shape: str, num_rows: int, repeats: int) -> list[float]:
+    """Time `F.linear` in bf16 over as many cold copies; a gate is not applied."""
+    n, k, _ = SHAPES[shape]
+    copies = [torch.randn(n, k).bfloat16() for _ in range(max(2, COLD_BYTES // (2 * n * k)))]
+    x = torch.randn(num_rows, k).bfloat16()
+    result = []
+    with torch.inference_mode():
+        for i in range(repeats * len(copies)):
+            start = time.perf_counter_ns()
+            torch.nn.functional.linear(x, copies[i % len(copies)])
+            result.append((time.perf_counter_ns() - start) / 1e9)
+    return result[len(copies) // 2 :]
+
+
+def row(
+    seconds: list[float], num_bytes: float, operations: float, limit: dict[str, float], rate: str
+) -> dict[str, Any]:
+    median = sorted(seconds)[len(seconds) // 2]
+    return {
+        "ms": spread([1e3 * s for s in seconds]),
+        "GB_per_s": round(num_bytes / median / 1e9, 1),
+        "Tflop_per_s": round(operations / median / 1e12, 3),
+        "share_of_read_bandwidth": round(num_bytes / median / limit["read_bytes_per_s"], 3),
+        "share_of_matrix_rate": round(operations / median / limit[rate], 3),
+    }
+
+
+def measure(library: ctypes.CDLL, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each kind, shape and number of rows; keys are `kind shape rows`."""
+    limit = limits(library, options.threads)
+    figures: dict[str, Any] = {}
+    for shape in options.shapes:
+        n, k, _ = SHAPES[shape]
+        for kind in options.kinds:
+            weights = Weights(library, kind, shape)
+            for rows in options.rows:
+                seconds = weights.seconds(rows, options.threads, options.repeats)
+                rate = "int8_op_per_s" if kind in ("int8", "int4") else "bf16_flop_per_s"
+                figures[f"{kind} {shape} {rows}"] = row(
+                    seconds, weights.num_bytes, 2.0 * n * k * rows, limit, rate
+                )
+            weights.close()
+        for rows in options.rows if options.torch else ():
+            seconds = torch_seconds(shape, rows, options.repeats)
+            figures[f"torch-bf16 {shape} {rows}"] = row(
+                seconds, 2.0 * n * k, 2.0 * n * k * rows, limit, "bf16_flop_per_s"
+            )
+    return {"limits": limit, "products": figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--library", type=Path, required=True, help="libsage_amx.so, libsage_avx512.so or libsage_avx2.so"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gate_up", "down", "qkv", "o"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["bf16", "int8", "int4"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 32, 128, 512])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave out torch's F.linear")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    foreign = foreign_cores()
+    figures = measure(load(options.library), options)
+    report(
+        "native_linear",
+        library=options.library.name,
+        threads=options.threads,
+        foreign_cores=foreign,
+        **figures,
+    )
+
+
+if __name__ == "__main__":
+    main()
