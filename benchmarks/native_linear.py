@@ -1,7 +1,7 @@
 """Products of the native library beside torch's, with weights that no cache holds.
 
-For each shape, kind of weight and number of rows: milliseconds (min, median, p99) and the share of the machine's
-read bandwidth and matrix rate, both measured in the same run. `--library` takes one build of the library.
+For each shape, kind of weight and number of rows: milliseconds (min, median, p99), GB/s, TFLOP/s and their
+shares of the read bandwidth and the matrix rate that the same run measured. `--library` takes one build.
 """
 
 from __future__ import annotations

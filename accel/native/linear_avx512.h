@@ -38,56 +38,55 @@ struct Sums {
   alignas(64) float right[rows * kLanes];
 };
 
-// bf16 (sums are floats) and int8 (sums are integers): one chain of dots per output, in the order of k.
+// Float sums of bf16, or integer ones of int8: its weights are stored as value + 128, so that 128 times the row's sum
+// is taken off.
 template <WeightKind kind, int rows>
-SAGE_INLINE void dot_panel(const Product& p, const unsigned char* weights, const unsigned char* activations, Ahead ahead,
-                           __m512i (&left)[rows], __m512i (&right)[rows]) {
-  for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm512_setzero_si512();
+SAGE_INLINE void keep_sums(const Product& p, const unsigned char* weights, int64_t first, int64_t count,
+                           const __m512i (&left)[rows], const __m512i (&right)[rows], Sums<rows>& sums) {
+  Lanes left_scale = zero_lanes(), right_scale = zero_lanes();
+  if constexpr (kind == WeightKind::int8) {
+    const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
+    left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+  }
+#pragma GCC unroll 8
+  for (int64_t row = 0; row < rows; ++row) {
+    Lanes a = _mm512_castsi512_ps(left[row]), b = _mm512_castsi512_ps(right[row]);
+    if constexpr (kind == WeightKind::int8) {
+      const int64_t real = first + (row < count ? row : 0);
+      const Lanes scale = same_lanes(p.scales[real]);
+      const __m512i excess = _mm512_set1_epi32(128 * p.sums[real]);
+      a = multiply(multiply(scale, left_scale), to_float(_mm512_sub_epi32(left[row], excess)));
+      b = multiply(multiply(scale, right_scale), to_float(_mm512_sub_epi32(right[row], excess)));
+    }
+    store_lanes(sums.left + row * kLanes, a);
+    store_lanes(sums.right + row * kLanes, b);
+  }
+}
+
+// bf16 and int8: one chain of dots per output, in the order of k. All loops over rows are unrolled, as the
+// accumulators stay in registers only where no array is left.
+template <WeightKind kind, int rows>
+__attribute__((noinline)) static void rows_dots(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+  const unsigned char* weights = p.panel(panel);
+  const unsigned char* activations = p.rows_at(row_group);
   const int64_t num_steps = p.input.depth.num_steps(), height = p.input.height;
-  for (int64_t step = 0; step < num_steps; ++step, activations += height * 64) {
+  __m512i left[rows], right[rows];
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm512_setzero_si512();
+  for (int64_t step = 0; step < num_steps; ++step, activations += (height - 1) * 64) {
     ahead.step();
-#pragma GCC unroll 4
-    for (int quad = 0; quad < 16; ++quad, weights += kLineBytes) {
+    for (int quad = 0; quad < 16; ++quad, weights += kLineBytes, activations += 4) {
       const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
 #pragma GCC unroll 8
       for (int row = 0; row < rows; ++row) {
-        dot<kind>(left[row], w0, activations + row * 64 + quad * 4);
-        dot<kind>(right[row], w1, activations + row * 64 + quad * 4);
+        dot<kind>(left[row], w0, activations + row * 64);
+        dot<kind>(right[row], w1, activations + row * 64);
       }
     }
   }
-}
-
-template <int rows>
-__attribute__((noinline)) static void rows_bf16(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
-  __m512i left[rows], right[rows];
-  dot_panel<WeightKind::bf16, rows>(p, p.panel(panel), p.rows_at(row_group), ahead, left, right);
-  Sums<rows> sums;
-  for (int row = 0; row < rows; ++row) {
-    _mm512_store_si512(sums.left + row * kLanes, left[row]);
-    _mm512_store_si512(sums.right + row * kLanes, right[row]);
-  }
-  finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
-}
-
-// Weights are stored as value + 128: 128 times the row's sum is taken off.
-template <int rows>
-__attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
-  __m512i left[rows], right[rows];
-  const unsigned char* weights = p.panel(panel);
-  dot_panel<WeightKind::int8, rows>(p, weights, p.rows_at(row_group), ahead, left, right);
-  const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
-  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
   Sums<rows> sums;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
-  for (int64_t row = 0; row < rows; ++row) {
-    if (row >= count) break;
-    const Lanes scale = same_lanes(p.scales[first + row]);
-    const __m512i excess = _mm512_set1_epi32(128 * p.sums[first + row]);
-    store_lanes(sums.left + row * kLanes, multiply(multiply(scale, left_scale), to_float(_mm512_sub_epi32(left[row], excess))));
-    store_lanes(sums.right + row * kLanes,
-                multiply(multiply(scale, right_scale), to_float(_mm512_sub_epi32(right[row], excess))));
-  }
+  keep_sums<kind, rows>(p, p.panel(panel), first, count, left, right, sums);
   finish(p, panel, first, count, sums.left, sums.right);
 }
 
@@ -172,8 +171,8 @@ RowsKernel kernel_of(WeightKind kind) {
   switch (kind) {
     case WeightKind::int4: return rows_int4<rows>;
     case WeightKind::f32: return rows_f32<rows>;
-    case WeightKind::bf16: return rows_bf16<rows>;
-    default: return rows_int8<rows>;
+    case WeightKind::bf16: return rows_dots<WeightKind::bf16, rows>;
+    default: return rows_dots<WeightKind::int8, rows>;
   }
 }
 
