@@ -174,7 +174,11 @@ class Member {
       queries_.query[q] = call_.query + (row.index * call_.shape.num_heads + head) * head_dim_;
     });
     kernel_.set_queries(queries_);
-    work_.total.clear(0, queries_.num_heads * queries_.stride, head_dim_);
+    clear(work_.total);
+  }
+
+  void clear(const Softmax& softmax) const {
+    for (int64_t h = 0; h < queries_.num_heads; ++h) softmax.clear(h * queries_.stride, queries_.count, head_dim_);
   }
 
   // body(row, query head, number of the query)
@@ -191,7 +195,7 @@ class Member {
   void read(const int32_t* blocks, int64_t split) {
     const int64_t from = std::max(split * kSplitTokens, low_), to = std::min((split + 1) * kSplitTokens, high_);
     if (from >= to) return;
-    work_.part.clear(0, queries_.num_heads * queries_.stride, head_dim_);
+    clear(work_.part);
     KVTile* tile = &tiles_[0];
     KVTile* next = &tiles_[1];
     locate(*tile, blocks, from, to);

@@ -32,8 +32,6 @@ class AmxKernel {
     values_ = reinterpret_cast<uint32_t*>(take(kTileTokens * head_dim * 2));
     for (float*& products : products_) products = reinterpret_cast<float*>(take(kProductBytes));
     weights_ = reinterpret_cast<uint32_t*>(take(kWeightBytes));
-    static constexpr TileConfig config;  // static: g++ takes the intrinsic to read 8 bytes only, and drops the others
-    _tile_loadconfig(&config);
   }
 
   ~AmxKernel() { _tile_release(); }
@@ -42,6 +40,7 @@ class AmxKernel {
 
   // Packs the queries of each tile as (pair of dimensions, query, 2).
   void set_queries(const Queries& queries) {
+    configure(queries);
     std::memset(queries_, 0, static_cast<size_t>(queries.num_heads * queries.stride * padded_ * 2));
     for (int64_t h = 0; h < queries.num_heads; ++h) {
       for (int64_t i = 0; i < queries.count; ++i) {
@@ -64,6 +63,11 @@ class AmxKernel {
     pack_values(tile);
     const int64_t num_tiles = queries.stride / 16;
     int64_t at = next_seen(queries, tile, 0, num_tiles);
+    if (is_narrow_) {
+      if (at == num_tiles) return;
+      multiply_keys_narrow(head, products_[0]);
+      return add_products(queries, head, at, tile, products_[0]);
+    }
     if (at < num_tiles) multiply_keys(head * num_tiles + at, products_[0]);
     for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
       // The next products run while this softmax does.
@@ -79,6 +83,15 @@ class AmxKernel {
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
   static constexpr float kSlack = 8.0f;
+
+  // Decodes have few queries, which fit one tile: tiles 5 to 7 have a row for each of them and no more.
+  void configure(const Queries& queries) {
+    is_narrow_ = queries.stride == 16;
+    for (int tile = 5; tile < 8; ++tile) config_.rows[tile] = is_narrow_ ? static_cast<uint8_t>(queries.count) : 16;
+    // g++ takes the intrinsic to read 8 bytes only, and would drop what it does not see used.
+    asm volatile("" : : "r"(&config_) : "memory");
+    _tile_loadconfig(&config_);
+  }
 
   static int64_t next_seen(const Queries& queries, const KVTile& tile, int64_t at, int64_t num_tiles) {
     for (; at < num_tiles; ++at) {
@@ -190,6 +203,26 @@ class AmxKernel {
         _tile_dpbf16ps(0, 5, 4);
       }
       _tile_stored(0, products + u * 256, 64);
+    }
+  }
+
+  // The same where tiles 5 to 7 are narrow.
+  void multiply_keys_narrow(int64_t query_tile, float* products) const {
+    finish_writes();
+    const uint32_t* query = queries_ + query_tile * 16 * padded_ / 2;
+    for (int64_t u = first_; u < last_; u += 2) {
+      const int64_t v = std::min(u + 1, last_ - 1);
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t k = 0; k < padded_ / 32; ++k) {
+        _tile_loadd(4, query + k * 256, 64);
+        _tile_loadd(2, key_[u] + k * 64, key_step_);
+        _tile_dpbf16ps(0, 2, 4);
+        _tile_loadd(3, key_[v] + k * 64, key_step_);
+        _tile_dpbf16ps(1, 3, 4);
+      }
+      _tile_stored(0, products + u * 256, 64);
+      _tile_stored(1, products + v * 256, 64);
     }
   }
 
@@ -334,6 +367,11 @@ class AmxKernel {
   // acc (16 queries, head_dim) += weights . values
   void multiply_values(float* acc) const {
     int64_t d = 0;
+    if (is_narrow_) {
+      for (; d + 32 <= head_dim_; d += 32) multiply_values_narrow<2>(acc, d);
+      if (d < head_dim_) multiply_values_narrow<1>(acc, d);
+      return;
+    }
     for (; d + 64 <= head_dim_; d += 64) multiply_values_at<4>(acc, d);
     if (head_dim_ - d == 48) multiply_values_at<3>(acc, d);
     if (head_dim_ - d == 32) multiply_values_at<2>(acc, d);
@@ -374,9 +412,31 @@ class AmxKernel {
     if constexpr (columns > 3) _tile_stored(3, at + 48, step);
   }
 
+  template <int columns>
+  void multiply_values_narrow(float* acc, int64_t d) const {
+    finish_writes();
+    const int64_t step = head_dim_ * 4;
+    _tile_loadd(6, acc + d, step);
+    if constexpr (columns > 1) _tile_loadd(7, acc + d + 16, step);
+    for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
+      const uint32_t* value = values_ + half * 16 * head_dim_ + d;
+      _tile_loadd(5, weights_ + half * 256, 64);
+      _tile_loadd(3, value, step);
+      _tile_dpbf16ps(6, 5, 3);
+      if constexpr (columns > 1) {
+        _tile_loadd(4, value + 16, step);
+        _tile_dpbf16ps(7, 5, 4);
+      }
+    }
+    _tile_stored(6, acc + d, step);
+    if constexpr (columns > 1) _tile_stored(7, acc + d + 16, step);
+  }
+
   const KV& kv_;
   Scoring scoring_;
   int64_t head_dim_, padded_;
+  TileConfig config_;
+  bool is_narrow_ = false;
   bool reads_keys_in_place_;
   int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any
   uint32_t* queries_;

@@ -10,11 +10,14 @@ int64_t sage_attention_scratch_bytes(const AttentionShape* shape, const KV* kv, 
   return attention_scratch_bytes(*shape, *kv, seqs, num_seqs, num_threads);
 }
 
-// `scratch`: 64-byte aligned.
-void sage_attend(const AttentionShape* shape, const KV* kv, int64_t layer, const AttentionRows* seqs, int64_t num_seqs,
-                 int64_t shared_blocks, const float* query, float* out, unsigned char* scratch, int32_t num_threads) {
+// Layers [layer, layer + num_layers), one after another. `scratch`: 64-byte aligned.
+void sage_attend(const AttentionShape* shape, const KV* kv, int64_t layer, int64_t num_layers, const AttentionRows* seqs,
+                 int64_t num_seqs, int64_t shared_blocks, const float* query, float* out, unsigned char* scratch,
+                 int32_t num_threads) {
   run_team(num_threads, [&](Team& team) {
-    attend(team, *shape, *kv, layer, seqs, num_seqs, shared_blocks, query, out, scratch);
+    for (int64_t l = layer; l < layer + num_layers; ++l) {
+      attend(team, *shape, *kv, l, seqs, num_seqs, shared_blocks, query, out, scratch);
+    }
   });
 }
 

@@ -205,7 +205,7 @@ class Paged:
         size = self.lib.sage_attention_scratch_bytes(shape, kv, rows, num, ctypes.c_int32(threads))
         scratch, out = aligned(size), np.full_like(query, np.nan)
         self.lib.sage_attend(
-            shape, kv, ctypes.c_int64(1), rows, num, ctypes.c_int64(shared_blocks),
+            shape, kv, ctypes.c_int64(1), ctypes.c_int64(1), rows, num, ctypes.c_int64(shared_blocks),
             address(query), address(out), address(scratch), ctypes.c_int32(threads),
         )  # fmt: skip
         return out
