@@ -1,8 +1,8 @@
 """How long does native attention over paged KV take, beside torch's SDPA over contiguous KV?
 
-`python benchmarks/native_attention.py`: milliseconds of one layer of 16 query and 8 KV heads of 128, blocks of
-32 tokens in random order, decoding (B sequences with c tokens of context), prefilling (new tokens over cached)
-and decoding with a prefix that all share. Each step runs over layers that lie apart in memory, as a model's do;
+`python benchmarks/native_attention.py`: milliseconds of one layer of 16 query and 8 KV heads of 128, blocks
+of 32 tokens in random order, decoding (B sequences, c tokens of context), prefilling (new tokens over cached)
+and decoding with a shared prefix. Each step runs over layers that lie apart in memory, as a model does;
 torch gets its best case: KV gathered beforehand, all sequences of equal length in one call.
 """
 
@@ -160,7 +160,7 @@ class Native:
 
 
 def prepare_torch(case: Case, budget: int) -> Callable[[], float]:
-    """Return a call that runs torch's SDPA in bf16 on contiguous KV, the group as query rows where it decodes."""
+    """Return a call that runs torch's SDPA in bf16 on contiguous KV; a group of heads decodes as rows."""
     tokens = case.num_seqs * case.length
     layers = max(2, min(28, budget // (4 * KV_HEADS * DIM * tokens)))
     shape = (layers, case.num_seqs, KV_HEADS, case.length, DIM)

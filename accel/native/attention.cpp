@@ -5,6 +5,8 @@
 #include "attention_plan.h"
 #if defined(__AMX_TILE__)
 #include "attention_amx.h"
+#elif defined(__AVX512BF16__)
+#include "attention_bf16.h"
 #endif
 
 namespace sage {
@@ -28,6 +30,11 @@ struct KernelOf<KVKind::bf16> {
 template <>
 struct KernelOf<KVKind::int8> {
   using type = AmxKernel<KVKind::int8>;
+};
+#elif defined(__AVX512BF16__)
+template <>
+struct KernelOf<KVKind::bf16> {
+  using type = Bf16Kernel;
 };
 #endif
 
@@ -217,10 +224,17 @@ class Member {
     const int64_t first = queries_.first_head, last = first + queries_.num_heads - 1;
     for (int64_t head = first; head <= last; ++head) {
       tile.select_head(call_.kv, head);
-      tile.next = head < last ? &tile : following;
-      tile.next_offset = (head < last ? head + 1 : first) * call_.kv.head;
-      kernel_.add_tile(queries_, head - first, tile);
+      Prefetch ahead;
+      if (head < last) ahead = prefetch(tile, head + 1);
+      if (head == last && following != nullptr) ahead = prefetch(*following, first);
+      kernel_.add_tile(queries_, head - first, tile, ahead);
     }
+  }
+
+  Prefetch prefetch(const KVTile& tile, int64_t head) const {
+    constexpr int64_t item_bytes = kind == KVKind::f32 ? 4 : kind == KVKind::int8 ? 1 : 2;
+    const KV& kv = call_.kv;
+    return {tile.key_of_head_0, tile.begin, tile.end, head * kv.head, kv.kv, head_dim_ * item_bytes};
   }
 
   void fold_part() {

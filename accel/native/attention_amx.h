@@ -5,6 +5,7 @@
 #pragma once
 #include <utility>
 
+#include "attention_bf16.h"
 #include "attention_tile.h"
 
 namespace sage::attention_detail {
@@ -56,7 +57,8 @@ class AmxKernel {
     }
   }
 
-  void add_tile(const Queries& queries, int64_t head, const KVTile& tile) {
+  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+    ahead_ = &ahead;
     first_ = tile.begin / 16;
     last_ = (tile.end + 15) / 16;
     find_keys(tile);
@@ -79,6 +81,8 @@ class AmxKernel {
   }
 
  private:
+  alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                            33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   static constexpr int64_t kProductBytes = kTileTokens * 16 * 4, kWeightBytes = 16 * kTileTokens * 2;
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
@@ -109,30 +113,34 @@ class AmxKernel {
       const int64_t known = std::max(tile.begin, u * 16);
       if (reads_keys_in_place_) {
         key_[u] = tile.key[known] - (known - u * 16) * kv_.token;
-        tile.prefetch_keys(u * 16, 16, head_dim_ * 2);
         continue;
       }
       key_[u] = keys_ + u * 16 * key_step_;
       for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) widen_key(tile.key[t], keys_ + t * key_step_);
-      tile.prefetch_keys(u * 16, 16, head_dim_ * (kind == KVKind::int8 ? 1 : 2));
     }
   }
 
+  // Copies or widens a key to bf16, with zeros behind.
   void widen_key(const unsigned char* key, unsigned char* to) const {
-    for (int64_t d = 0; d < padded_; d += 16) {
-      const bool in_head = d < head_dim_;
-      __m256i x = _mm256_setzero_si256();
-      if (in_head && kind == KVKind::bf16) x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + d * 2));
-      if (in_head && kind == KVKind::int8) {
-        x = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(load_as_float<kind>(key, d)), 16));
+    for (int64_t d = 0; d < padded_; d += 32) {
+      const bool whole = d + 32 <= head_dim_;
+      __m512i x;
+      if constexpr (kind == KVKind::int8) {
+        // The upper halves of floats are bf16: exact, as 8 bits fit its mantissa.
+        const __m512i a = _mm512_castps_si512(load_as_float<kind>(key, d));
+        const __m512i b = whole ? _mm512_castps_si512(load_as_float<kind>(key, d + 16)) : _mm512_setzero_si512();
+        x = _mm512_permutex2var_epi16(a, _mm512_load_si512(kUpperHalves), b);
+      } else {
+        x = _mm512_maskz_loadu_epi16(whole ? 0xffffffff : 0xffff, key + d * 2);
       }
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d * 2), x);
+      _mm512_storeu_si512(to + d * 2, x);
     }
   }
 
   // Packs values as (pair of tokens, dimension, 2).
   void pack_values(const KVTile& tile) {
     for (int64_t pair = first_ * 8; pair < round_up(last_, 2) * 8; ++pair) {
+      ahead_->rows(is_narrow_ ? 1 : 4);
       const unsigned char *even = tile.value[pair * 2], *odd = tile.value[pair * 2 + 1];
       uint32_t* to = values_ + pair * head_dim_;
       if constexpr (kind == KVKind::int8) {
@@ -141,28 +149,11 @@ class AmxKernel {
           const __m512i b = _mm512_castps_si512(load_as_float<kind>(odd, d));
           _mm512_storeu_si512(to + d, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b));
         }
-        tile.prefetch_values(pair * 2, 2, kv_.kv, head_dim_);
       } else {
-        pack_pair(even, odd, to);
-        tile.prefetch_values(pair * 2, 2, kv_.kv, head_dim_ * 2);
+        pack_pair(even, odd, head_dim_, to);
       }
     }
     if (first_ % 2 != 0) std::memset(values_ + (first_ - 1) * 8 * head_dim_, 0, static_cast<size_t>(8 * head_dim_ * 4));
-  }
-
-  void pack_pair(const unsigned char* even, const unsigned char* odd, uint32_t* to) const {
-    alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i first_half = _mm512_load_si512(low), second_half = _mm512_add_epi16(first_half, _mm512_set1_epi16(16));
-    int64_t d = 0;
-    for (; d + 32 <= head_dim_; d += 32) {
-      const __m512i a = _mm512_loadu_si512(even + d * 2), b = _mm512_loadu_si512(odd + d * 2);
-      _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
-      _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(a, second_half, b));
-    }
-    if (d == head_dim_) return;
-    const __m512i a = _mm512_maskz_loadu_epi16(0xffff, even + d * 2), b = _mm512_maskz_loadu_epi16(0xffff, odd + d * 2);
-    _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
   }
 
   // g++ does not know that tile loads read memory: what was written before must be there.
@@ -220,6 +211,7 @@ class AmxKernel {
         _tile_dpbf16ps(0, 2, 4);
         _tile_loadd(3, key_[v] + k * 64, key_step_);
         _tile_dpbf16ps(1, 3, 4);
+        ahead_->rows(4);
       }
       _tile_stored(0, products + u * 256, 64);
       _tile_stored(1, products + v * 256, 64);
@@ -300,6 +292,7 @@ class AmxKernel {
       __m512i pairs[16];
       for (int64_t pair = 0; pair < 16; ++pair) {
         const int64_t t = half * 32 + pair * 2;
+        if (is_narrow_) ahead_->rows(1);
         Vec p[2] = {zero(), zero()};
         if (t >= first_ * 16 && t < last_ * 16) {
           for (int64_t k = 0; k < 2; ++k) {
@@ -419,6 +412,7 @@ class AmxKernel {
     _tile_loadd(6, acc + d, step);
     if constexpr (columns > 1) _tile_loadd(7, acc + d + 16, step);
     for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
+      ahead_->rows(4);
       const uint32_t* value = values_ + half * 16 * head_dim_ + d;
       _tile_loadd(5, weights_ + half * 256, 64);
       _tile_loadd(3, value, step);
@@ -436,6 +430,7 @@ class AmxKernel {
   Scoring scoring_;
   int64_t head_dim_, padded_;
   TileConfig config_;
+  Prefetch* ahead_ = nullptr;
   bool is_narrow_ = false;
   bool reads_keys_in_place_;
   int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any

@@ -11,8 +11,8 @@ class FloatKernel {
     return (kMaxQueries * kTileTokens + 2 * kTileTokens * head_dim) * static_cast<int64_t>(sizeof(float));
   }
 
-  FloatKernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
-      : kv_(kv), scoring_(scoring), head_dim_(head_dim) {
+  FloatKernel(const KV&, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
+      : scoring_(scoring), head_dim_(head_dim) {
     scores_ = reinterpret_cast<float*>(scratch);
     keys_ = scores_ + kMaxQueries * kTileTokens;
     values_ = keys_ + kTileTokens * head_dim;
@@ -21,7 +21,8 @@ class FloatKernel {
   void set_queries(const Queries&) {}
 
   // Brings a tile's tokens of one KV head into the softmax of its queries.
-  void add_tile(const Queries& queries, int64_t head, const KVTile& tile) {
+  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+    ahead_ = &ahead;
     const int64_t begin = head * queries.stride;
     if (kind == KVKind::f32 || queries.count < kWorthWidening) {
       add<kind>(queries, begin, tile, tile.key, tile.value);
@@ -78,27 +79,26 @@ class FloatKernel {
     if (from >= to) return;
     from = from / kTokens * kTokens;
     float* products = scores_ + i * kTileTokens;
-    const KVTile* ahead = i == 0 ? &tile : nullptr;  // one pass over the tile asks for the next
-    score<as, rows>(queries.query + begin + i, keys, from, to, ahead, products);
+    score<as, rows>(queries.query + begin + i, keys, from, to, products);
     const Softmax& softmax = queries.softmax;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t q = begin + i + r;
       softmax_row(scoring_, products + r * kTileTokens, low[r], high[r], kind == KVKind::int8 ? &tile : nullptr,
                   softmax.m[q], softmax.l[q], softmax.acc + q * head_dim_, head_dim_);
     }
-    accumulate<as, rows>(products, values, from, to, ahead, softmax.acc + (begin + i) * head_dim_);
+    accumulate<as, rows>(products, values, from, to, softmax.acc + (begin + i) * head_dim_);
   }
 
   // products[row][token] = query . key, each in the same order of additions whatever `rows` is.
   template <KVKind as, int64_t rows>
   void score(const float* const* query, const unsigned char* const* keys, int64_t from, int64_t to,
-             const KVTile* ahead, float* products) const {
+             float* products) const {
     for (int64_t t = from; t < to; t += kTokens) {
       Vec total[rows][kTokens];
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t k = 0; k < kTokens; ++k) total[r][k] = zero();
       }
-      if (ahead != nullptr) ahead->prefetch_keys(t, kTokens, head_dim_ * kItemBytes);
+      ahead_->rows(kTokens);
       for (int64_t d = 0; d < head_dim_; d += kLanes) {
         Vec q[rows];
         for (int64_t r = 0; r < rows; ++r) q[r] = load(query[r] + d);
@@ -116,13 +116,13 @@ class FloatKernel {
   // acc[row] += sum over tokens of weight[row][token] * value, token after token.
   template <KVKind as, int64_t rows>
   void accumulate(const float* weights, const unsigned char* const* values, int64_t from, int64_t to,
-                  const KVTile* ahead, float* acc) const {
+                  float* acc) const {
     for (int64_t t = from; t < to; t += kTokens) {
       Vec weight[rows][kTokens];
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t k = 0; k < kTokens; ++k) weight[r][k] = all(weights[r * kTileTokens + t + k]);
       }
-      if (ahead != nullptr) ahead->prefetch_values(t, kTokens, kv_.kv, head_dim_ * kItemBytes);
+      ahead_->rows(kTokens);
       for (int64_t d = 0; d < head_dim_; d += kLanes) {
         Vec value[kTokens];
         for (int64_t k = 0; k < kTokens; ++k) value[k] = load_as_float<as>(values[t + k], d);
@@ -135,11 +135,10 @@ class FloatKernel {
     }
   }
 
-  static constexpr int64_t kItemBytes = kind == KVKind::f32 ? 4 : kind == KVKind::int8 ? 1 : 2;
-  const KV& kv_;
   Scoring scoring_;
   int64_t head_dim_;
   float *scores_, *keys_, *values_;
+  Prefetch* ahead_ = nullptr;
 };
 
 }  // namespace sage::attention_detail

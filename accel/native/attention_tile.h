@@ -19,6 +19,31 @@ constexpr float kNone = -1e30f;  // maximum over no tokens; finite, so that diff
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
+// Asks for what is read after a tile, a few tokens at a time: in one burst the requests would fill the core's buffers and
+// hold up the work that they are to overlap with.
+class Prefetch {
+ public:
+  Prefetch() = default;
+  // `keys`: of tokens [begin, end) of a tile, `offset` away; the values are another `to_values` away.
+  Prefetch(const unsigned char* const* keys, int64_t begin, int64_t end, int64_t offset, int64_t to_values, int64_t row_bytes)
+      : keys_(keys), begin_(begin), end_(end), offset_(offset), last_offset_(offset + to_values), row_bytes_(row_bytes),
+        token_(begin) {}
+
+  void rows(int64_t count) {
+    for (; count > 0 && token_ < end_; --count) {
+      const char* row = reinterpret_cast<const char*>(keys_[token_]) + offset_;
+      for (int64_t i = 0; i < row_bytes_; i += 64) _mm_prefetch(row + i, _MM_HINT_T1);  // the L1 cache is full of what is used now
+      if (++token_ < end_ || offset_ == last_offset_) continue;
+      token_ = begin_;
+      offset_ = last_offset_;
+    }
+  }
+
+ private:
+  const unsigned char* const* keys_ = nullptr;
+  int64_t begin_ = 0, end_ = 0, offset_ = 0, last_offset_ = 0, row_bytes_ = 0, token_ = 0;
+};
+
 // Pointers to the keys and values of 64 tokens. Those outside [begin, end) are not the sequence's or no query sees
 // them: they read as zeros, as their memory may hold anything.
 struct KVTile {
@@ -28,30 +53,12 @@ struct KVTile {
   const unsigned char* value[kTileTokens];
   alignas(64) float key_scale[kTileTokens];  // int8 only
   alignas(64) float value_scale[kTileTokens];
-  // The same of the first head of the model, and what will be read next.
+  // The same of the first head of the model.
   const unsigned char* key_of_head_0[kTileTokens];
   const float* scale_of_head_0[kTileTokens];
-  const KVTile* next;
-  int64_t next_offset;
 
   void locate(const KV& kv, int64_t layer, const int32_t* blocks, int64_t tile_first, int64_t from, int64_t to);
   void select_head(const KV& kv, int64_t head);
-
-  // Ask for what is read after this, some tokens at a time.
-  void prefetch_keys(int64_t token, int64_t count, int64_t bytes) const { prefetch(token, count, 0, bytes); }
-  void prefetch_values(int64_t token, int64_t count, int64_t kv_stride, int64_t bytes) const {
-    prefetch(token, count, kv_stride, bytes);
-  }
-
- private:
-  void prefetch(int64_t token, int64_t count, int64_t offset, int64_t bytes) const {
-    if (next == nullptr) return;
-    const int64_t to = std::min(token + count, next->end);
-    for (int64_t t = std::max(token, next->begin); t < to; ++t) {
-      const char* p = reinterpret_cast<const char*>(next->key_of_head_0[t]) + next_offset + offset;
-      for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
-    }
-  }
 };
 
 alignas(64) inline constexpr unsigned char kZeros[kMaxHeadDim * 4] = {};

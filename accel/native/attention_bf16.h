@@ -1,0 +1,158 @@
+// Attention by AVX-512's products of bf16 pairs, with float32 sums, over bf16 KV.
+#pragma once
+#include "attention_tile.h"
+
+namespace sage::attention_detail {
+
+// Interleaves the values of two tokens: (dimension, 2).
+inline void pack_pair(const unsigned char* even, const unsigned char* odd, int64_t head_dim, uint32_t* to) {
+  alignas(64) static constexpr uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first_half = _mm512_load_si512(order), second_half = _mm512_add_epi16(first_half, _mm512_set1_epi16(16));
+  int64_t d = 0;
+  for (; d + 32 <= head_dim; d += 32) {
+    const __m512i a = _mm512_loadu_si512(even + d * 2), b = _mm512_loadu_si512(odd + d * 2);
+    _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
+    _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(a, second_half, b));
+  }
+  if (d == head_dim) return;
+  const __m512i a = _mm512_maskz_loadu_epi16(0xffff, even + d * 2), b = _mm512_maskz_loadu_epi16(0xffff, odd + d * 2);
+  _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
+}
+
+class Bf16Kernel {
+ public:
+  static int64_t scratch_bytes(int64_t head_dim) {
+    return kMaxQueries * round_up(head_dim, 32) * 2 + kTileTokens * head_dim * 2 + kMaxQueries * kTileTokens * 4;
+  }
+
+  Bf16Kernel(const KV&, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
+      : scoring_(scoring), head_dim_(head_dim), padded_(round_up(head_dim, 32)), queries_(scratch) {
+    values_ = reinterpret_cast<uint32_t*>(queries_ + kMaxQueries * padded_ * 2);
+    scores_ = reinterpret_cast<float*>(values_ + kTileTokens / 2 * head_dim);
+  }
+
+  // Rounds the queries to bf16.
+  void set_queries(const Queries& queries) {
+    for (int64_t h = 0; h < queries.num_heads; ++h) {
+      for (int64_t q = h * queries.stride; q < h * queries.stride + queries.count; ++q) {
+        unsigned char* to = queries_ + q * padded_ * 2;
+        std::memset(to, 0, static_cast<size_t>(padded_ * 2));
+        for (int64_t d = 0; d < head_dim_; d += 16) {
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d * 2),
+                              reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(queries.query[q] + d))));
+        }
+      }
+    }
+  }
+
+  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+    ahead_ = &ahead;
+    for (int64_t pair = tile.begin / 8 * 4; pair < round_up(tile.end, 8) / 2; ++pair) {
+      pack_pair(tile.value[pair * 2], tile.value[pair * 2 + 1], head_dim_, values_ + pair * head_dim_);
+      ahead.rows(2);
+    }
+    const int64_t begin = head * queries.stride;
+    int64_t i = 0;
+    for (; i + 4 <= queries.count; i += 4) add_rows<4>(queries, begin, i, tile);
+    if (i + 2 <= queries.count) {
+      add_rows<2>(queries, begin, i, tile);
+      i += 2;
+    }
+    if (i < queries.count) add_rows<1>(queries, begin, i, tile);
+  }
+
+ private:
+  // The intrinsic makes g++ 12 spill its sums.
+  static Vec add_products(Vec sum, __m512i a, __m512i b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+  }
+
+  template <int64_t rows>
+  void add_rows(const Queries& queries, int64_t begin, int64_t i, const KVTile& tile) {
+    int64_t low[rows], high[rows], from = kTileTokens, to = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      low[r] = std::max(tile.begin, queries.low[i + r] - tile.first);
+      high[r] = std::min(tile.end, queries.high[i + r] - tile.first);
+      from = std::min(from, low[r]);
+      to = std::max(to, high[r]);
+    }
+    if (from >= to) return;
+    from = from / 8 * 8;
+    float* scores = scores_ + i * kTileTokens;
+    score<rows>(begin + i, tile, from, to, scores);
+    const Softmax& softmax = queries.softmax;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t q = begin + i + r;
+      float* row = scores + r * kTileTokens;
+      softmax_row(scoring_, row, low[r], high[r], nullptr, softmax.m[q], softmax.l[q], softmax.acc + q * head_dim_, head_dim_);
+      round_weights(row);
+    }
+    accumulate<rows>(scores, from, to, softmax.acc + (begin + i) * head_dim_);
+  }
+
+  // 64 weights become 32 pairs of bf16, in the same place.
+  static void round_weights(float* row) {
+    for (int64_t t = 0; t < kTileTokens; t += 32) {
+      const __m512i pairs = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(load(row + t + 16), load(row + t)));
+      _mm512_storeu_si512(row + t / 2, pairs);
+    }
+  }
+
+  template <int64_t rows>
+  void score(int64_t first_query, const KVTile& tile, int64_t from, int64_t to, float* scores) const {
+    const unsigned char* query = queries_ + first_query * padded_ * 2;
+    for (int64_t t = from; t < to; t += 4) {
+      Vec sum[rows][4];
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t k = 0; k < 4; ++k) sum[r][k] = zero();
+      }
+      ahead_->rows(2);
+      for (int64_t d = 0; d < head_dim_; d += 32) {
+        const __mmask32 in_head = d + 32 <= head_dim_ ? 0xffffffff : 0xffff;
+        __m512i q[rows];
+        for (int64_t r = 0; r < rows; ++r) q[r] = _mm512_loadu_si512(query + (r * padded_ + d) * 2);
+        for (int64_t k = 0; k < 4; ++k) {
+          const __m512i key = _mm512_maskz_loadu_epi16(in_head, tile.key[t + k] + d * 2);
+          for (int64_t r = 0; r < rows; ++r) sum[r][k] = add_products(sum[r][k], q[r], key);
+        }
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        _mm_storeu_ps(scores + r * kTileTokens + t, sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));
+      }
+    }
+  }
+
+  // acc[row] += sum over pairs of tokens of weights[row][pair] . values[pair]
+  template <int64_t rows>
+  void accumulate(const float* weights, int64_t from, int64_t to, float* acc) const {
+    for (int64_t pair = from / 2; pair < round_up(to, 8) / 2; pair += 4) {
+      __m512i weight[rows][4];
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t k = 0; k < 4; ++k) {
+          weight[r][k] = _mm512_castps_si512(all(weights[r * kTileTokens + pair + k]));
+        }
+      }
+      ahead_->rows(2);
+      for (int64_t d = 0; d < head_dim_; d += 16) {
+        __m512i value[4];
+        for (int64_t k = 0; k < 4; ++k) value[k] = _mm512_loadu_si512(values_ + (pair + k) * head_dim_ + d);
+        for (int64_t r = 0; r < rows; ++r) {
+          Vec sum = load(acc + r * head_dim_ + d);
+          for (int64_t k = 0; k < 4; ++k) sum = add_products(sum, value[k], weight[r][k]);
+          store(acc + r * head_dim_ + d, sum);
+        }
+      }
+    }
+  }
+
+  Scoring scoring_;
+  int64_t head_dim_, padded_;
+  unsigned char* queries_;
+  uint32_t* values_;
+  float* scores_;
+  Prefetch* ahead_ = nullptr;
+};
+
+}  // namespace sage::attention_detail
