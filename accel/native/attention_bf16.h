@@ -124,26 +124,32 @@ class Bf16Kernel {
     }
   }
 
-  // acc[row] += sum over pairs of tokens of weights[row][pair] . values[pair]
+  // acc[row] += sum over pairs of tokens of weights[row][pair] . values[pair], 16 sums in registers at a time.
   template <int64_t rows>
   void accumulate(const float* weights, int64_t from, int64_t to, float* acc) const {
-    for (int64_t pair = from / 2; pair < round_up(to, 8) / 2; pair += 4) {
-      __m512i weight[rows][4];
+    constexpr int64_t columns = rows == 1 ? 8 : 16 / rows;
+    int64_t d = 0;
+    for (; d + 16 * columns <= head_dim_; d += 16 * columns) accumulate_at<rows, columns>(weights, from, to, acc, d);
+    for (; d < head_dim_; d += 16) accumulate_at<rows, 1>(weights, from, to, acc, d);
+  }
+
+  template <int64_t rows, int64_t columns>
+  void accumulate_at(const float* weights, int64_t from, int64_t to, float* acc, int64_t d) const {
+    Vec sum[rows][columns];
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) sum[r][c] = load(acc + r * head_dim_ + d + c * 16);
+    }
+    for (int64_t pair = from / 2; pair < (to + 1) / 2; ++pair) {
+      ahead_->rows(1);
+      __m512i value[columns];
+      for (int64_t c = 0; c < columns; ++c) value[c] = _mm512_loadu_si512(values_ + pair * head_dim_ + d + c * 16);
       for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t k = 0; k < 4; ++k) {
-          weight[r][k] = _mm512_castps_si512(all(weights[r * kTileTokens + pair + k]));
-        }
+        const __m512i weight = _mm512_castps_si512(all(weights[r * kTileTokens + pair]));
+        for (int64_t c = 0; c < columns; ++c) sum[r][c] = add_products(sum[r][c], value[c], weight);
       }
-      ahead_->rows(2);
-      for (int64_t d = 0; d < head_dim_; d += 16) {
-        __m512i value[4];
-        for (int64_t k = 0; k < 4; ++k) value[k] = _mm512_loadu_si512(values_ + (pair + k) * head_dim_ + d);
-        for (int64_t r = 0; r < rows; ++r) {
-          Vec sum = load(acc + r * head_dim_ + d);
-          for (int64_t k = 0; k < 4; ++k) sum = add_products(sum, value[k], weight[r][k]);
-          store(acc + r * head_dim_ + d, sum);
-        }
-      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) store(acc + r * head_dim_ + d + c * 16, sum[r][c]);
     }
   }
 
