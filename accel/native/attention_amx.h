@@ -42,17 +42,10 @@ class AmxKernel {
   // Packs the queries of each tile as (pair of dimensions, query, 2).
   void set_queries(const Queries& queries) {
     configure(queries);
-    std::memset(queries_, 0, static_cast<size_t>(queries.num_heads * queries.stride * padded_ * 2));
     for (int64_t h = 0; h < queries.num_heads; ++h) {
-      for (int64_t i = 0; i < queries.count; ++i) {
-        const int64_t q = h * queries.stride + i;
-        uint32_t* to = queries_ + q / 16 * 16 * padded_ / 2 + q % 16;
-        for (int64_t d = 0; d < head_dim_; d += 16) {
-          alignas(32) uint32_t pairs[8];
-          _mm256_store_si256(reinterpret_cast<__m256i*>(pairs),
-                             reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(queries.query[q] + d))));
-          for (int64_t k = 0; k < 8; ++k) to[(d / 2 + k) * 16] = pairs[k];
-        }
+      for (int64_t at = 0; at < queries.stride; at += 16) {
+        const int64_t q = h * queries.stride + at;
+        pack_queries(queries.query + q, std::min<int64_t>(16, queries.count - at), queries_ + q * padded_ / 2);
       }
     }
   }
@@ -87,6 +80,19 @@ class AmxKernel {
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
   static constexpr float kSlack = 8.0f;
+
+  void pack_queries(const float* const* query, int64_t count, uint32_t* to) const {
+    for (int64_t d = 0; d < padded_; d += 32) {
+      __m512i pairs[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        const Vec first = i < count ? load(query[i] + d) : zero();
+        const Vec second = i < count && d + 32 <= head_dim_ ? load(query[i] + d + 16) : zero();
+        pairs[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+      }
+      transpose(pairs);
+      for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(to + d * 8 + i * 16, pairs[i]);
+    }
+  }
 
   // Decodes have few queries, which fit one tile: tiles 5 to 7 have a row for each of them and no more.
   void configure(const Queries& queries) {
