@@ -190,7 +190,8 @@ def prepare_torch(case: Case, budget: int) -> Callable[[], float]:
 def best(run: Callable[[], float], seconds: float) -> float:
     """Return the least milliseconds of runs that take `seconds` together, the first left out."""
     run()
-    times, started = [], time.perf_counter()
+    times: list[float] = []
+    started = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - started < seconds:
         times.append(run())
     return min(times) * 1e3

@@ -89,9 +89,9 @@ def address(array: NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Return memory at a multiple of 64 that holds 0xFF, which is NaN in every floating-point kind."""
-    memory = np.full(num_bytes + 64, 255, dtype=np.uint8)
+def aligned(num_bytes: int, fill: int = 255) -> NDArray[np.uint8]:
+    """Return memory at a multiple of 64; bytes of 255 are NaN in every floating-point kind."""
+    memory = np.full(num_bytes + 64, fill, dtype=np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + num_bytes]
 
@@ -126,14 +126,14 @@ class Stored:
 class Paged:
     """KV of sequences in shuffled blocks of two layers. Layer 1 is used; all other memory holds NaN."""
 
-    def __init__(self, library_: ctypes.CDLL, case: Case, num_blocks: int, seed: int = 0) -> None:
-        self.lib, self.case, self.rng = library_, case, np.random.default_rng(seed)
+    def __init__(self, library_: ctypes.CDLL, case: Case, num_blocks: int, fill: int = 255) -> None:
+        self.lib, self.case, self.rng = library_, case, np.random.default_rng(0)
         item = ITEM_BYTES[case.kind]
         head = case.block_size * case.head_dim * item
         values = 2 * 2 * case.num_kv_heads * head
         scales = 2 * 2 * case.num_kv_heads * case.block_size * 4 if case.kind == "int8" else 0
         block = -(-(values + scales) // 64) * 64
-        self.memory = aligned(num_blocks * block)
+        self.memory = aligned(num_blocks * block, fill)
         per_head = case.block_size * 4
         self.kv = KV(
             KINDS.index(case.kind), self.memory.ctypes.data, case.block_size, block,
@@ -394,6 +394,17 @@ def test_a_prefix_is_read_once_within_a_window(lib: ctypes.CDLL) -> None:
     parts = [(first, 1, 1000), (second, 2, 700)]  # the first sees nothing of the prefix's first split
     query = paged.queries(3)
     assert np.array_equal(paged.attend(parts, query, shared_blocks=40), paged.attend(parts, query))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_former_owners_left_in_blocks_does_not_leak(lib: ctypes.CDLL, kind: str) -> None:
+    outs = []
+    for fill in (0, 255, 127):
+        paged = Paged(lib, Case(kind=kind, block_size=32), num_blocks(32), fill)
+        outs.append(paged.attend(*mixed_batch(paged)))
+    assert np.isfinite(outs[0]).all()
+    assert np.array_equal(outs[0], outs[1])
+    assert np.array_equal(outs[0], outs[2])
 
 
 def test_blocks_before_a_window_are_not_read(lib: ctypes.CDLL) -> None:
