@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -53,6 +56,14 @@ def is_stale(library: Path) -> bool:
         return True
     newest = max(path.stat().st_mtime for path in (*SOURCES.glob("*.h"), *sources(), Path(__file__)))
     return newest > library.stat().st_mtime
+
+
+@contextmanager
+def one_at_a_time(target: Path = TARGET) -> Iterator[None]:
+    """Hold a lock inside the block, so that processes that share a source tree compile once."""
+    with open(target / "__init__.py", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def build(target: Path = TARGET) -> list[Path]:

@@ -1,0 +1,309 @@
+"""Whole steps of the native backend against float64, in each variant that this CPU runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import native_decoders as decoders
+import numpy as np
+import pytest
+import torch
+from native_decoders import (
+    HEAD_DIM,
+    NUM_BLOCKS,
+    Decoder,
+    MemoryWeights,
+    Piece,
+    Variety,
+    make_batch,
+    make_decoder,
+)
+
+from sagellm.accel.int4 import Int4Quantizer
+from sagellm.accel.int8 import Int8Quantizer
+from sagellm.accel.native.backend import NativeForwardBackend
+from sagellm.accel.native.library import VARIANTS, load
+from sagellm.core import (
+    WHOLE,
+    CheckpointError,
+    EngineError,
+    QuantizationConfig,
+    QuantizationGranularity,
+    RopeSpec,
+    Shard,
+    UnsupportedModelError,
+)
+
+CPU = torch.device("cpu")
+IDS = [(17 * i * i + 5 * i) % decoders.VOCAB for i in range(45)]
+BLOCKS = [7, 3, 11, 0, 9, 2]
+OTHER = [(11 * i * i + 3) % decoders.VOCAB for i in range(30)]
+OTHER_BLOCKS = [1, 12, 5, 20]
+VARIETIES = {
+    "qwen3": Variety(),
+    "qwen2": Variety(has_bias=True, query_eps=None, key_eps=None),
+    "own head": Variety(is_tied=False),
+    "window": Variety(window=9),
+    "soft cap": Variety(soft_cap=2.0),
+    "uneven norms": Variety(query_eps=1e-3, key_eps=None),
+    "ropes": Variety(
+        ropes=(
+            RopeSpec(theta=1e4, rotary_dim=HEAD_DIM // 2),
+            RopeSpec(theta=5e3, rotary_dim=HEAD_DIM, rope_type="linear", scaling={"factor": 2.0}),
+        )
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def variant(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    try:
+        load(name)
+    except UnsupportedModelError as error:
+        pytest.skip(str(error))
+    return name
+
+
+@pytest.fixture
+def best() -> None:
+    if all(_refusal(name) for name in VARIANTS):
+        pytest.skip("no variant runs here")
+
+
+def _refusal(variant: str) -> str | None:
+    try:
+        load(variant)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
+
+
+def make(
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype = torch.float32,
+    stored: str = "F32",
+    kv: str = "float32",
+    quantizer: Int8Quantizer | Int4Quantizer | None = None,
+    **options: object,
+) -> NativeForwardBackend:
+    weights = MemoryWeights(decoder.weights, stored)
+    backend = NativeForwardBackend(
+        decoder.spec, weights, device=CPU, dtype=dtype, quantizer=quantizer, **options
+    )  # type: ignore[arg-type]
+    backend.initialize_kv_caches([decoders.layout_of(decoder.spec, kv)], [NUM_BLOCKS])
+    return backend
+
+
+def in_pieces(backend: NativeForwardBackend, cuts: list[int]) -> torch.Tensor:
+    """Compute IDS in steps that end at these positions; return all logits."""
+    parts = [
+        backend.forward(make_batch([Piece(IDS, BLOCKS, start, stop)]))
+        for start, stop in zip([0, *cuts], [*cuts, len(IDS)], strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def error_of(logits: torch.Tensor, expected: np.ndarray) -> float:
+    """The largest error, as a share of the largest logit."""
+    return float(np.abs(logits.double().numpy() - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", VARIETIES)
+def test_a_step_in_float32_equals_float64_arithmetic(variant, name):
+    decoder = make_decoder(VARIETIES[name])
+    expected = decoders.reference_logits(decoder.spec, decoder.weights, IDS)
+    logits = in_pieces(make(decoder, variant=variant), [1, 20, 33, 44])
+    assert error_of(logits, expected) < 1e-5  # two layers of sums of up to 72 products in float32
+
+
+@pytest.mark.parametrize(("stored", "limit"), [("F32", 1e-5), ("F16", 1e-5), ("F64", 1e-5)])
+def test_weights_are_read_from_each_floating_point_format(best, stored, limit):
+    decoder = make_decoder(VARIETIES["own head"])
+    halved = {name: rounded_to(stored, value) for name, value in decoder.weights.items()}
+    expected = decoders.reference_logits(decoder.spec, halved, IDS)
+    assert error_of(in_pieces(make(decoder, stored=stored), []), expected) < limit
+
+
+def rounded_to(stored: str, value: np.ndarray) -> np.ndarray:
+    if stored == "F16":
+        return value.astype(np.float16).astype(np.float64)
+    return value.astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "own head"])
+@pytest.mark.parametrize("stored", ["BF16", "F32"])
+def test_a_step_in_bfloat16_stays_within_the_rounding_of_its_operands(variant, name, stored):
+    decoder = make_decoder(VARIETIES[name])
+    halved = {key: decoders.rounded(value, torch.bfloat16) for key, value in decoder.weights.items()}
+    expected = decoders.reference_logits(decoder.spec, halved, IDS)
+    backend = make(decoder, dtype=torch.bfloat16, stored=stored, kv="bfloat16", variant=variant)
+    logits = in_pieces(backend, [20, 44])
+    assert error_of(logits, expected) < 0.02  # a bf16 operand is off by up to 2^-9; a dozen of them in a row
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "float16", "int8"])
+def test_kv_has_a_number_format_of_its_own(variant, kv):
+    decoder = make_decoder(VARIETIES["qwen3"])
+    expected = decoders.reference_logits(decoder.spec, decoder.weights, IDS)
+    limits = {"bfloat16": 0.02, "float16": 0.002, "int8": 0.03}
+    assert error_of(in_pieces(make(decoder, kv=kv, variant=variant), [20, 44]), expected) < limits[kv]
+
+
+@pytest.mark.parametrize("quantizer", [Int8Quantizer, Int4Quantizer])
+def test_quantized_weights_are_those_of_the_quantizer(variant, quantizer):
+    decoder = make_decoder(VARIETIES["own head"])
+    dequantized = dict(decoder.weights)
+    linears = {linear.weight.name for layer in decoder.spec.decoder.layers for linear in layer.linears}
+    by = quantizer()
+    for name in {*linears, "head.weight"}:
+        output = by.quantize(torch.from_numpy(decoder.weights[name]).float())
+        dequantized[name] = by.dequantize(output, torch.float32).double().numpy()
+    expected = decoders.reference_logits(decoder.spec, dequantized, IDS)
+    used = quantizer()
+    logits = in_pieces(make(decoder, quantizer=used, variant=variant), [20])
+    assert error_of(logits, expected) < 0.04  # activations are rounded to 8 bits with a scale per row
+    counted, direct = used.metrics(), by.metrics()
+    assert counted.num_tensors == direct.num_tensors
+    assert counted.max_error_steps == pytest.approx(direct.max_error_steps, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantizer", [None, Int8Quantizer])
+def test_a_sequence_has_the_same_bits_alone_and_batched(variant, dtype, quantizer):
+    decoder = make_decoder(VARIETIES["qwen3"])
+    kv = str(dtype).removeprefix("torch.")
+    given = {"dtype": dtype, "kv": kv, "variant": variant}
+    alone = in_pieces(make(decoder, quantizer=quantizer and quantizer(), **given), [20, 44])
+    backend = make(decoder, quantizer=quantizer and quantizer(), **given)
+    backend.forward(make_batch([Piece(OTHER, OTHER_BLOCKS, 0, 29)]))
+    parts = []
+    for start, stop in ((0, 20), (20, 44), (44, 45)):
+        pieces = [Piece(OTHER, OTHER_BLOCKS, 29, 30), Piece(IDS, BLOCKS, start, stop)]
+        parts.append(backend.forward(make_batch(pieces))[1:])
+    assert torch.equal(torch.cat(parts), alone)
+
+
+def test_the_number_of_threads_changes_no_bit(variant):
+    decoder, usual = make_decoder(VARIETIES["qwen3"]), torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            results.append(in_pieces(make(decoder, variant=variant), [20, 44]))
+    finally:
+        torch.set_num_threads(usual)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_step_of_more_tokens_than_a_tile_equals_smaller_steps(best):
+    """1,100 tokens are two tiles, and the second begins within a sequence."""
+    decoder = make_decoder(Variety(), num_layers=1)
+    pieces = [Piece((IDS + OTHER) * 3, [2 * i, 2 * i + 1], 0, 16) for i in range(5)]
+    backend = make(decoder)
+    separate = torch.cat([backend.forward(make_batch([each])) for each in pieces])
+    batch = make_batch(pieces * 14)  # the same sequences again and again: 1,120 tokens
+    together = backend.forward(batch)
+    assert torch.equal(together, separate.repeat(14, 1))
+
+
+def test_only_wanted_rows_have_logits(best):
+    decoder = make_decoder(VARIETIES["own head"])
+    whole = in_pieces(make(decoder), [])
+    batch = make_batch([Piece(IDS, BLOCKS, 0, len(IDS))])
+    batch.logits_indices = torch.tensor([44, 3])
+    assert torch.equal(make(decoder).forward(batch), whole[[44, 3]])
+    batch.logits_indices = torch.tensor([], dtype=torch.int64)
+    assert make(decoder).forward(batch).shape == (0, decoders.VOCAB)
+
+
+def test_blocks_are_copied_and_travel(best):
+    decoder = make_decoder(VARIETIES["qwen3"])
+    expected = in_pieces(make(decoder), [])[-1]
+    backend, other = make(decoder), make(decoder)
+    backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 44)]))
+    backend.copy_blocks([(7, 15), (15, 16)])
+    buffers = [bytearray(decoders.layout_of(decoder.spec, "float32").block_bytes) for _ in BLOCKS]
+    backend.read_blocks([16, *BLOCKS[1:]], [memoryview(each) for each in buffers])
+    moved = [4, 8, 6, 10, 13, 14]
+    other.write_blocks(moved, [memoryview(each) for each in buffers])
+    assert torch.equal(other.forward(make_batch([Piece(IDS, moved, 44, 45)]))[0], expected)
+
+
+def test_calls_before_there_is_kv_are_errors(best):
+    decoder = make_decoder(VARIETIES["qwen3"])
+    weights = MemoryWeights(decoder.weights, "F32")
+    backend = NativeForwardBackend(decoder.spec, weights, device=CPU, dtype=torch.float32)
+    with pytest.raises(EngineError, match="forward was called before initialize_kv_caches"):
+        backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 4)]))
+    with pytest.raises(EngineError, match="copy_blocks was called before"):
+        backend.copy_blocks([(0, 1)])
+
+
+@pytest.mark.parametrize("name", ["layer.1.v.weight", "embedding", "norm", "layer.0.q.bias"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("quantizer", [None, Int8Quantizer])
+def test_a_value_that_is_not_finite_is_refused_by_name(best, name, value, quantizer):
+    decoder = make_decoder(VARIETIES["qwen2"])
+    decoder.weights[name].flat[-1] = value
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' has a value that is NaN or infinite"):
+        make(decoder, quantizer=quantizer and quantizer())
+
+
+def test_a_value_beyond_the_dtype_is_named_so(best):
+    decoder = make_decoder(VARIETIES["qwen3"])
+    decoder.weights["layer.0.o.weight"][3, 5] = 3.4e38  # a float32, but no bfloat16
+    with pytest.raises(CheckpointError, match="beyond what the model's dtype can hold"):
+        make(decoder, dtype=torch.bfloat16)
+
+
+def test_what_it_cannot_run_is_refused_with_the_reason_before_a_weight_is_read():
+    spec = make_decoder(VARIETIES["qwen3"]).spec
+    given = {"device": CPU, "dtype": torch.float32}
+
+    def refusal(model=spec, **changes):
+        with pytest.raises(UnsupportedModelError) as caught:
+            NativeForwardBackend(model, None, **(given | changes))
+        return str(caught.value)
+
+    assert "runs on CPUs, not on cuda" in refusal(device=torch.device("cuda:1"))
+    assert "not torch.float16" in refusal(dtype=torch.float16)
+    assert "no parts of a model" in refusal(shard=Shard(0, 2))
+    assert "does not know the quantizer Foreign" in refusal(quantizer=type("Foreign", (Int8Quantizer,), {})())
+    per_group = QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP)
+    assert "Int8Quantizer" in refusal(quantizer=Int8Quantizer(per_group))
+    odd = replace(spec, attention=tuple(replace(each, head_dim=24) for each in spec.attention))
+    assert "head size is 24; it takes multiples of 16" in refusal(odd)
+    uneven = replace(spec, attention=(spec.attention[0], replace(spec.attention[1], num_heads=2)))
+    assert "layers must be alike" in refusal(uneven)
+    assert "no variant 'sse2'; there are amx, avx512, avx2" in refusal(variant="sse2")
+
+
+def test_steps_report_progress(best):
+    decoder, beats = make_decoder(VARIETIES["qwen3"]), []
+    backend = make(decoder)
+    backend.report_progress(lambda: beats.append(time.monotonic()))
+    in_pieces(backend, [20])
+    assert len(beats) == 1  # at most ten per second
+    time.sleep(0.11)
+    in_pieces(backend, [20])
+    assert len(beats) == 2
+
+
+def test_metrics_count_tokens_weights_and_the_time_of_each_phase(best):
+    decoder = make_decoder(VARIETIES["own head"])
+    backend = make(decoder, times_phases=True)
+    in_pieces(backend, [20])
+    metrics = backend.metrics()
+    assert (metrics.num_steps, metrics.num_tokens) == (2, len(IDS))
+    assert set(metrics.details) == {f"{name}_ns" for name in
+        ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")}  # fmt: skip
+    assert 0 < sum(metrics.details.values()) <= metrics.total_ns
+    size = backend.model_metrics()
+    assert size.num_parameters == sum(value.size for value in decoder.weights.values())
+    assert size.weight_bytes >= 4 * size.num_parameters
+    assert make(decoder).metrics().details == {}
+    assert Shard() == WHOLE
