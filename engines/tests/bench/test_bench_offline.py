@@ -13,6 +13,7 @@ from sagellm.engines.bench import (
     measure_latency,
     measure_throughput,
 )
+from sagellm.engines.bench.offline import memory_figures
 from sagellm.engines.bench.roofline import Limits, measure_limits
 
 LENGTHS = {"input_len": Lengths.parse("uniform:8:16"), "output_len": Lengths.parse("4")}
@@ -46,11 +47,17 @@ class FailingEngine:
     """Runs prompts, and one of them fails."""
 
     def __init__(self, engine):
-        self._engine, self.vocab_size = engine, engine.vocab_size
+        self._engine, self._num_failed = engine, 0
 
-    def generate(self, *arguments, **options):
-        outputs = self._engine.generate(*arguments, **options)
-        outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].error = "error", "it burst"
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def step(self):
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.finished and not self._num_failed:
+                self._num_failed += 1
+                output.outputs[0].finish_reason, output.outputs[0].error = "error", "it burst"
         return outputs
 
 
@@ -70,7 +77,7 @@ def test_senseless_offline_settings_are_refused(settings):
 
 def test_throughput_is_set_against_the_limits_that_were_measured(make_engine, monkeypatch):
     limits = Limits(peak_flops_per_s=1e12, read_bandwidth_bytes_per_s=1e10, peak_source="a test's")
-    monkeypatch.setattr("sagellm.engines.bench.offline.measure_limits", lambda *_: limits)
+    monkeypatch.setattr("sagellm.engines.bench.offline.measure_limits", lambda *_, **__: limits)
     engine = make_engine(max_num_seqs=2, enable_prefix_caching=False)
     settings = OfflineSettings(
         num_prompts=4, warmup=0, input_len=Lengths.parse("12"), output_len=Lengths.parse("3")
@@ -85,6 +92,8 @@ def test_throughput_is_set_against_the_limits_that_were_measured(make_engine, mo
     weight_bytes = engine.metrics().modules["model_family"].weight_bytes
     assert work.read_bytes == num_steps * weight_bytes + kv_bytes
     assert figures.bandwidth_use == pytest.approx(work.read_bytes / (figures.duration_s * 1e10))
+    reached = max(flops / 1e12, work.read_bytes / 1e10) / figures.duration_s
+    assert figures.roofline_ratio == pytest.approx(reached)
     assert figures.peak_source == "a test's"
     assert figures.batching_efficiency == 1.0
 
@@ -94,3 +103,20 @@ def test_limits_are_measured_and_named():
     assert limits.peak_flops_per_s > 1e8
     assert limits.read_bandwidth_bytes_per_s > 1e8
     assert limits.peak_source == "torch's float32 product of 512 rows, measured in this run"
+
+
+def test_gaps_between_tokens_and_tenths_of_the_run_are_counted(make_engine):
+    settings = OfflineSettings(num_prompts=3, warmup=0, **LENGTHS)
+    figures = measure_throughput(make_engine(), settings)
+    assert (figures.itl_ms.count, figures.tpot_ms.count) == (3 * 3, 3)
+    assert figures.output_tenths_tokens_per_s.count == 10
+    assert figures.output_tenths_tokens_per_s.mean == pytest.approx(figures.output_throughput_tokens_per_s)
+
+
+def test_memory_is_divided_into_weights_kv_and_the_rest(make_engine):
+    engine = make_engine(num_blocks=64)
+    memory = memory_figures(engine)
+    assert memory.kv_capacity_mib == 64 * engine.layout.block_bytes / 2**20
+    assert memory.weight_mib == engine.metrics().modules["model_family"].weight_bytes / 2**20
+    rest = memory.peak_rss_mib - memory.weight_mib - memory.kv_capacity_mib
+    assert memory.beyond_mib == pytest.approx(rest)

@@ -6,9 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from sagellm.core import goodput, itl_s, percentile, throughput, total_throughput, tpot_s, ttft_s
+from sagellm.core import (
+    goodput,
+    itl_s,
+    percentile,
+    throughput,
+    token_hit_rate,
+    total_throughput,
+    tpot_s,
+    ttft_s,
+)
 from sagellm.engines.bench.driver import LoadRun
 from sagellm.engines.bench.records import RequestRecord
+
+_NUM_WINDOWS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +64,8 @@ class ServeFigures:
     duration_s: float
     max_running: int
     num_prompt_tokens: int
-    num_cached_tokens: int | None  # None if the server does not say
+    num_cached_tokens: int | None  # None if the server does not say; likewise its share
+    token_hit_rate: float | None
     num_output_tokens: int
     num_shorter_than_asked: int
     num_without_usage: int  # whose tokens are counted as events
@@ -67,6 +79,7 @@ class ServeFigures:
     itl_ms: Spread | None
     e2e_ms: Spread | None
     late_ms: Spread | None  # sending after the planned time
+    output_tenths_tokens_per_s: Spread | None  # in each tenth of the run: how steady the throughput was
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -107,6 +120,7 @@ def serve_figures(run: LoadRun, limits: Limits | None = None) -> ServeFigures:
         max_running=run.max_running,
         num_prompt_tokens=num_prompt,
         num_cached_tokens=sum(cached) if cached else None,
+        token_hit_rate=token_hit_rate(sum(cached), num_prompt) if cached else None,
         num_output_tokens=num_output,
         num_shorter_than_asked=sum(one.num_output_tokens < one.num_asked_tokens for one in good),
         num_without_usage=sum(one.num_reported_tokens is None for one in good),
@@ -120,7 +134,20 @@ def serve_figures(run: LoadRun, limits: Limits | None = None) -> ServeFigures:
         itl_ms=_spread_ms(gaps),
         e2e_ms=_spread_ms((one.end_ns - one.arrival_ns) / 1e9 for one in good),
         late_ms=_spread_ms(run.late_s),
+        output_tenths_tokens_per_s=spread(
+            rates_of_tenths((record.event_times_ns for record in good), **clock)
+        ),
     )
+
+
+def rates_of_tenths(times_ns: Iterable[Iterable[int]], *, start_ns: int, end_ns: int) -> list[float]:
+    """Return the tokens (or events) per second in each tenth of a run, from the times of all requests."""
+    counts = [0] * _NUM_WINDOWS
+    span_ns = max(1, end_ns - start_ns)
+    for times in times_ns:
+        for moment_ns in times:
+            counts[min(_NUM_WINDOWS - 1, max(0, (moment_ns - start_ns) * _NUM_WINDOWS // span_ns))] += 1
+    return [count * _NUM_WINDOWS * 1e9 / span_ns for count in counts]
 
 
 def count_errors(records: Sequence[RequestRecord]) -> dict[str, ErrorCount]:

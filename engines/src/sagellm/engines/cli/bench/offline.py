@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sagellm.engines.bench.offline import OfflineSettings
+from sagellm.engines.bench.offline import OfflineSettings, memory_figures
 from sagellm.engines.bench.results import make_result, save_result
 from sagellm.engines.cli.bench.show import print_result
 from sagellm.engines.cli.model import start_engine
 from sagellm.engines.config.sources import load_config
-from sagellm.engines.machine import peak_rss_mib
 
 
 def run_offline(  # noqa: PLR0913  (what a command was given)
@@ -33,11 +33,12 @@ def run_offline(  # noqa: PLR0913  (what a command was given)
     start_s = time.perf_counter() - started
     with engine:
         figures = measure(engine, settings, progress=True)
+        memory = memory_figures(engine)
     result = make_result(
         name,
         settings.shown() | {"engine": engine.config.values()},
         figures,
-        engine={"start_s": start_s, "peak_rss_mib": peak_rss_mib()},
+        engine={"start_s": start_s, **asdict(memory)},
     )
     print_result(result, as_json=as_json)
     if save is not None:

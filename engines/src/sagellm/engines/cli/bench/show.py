@@ -14,8 +14,8 @@ from sagellm.engines.bench.results import Result, load_result
 from sagellm.engines.cli.output import columns, print_json
 
 _SPREAD = ("mean", "min", "median", "p90", "p95", "p99")
-_UNITS = ("_gflops_per_s", "_gbytes_per_s", "_tokens_per_s", "_requests_per_s", "_per_s", "_ms", "_s")
-_SHOWN_UNITS = ("GFLOP/s", "GB/s", "tokens/s", "requests/s", "/s", "ms", "s")
+_UNITS = ("_gflops_per_s", "_gbytes_per_s", "_tokens_per_s", "_requests_per_s", "_per_s", "_ms", "_s", "_mib")
+_SHOWN_UNITS = ("GFLOP/s", "GB/s", "tokens/s", "requests/s", "/s", "ms", "s", "MiB")
 
 
 def print_result(result: Result, *, as_json: bool) -> None:
@@ -35,7 +35,12 @@ def print_result(result: Result, *, as_json: bool) -> None:
         rows = [(_words(name), *(_number(one[key]) for key in _SPREAD)) for name, one in spreads.items()]
         typer.echo("\n" + columns(("", *(key.upper() for key in _SPREAD)), rows))
     if "peak_source" in figures:
-        typer.echo(f"\npeak: {figures['peak_source']}; read bandwidth: a sum over 1 GiB", err=True)
+        typer.echo(
+            f"\npeak: {figures['peak_source']}; read bandwidth: {figures['bandwidth_source']}", err=True
+        )
+    if "engine" in result:
+        shown = ((_words(name), value) for name, value in result["engine"].items() if value is not None)
+        typer.echo("engine: " + ", ".join(f"{name} {_number(value)}" for name, value in shown), err=True)
     machine = result["machine"]
     typer.echo(f"\n{machine['cpu']}, {machine['cpus']} CPUs, sageLLM {machine['sagellm']}", err=True)
 
