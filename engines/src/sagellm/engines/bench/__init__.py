@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.bench.serve import ServeResult as ServeResult, run_serve as run_serve
     from sagellm.engines.bench.settings import LoadSettings as LoadSettings
+    from sagellm.engines.bench.startup import (
+        StartupSettings as StartupSettings,
+        measure_startup as measure_startup,
+    )
     from sagellm.engines.traces.lengths import Lengths as Lengths
 
 _MODULE_OF = {
@@ -32,8 +36,10 @@ _MODULE_OF = {
     "ServeFigures": ".figures",
     "ServeResult": ".serve",
     "Spread": ".figures",
+    "StartupSettings": ".startup",
     "compare_results": ".compare",
     "measure_latency": ".offline",
+    "measure_startup": ".startup",
     "measure_throughput": ".offline",
     "run_serve": ".serve",
     "spread": ".figures",

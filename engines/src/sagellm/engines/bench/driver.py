@@ -89,31 +89,8 @@ class LoadDriver:
             min(len(one.event_times_ns), one.num_asked_tokens) for one in running
         )
 
-    async def _work_off(self, queue: Iterable[tuple[PlannedRequest, RequestRecord]]) -> None:
-        for planned, record in queue:
-            record.arrival_ns = time.perf_counter_ns()
-            await self._send(planned, record)
-
-    async def _send_in_time(
-        self, pairs: list[tuple[PlannedRequest, RequestRecord]], concurrency: int | None
-    ) -> None:
-        places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
-        start_ns = time.perf_counter_ns()
-
-        async def one(planned: PlannedRequest, record: RequestRecord) -> None:
-            async with places:
-                await self._send(planned, record)
-
-        async with asyncio.TaskGroup() as group:
-            for planned, record in pairs:
-                wait_s = planned.due_s - (time.perf_counter_ns() - start_ns) / 1e9
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                record.arrival_ns = time.perf_counter_ns()
-                self._late_s.append((record.arrival_ns - start_ns) / 1e9 - planned.due_s)
-                group.create_task(one(planned, record))
-
-    async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
+    async def send(self, planned: PlannedRequest, record: RequestRecord) -> None:
+        """Send one request now, and fill its record; a failure stands in it."""
         answer = AnswerReader(record)
 
         self._running[id(record)] = record
@@ -130,3 +107,32 @@ class LoadDriver:
             del self._running[id(record)]
             self._num_ended_tokens += record.num_asked_tokens
             record.end_ns = time.perf_counter_ns()
+
+    @property
+    def max_running(self) -> int:
+        """The most requests that have run at once."""
+        return self._max_running
+
+    async def _work_off(self, queue: Iterable[tuple[PlannedRequest, RequestRecord]]) -> None:
+        for planned, record in queue:
+            record.arrival_ns = time.perf_counter_ns()
+            await self.send(planned, record)
+
+    async def _send_in_time(
+        self, pairs: list[tuple[PlannedRequest, RequestRecord]], concurrency: int | None
+    ) -> None:
+        places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+        start_ns = time.perf_counter_ns()
+
+        async def one(planned: PlannedRequest, record: RequestRecord) -> None:
+            async with places:
+                await self.send(planned, record)
+
+        async with asyncio.TaskGroup() as group:
+            for planned, record in pairs:
+                wait_s = planned.due_s - (time.perf_counter_ns() - start_ns) / 1e9
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                record.arrival_ns = time.perf_counter_ns()
+                self._late_s.append((record.arrival_ns - start_ns) / 1e9 - planned.due_s)
+                group.create_task(one(planned, record))

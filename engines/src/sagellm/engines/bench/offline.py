@@ -113,7 +113,8 @@ def memory_figures(engine: LLMEngine) -> MemoryFigures:
     model = engine.metrics().modules.get("model_family")
     weights = None if model is None else model.weight_bytes / 2**20
     num_blocks = engine.config.kv.num_blocks
-    kv = None if num_blocks is None else num_blocks * engine.layout.block_bytes / 2**20
+    layout = engine.layout
+    kv = None if num_blocks is None or layout is None else num_blocks * layout.block_bytes / 2**20
     peak = peak_rss_mib()
     beyond = None if weights is None or kv is None else peak - weights - kv
     return MemoryFigures(peak_rss_mib=peak, weight_mib=weights, kv_capacity_mib=kv, beyond_mib=beyond)

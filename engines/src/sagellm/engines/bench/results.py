@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,7 +77,7 @@ def _rounded(value: Any) -> Any:
         value = asdict(value)
     if isinstance(value, float):
         return round(value, 6)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_rounded(one) for one in value]

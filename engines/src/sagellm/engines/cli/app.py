@@ -33,6 +33,7 @@ class LLMGroup(LazyGroup):
         "chat": Entry(f"{_HERE}.chat.command:app", "Converse with a model."),
         "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
+        "benchmark": Entry(f"{_HERE}.benchmark:app", "Put a named load on an engine and on peers beside it."),
         "simulate": Entry(f"{_HERE}.simulate:app", "Replay a trace through the prefix cache alone."),
         "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),

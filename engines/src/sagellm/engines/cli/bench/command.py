@@ -16,6 +16,7 @@ class BenchGroup(LazyGroup):
         "serve": Entry(f"{_HERE}.serve:app", "Put load on an OpenAI-compatible server."),
         "throughput": Entry(f"{_HERE}.throughput:app", "Run many prompts through an engine in this process."),
         "latency": Entry(f"{_HERE}.latency:app", "Time one batch in an engine in this process."),
+        "startup": Entry(f"{_HERE}.startup:app", "Start an engine in fresh processes, and time it."),
     }
 
 

@@ -87,6 +87,12 @@ _LATENCY = {
 }
 
 
+_STARTUP_DEFAULTS = {"warmup": 1, "repeats": 3}
+_STARTUP = {
+    "warmup": _Row(int, "INT", "starts before the counted ones"),
+    "repeats": _Row(int, "INT", "starts that are timed, each in a process of its own"),
+}
+
 _ALSO = {"rate": ("--request-rate",), "concurrency": ("--max-concurrency",)}  # as vLLM writes it
 
 _GROUPS = {
@@ -124,6 +130,7 @@ SERVE_FLAGS = _flags(
 )
 THROUGHPUT_FLAGS = _flags(_PROMPTS, _THROUGHPUT_DEFAULTS)
 LATENCY_FLAGS = _flags(_LATENCY, _LATENCY_DEFAULTS)
+STARTUP_FLAGS = _flags(_STARTUP, _STARTUP_DEFAULTS)
 
 
 def offline_options(defaults: Mapping[str, object], options: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +148,11 @@ def latency_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options of `latency` out of `options`; the rest are the engine's."""
     own = offline_options(_LATENCY_DEFAULTS, options)
     return {"num_prompts": own.pop("batch_size"), **own}
+
+
+def startup_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of `startup` out of `options`; the rest are the engine's."""
+    return offline_options(_STARTUP_DEFAULTS, options)
 
 
 def parse_goodput(given: list[str]) -> Limits:

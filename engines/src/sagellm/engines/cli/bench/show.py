@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.bench.compare import compare_results
+from sagellm.engines.bench.compare import Change, compare_results
 from sagellm.engines.bench.results import Result, load_result
 from sagellm.engines.cli.output import columns, print_json
 
@@ -62,6 +62,21 @@ def print_serve_result(result: Result, *, as_json: bool) -> None:
         typer.echo(f"warning: {warning}", err=True)
 
 
+def print_columns(rows: Mapping[str, Mapping[str, float | None]]) -> None:
+    """Print one figure per line with a column for each server, and the first one's ratio to the others."""
+    servers = list(dict.fromkeys(name for values in rows.values() for name in values))
+    head = ["", *servers, *(f"{servers[0]} ÷ {other}" for other in servers[1:])]
+    lines = []
+    for name, values in rows.items():
+        first = values.get(servers[0])
+        ratios = (
+            f"{first / other:.3f}" if first is not None and other else "-"
+            for other in (values.get(one) for one in servers[1:])
+        )
+        lines.append((_words(name), *(_number(values.get(one)) for one in servers), *ratios))
+    typer.echo(columns(head, lines))
+
+
 def print_comparison(
     paths: Sequence[Path], *, as_json: bool, save: Path | None = None, plot: Path | None = None
 ) -> None:
@@ -78,7 +93,15 @@ def print_comparison(
     found = compare_results([load_result(path) for path in paths])
     if as_json:
         rows = [{"name": one.name, "values": one.values, "ratios": one.ratios} for one in found.figures]
-        print_json({"results": [str(path) for path in paths], "figures": rows, "differ": found.differences})
+        print_json(
+            {
+                "results": [str(path) for path in paths],
+                "figures": rows,
+                "regressions": [_change_row(change, paths) for change in found.regressions],
+                "gains": [_change_row(change, paths) for change in found.changes if not change.is_worse],
+                "differ": found.differences,
+            }
+        )
         return
     first, *others = (path.stem for path in paths)
     head = ["", first]
@@ -93,6 +116,21 @@ def print_comparison(
     typer.echo(columns(head, rows_shown))
     for difference in found.differences:
         typer.echo(f"differs: {difference}", err=True)
+    for change in found.regressions:
+        typer.echo(
+            f"regression in {paths[change.index].stem}: {change.name} is {change.ratio:.3f} × "
+            f"{first}'s (up to ±{change.threshold:.0%} would be noise)",
+            err=True,
+        )
+
+
+def _change_row(change: Change, paths: Sequence[Path]) -> dict[str, Any]:
+    return {
+        "name": change.name,
+        "result": str(paths[change.index]),
+        "ratio": change.ratio,
+        "noise": change.threshold,
+    }
 
 
 def _is_number(value: object) -> bool:

@@ -1,0 +1,187 @@
+"""The forward pass beside its peers', on this machine, one after the other.
+
+python benchmarks/forward_peers.py MODEL --peer vllm=PYTHON --peer llamacpp=PYTHON --peer transformers=PYTHON
+
+MODEL is a random-weight checkpoint of the Qwen3-0.6B shape; it is made if it is not there. Each engine runs
+in a process of its own, from the environment of that interpreter (ours, and transformers without `=PYTHON`,
+from this one), and gets the same token ids:
+
+    decode      prompt 128, output 128, one request: tokens/s between its first and last token
+    decode_256  the same behind a prompt of 192, so that the context is 256 in the mean
+    ttft_512, ttft_2048, ttft_cached: one prompt, its first token; the last with 1,920 of 2,048 tokens cached
+    batch_16, batch_32: requests of 256 + 128 tokens at once, output tokens/s of the whole run
+
+Peak memory is VmHWM of a process that was loaded and ran the prompt of 2,048 tokens alone; the start is the
+time from the interpreter's start to the first token of a short prompt. Read bandwidth and matrix rate are
+measured before and after each engine. The result is kept in `benchmarks/results/forward-KIND-Ncore.json`.
+
+`--formats bf16 int8 int4` are our quantizers; vLLM gets compressed-tensors copies (W8A8, W4A16), llama.cpp
+converts to GGUF and quantizes to Q8_0 and Q4_0, by `gguf` and `llama_cpp` of its environment (`pip install
+llama-cpp-python gguf`). transformers runs bf16 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, foreign_cores, machine_line
+from make_model import ensure
+
+from sagellm.core import PluginRegistry
+from sagellm.engines.machine import describe_machine
+
+FORMATS = ("bf16", "int8", "int4")
+SUPPORTED = {
+    "sagellm": FORMATS,
+    "vllm": FORMATS,
+    "llamacpp": FORMATS,
+    "transformers": ("bf16",),
+}
+_RUNNERS = Path(__file__).parent / "peers"
+_KINDS = {"amx_bf16": "amx", "avx512_bf16": "avx512", "avx2": "avx2"}
+
+
+def main() -> None:
+    """Run every engine in every format, and keep what was measured."""
+    options = _options()
+    model = ensure(options.model)
+    machine = describe_machine()
+    kind = next((name for flag, name in _KINDS.items() if flag in machine["flags"]), "other")
+    path = options.save or RESULTS / f"forward-{kind}-{machine['cpus']}core.json"
+    result: dict[str, Any] = {
+        "benchmark": "forward_peers",
+        "command": " ".join(["forward_peers.py", *sys.argv[1:]]),
+        "kind": kind,
+        "foreign_cores": foreign_cores(),
+        "runs": [],
+    }
+    if options.add and path.exists():
+        result["runs"] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    formats = {**SUPPORTED, "sagellm": _own_formats()}
+    for name, python in {"sagellm": sys.executable, **dict(options.peer)}.items():
+        if options.only and name not in options.only:
+            continue
+        for number_format in (one for one in options.formats if one in formats[name]):
+            run = _measure(name, python, model, number_format, options)
+            result["runs"] = [one for one in result["runs"] if not _is_same(one, run)] + [run]
+            path.write_text(json.dumps({**result, "machine": machine}, indent=1) + "\n", encoding="utf-8")
+            print(_line(run), flush=True)
+    print(f"\n{machine_line()}; kept in {path}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--peer", action="append", type=_peer, default=[], metavar="NAME[=PYTHON]")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--only", nargs="+", choices=list(SUPPORTED), help="leave the other engines out")
+    parser.add_argument("--add", action="store_true", help="keep the other runs of the file that exists")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--phases", nargs="+", default=None, help="some of the measurements alone")
+    parser.add_argument("--copies", type=Path, help="where peers' copies of the model go; default: beside it")
+    parser.add_argument("--save", type=Path)
+    return parser.parse_args()
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, _, python = text.partition("=")
+    if name not in SUPPORTED or name == "sagellm":
+        raise argparse.ArgumentTypeError(f"{text!r} is not a peer; there are vllm, llamacpp, transformers")
+    return name, python or sys.executable
+
+
+def _own_formats() -> tuple[str, ...]:
+    """Return the formats that an installed quantizer makes, and bf16."""
+    installed = {entry.name for entry in PluginRegistry.load().providers("quantizer")}
+    return tuple(one for one in FORMATS if one == "bf16" or one in installed)
+
+
+def _measure(
+    name: str, python: str, model: Path, number_format: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Run one engine in a process of its own, between two measurements of the machine."""
+    copies = options.copies or model.parent
+    before = _limits(options.threads)
+    order = {
+        "model": str(model.resolve()),
+        "format": number_format,
+        "copies": str(copies.resolve()),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "phases": options.phases,
+    }
+    figures = _run(python, f"forward_{name}.py", order)
+    peak = _run(python, f"forward_{name}.py", {**order, "rounds": 1, "phases": ["memory"]})
+    figures["figures"]["peak_rss_mib"] = peak["figures"]["peak_rss_mib"]
+    return {"engine": name, "format": number_format, **figures, "limits": [before, _limits(options.threads)]}
+
+
+def _run(python: str, script: str, order: dict[str, Any]) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(order["threads"]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryFile("w+") as log:
+        done = subprocess.run(
+            [python, "-W", "ignore", str(_RUNNERS / script), json.dumps(order)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            log.seek(0)
+            sys.exit(f"{script} ended with {done.returncode}:\n{log.read()[-3000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _limits(threads: int) -> dict[str, float | str]:
+    """Measure read bandwidth and matrix rates, in a process that gives its memory back."""
+    source = (
+        "import dataclasses, json, torch\n"
+        "from sagellm.engines.bench.roofline import measure_limits\n"
+        f"torch.set_num_threads({threads})\n"
+        "cpu = torch.device('cpu')\n"
+        "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, torch.bfloat16, is_int8=is_int8))"
+        " for name, is_int8 in (('bf16', False), ('int8', True))}))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "read_gbytes_per_s": max(one["read_bandwidth_bytes_per_s"] for one in found.values()) / 1e9,
+        "bf16_tflops_per_s": found["bf16"]["peak_flops_per_s"] / 1e12,
+        "int8_tops_per_s": found["int8"]["peak_flops_per_s"] / 1e12,
+        "gemm_tflops_per_s": max(one["gemm_flops_per_s"] for one in found.values()) / 1e12,
+        "bandwidth_source": found["bf16"]["bandwidth_source"],
+        "peak_source": found["bf16"]["peak_source"],
+    }
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["engine"] == other["engine"] and one["format"] == other["format"])
+
+
+def _line(run: dict[str, Any]) -> str:
+    figures = run["figures"]
+    shown = (
+        f"{name} {value['median']:.4g}" if isinstance(value, dict) else f"{name} {value:.4g}"
+        for name, value in figures.items()
+    )
+    return f"{run['engine']} {run['format']}: " + ", ".join(shown)
+
+
+if __name__ == "__main__":
+    main()

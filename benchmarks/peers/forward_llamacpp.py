@@ -1,0 +1,220 @@
+"""llama.cpp by its Python bindings, a `llama_decode` for each step. Needs llama_cpp, gguf and numpy."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from forward_workload import Engine, run
+
+_BATCH = 2048
+_CONTEXT = 2560
+_F16 = 1
+_FILE_TYPES = {"int8": 7, "int4": 2}  # llama.h: MOSTLY_Q8_0, MOSTLY_Q4_0
+
+
+class LlamaCpp:
+    """A model with one context for requests alone, and another for batches; greedy by the largest logit."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._lib, self._threads = llama_cpp, order["threads"]
+        llama_cpp.llama_backend_init()
+        path = gguf_file(Path(order["model"]), Path(order["copies"]), order["format"])
+        parameters = llama_cpp.llama_model_default_params()
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {path}")
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._alone = self._context(_CONTEXT, 1)
+        self._many: tuple[int, Any] = (0, None)
+        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+        self._known: list[int] = []
+        self.about = {
+            "version": llama_cpp.__version__,
+            "file_mib": round(path.stat().st_size / 2**20),
+            "system": llama_cpp.llama_print_system_info().decode(),
+        }
+
+    def one(self, prompt: list[int], num_output: int) -> list[float]:
+        """Run a request alone, from the KV of the last prompt where both begin alike."""
+        started = time.perf_counter()
+        pairs = zip(self._known, prompt[:-1], strict=False)
+        num_known = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
+        self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._alone), 0, num_known, -1)
+        last = len(prompt) - 1
+        rows = [(prompt[n], n, 0, n == last) for n in range(num_known, len(prompt))]
+        token = self._decode(self._alone, rows)[0]
+        times = [time.perf_counter() - started]
+        for position in range(len(prompt), len(prompt) + num_output - 1):
+            token = self._decode(self._alone, [(token, position, 0, True)])[0]
+            times.append(time.perf_counter() - started)
+        self._known = prompt
+        return times
+
+    def many(self, prompts: list[list[int]], num_output: int) -> int:
+        """Run requests of one length at once."""
+        size, length = len(prompts), len(prompts[0])
+        context = self._context_for(size, size * (length + num_output))
+        rows = [
+            (prompt[n], n, sequence, n == length - 1)
+            for sequence, prompt in enumerate(prompts)
+            for n in range(length)
+        ]
+        tokens = self._decode(context, rows)
+        for position in range(length, length + num_output - 1):
+            steps = [(tokens[sequence], position, sequence, True) for sequence in range(size)]
+            tokens = self._decode(context, steps)
+        return size * num_output
+
+    def _context_for(self, size: int, num_tokens: int) -> Any:
+        if self._many[0] != size:
+            if self._many[1] is not None:
+                self._lib.llama_free(self._many[1])
+            self._many = (size, self._context(num_tokens + 256 * size, size))
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._many[1]), False)
+        return self._many[1]
+
+    def _context(self, num_tokens: int, num_sequences: int) -> Any:
+        parameters = self._lib.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = num_tokens, num_sequences
+        parameters.n_batch, parameters.n_ubatch = _BATCH, 512
+        parameters.n_threads = parameters.n_threads_batch = self._threads
+        parameters.type_k = parameters.type_v = _F16
+        context = self._lib.llama_init_from_model(self._model, parameters)
+        if not context:
+            raise RuntimeError(f"llama.cpp gives no context of {num_tokens} tokens")
+        return context
+
+    def _decode(self, context: Any, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Compute rows of (token, position, sequence, wants logits); return the next token by sequence."""
+        import numpy
+
+        found = {}
+        batch = self._batch
+        for start in range(0, len(rows), _BATCH):
+            chunk = rows[start : start + _BATCH]
+            batch.n_tokens = len(chunk)
+            for n, (token, position, sequence, wants_logits) in enumerate(chunk):
+                batch.token[n], batch.pos[n] = token, position
+                batch.n_seq_id[n], batch.seq_id[n][0] = 1, sequence
+                batch.logits[n] = wants_logits
+            if self._lib.llama_decode(context, batch):
+                raise RuntimeError("llama_decode failed")
+            for n, (_, _, sequence, wants_logits) in enumerate(chunk):
+                if wants_logits:
+                    logits = self._lib.llama_get_logits_ith(context, n)
+                    found[sequence] = int(numpy.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+        return found
+
+
+def gguf_file(model: Path, copies: Path, number_format: str) -> Path:
+    """Return the model as a GGUF file in this format, made of the checkpoint unless it is there."""
+    plain = copies / f"{model.name}-bf16.gguf"
+    if not plain.exists():
+        write_gguf(model, plain)
+    if number_format == "bf16":
+        return plain
+    import llama_cpp
+
+    target = copies / f"{model.name}-{number_format}.gguf"
+    if not target.exists():
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype = _FILE_TYPES[number_format]
+        if llama_cpp.llama_model_quantize(str(plain).encode(), str(target).encode(), parameters):
+            raise RuntimeError(f"llama.cpp does not quantize {plain}")
+    return target
+
+
+# What a tensor of a Qwen3 checkpoint is called in GGUF, behind `blk.N.` for those of a layer.
+_OF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(model: Path, target: Path) -> None:
+    """Write a Qwen3 checkpoint as GGUF: matrices as bf16, norms as float32, no vocabulary but its size.
+
+    Only what the benchmark needs: it sends token ids, so the file has no tokenizer.
+    """
+    import gguf
+    import numpy
+
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    partial = target.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "qwen3")
+    rope = config.get("rope_parameters") or {}
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(float(config.get("rope_theta") or rope["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    for name, bits in _read_bf16(model / "model.safetensors").items():
+        if bits.ndim == 1:
+            floats = (bits.astype(numpy.uint32) << 16).view(numpy.float32)
+            writer.add_tensor(gguf_name(name), floats)
+        else:
+            as_bytes = bits.view(numpy.uint8)
+            writer.add_tensor(gguf_name(name), as_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(target)
+
+
+def gguf_name(name: str) -> str:
+    """Return GGUF's name of a tensor. Raises KeyError for one that Qwen3 does not have."""
+    stem = name.removesuffix(".weight")
+    if stem in _OF_MODEL:
+        return f"{_OF_MODEL[stem]}.weight"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_OF_LAYER[part]}.weight"
+
+
+def _read_bf16(path: Path) -> dict[str, Any]:
+    """Map a safetensors file of bf16 tensors; each one as an array of its 16 bits."""
+    import numpy
+
+    data = numpy.memmap(path, mode="r", dtype=numpy.uint8)
+    num_header = int(data[:8].view(numpy.uint64)[0])
+    header = json.loads(bytes(data[8 : 8 + num_header]))
+    found = {}
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        if about["dtype"] != "BF16":
+            raise ValueError(f"{path}: {name} is {about['dtype']}; only bf16 is converted")
+        begin, end = (8 + num_header + offset for offset in about["data_offsets"])
+        found[name] = numpy.frombuffer(data[begin:end], dtype=numpy.uint16).reshape(about["shape"])
+    return found
+
+
+def load(order: dict[str, Any]) -> Engine:
+    """Load the model."""
+    return LlamaCpp(order)
+
+
+if __name__ == "__main__":
+    run(load)
