@@ -1,4 +1,4 @@
-"""Writes the README's table from the kept results; a test checks that the two agree.
+"""Writes the README's tables from the kept results; a test checks that they agree.
 
 python benchmarks/readme_table.py            # writes README.md
 python benchmarks/readme_table.py --check    # exits 1 if README.md differs from what it would write
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BEGIN = "<!-- measured: written by benchmarks/readme_table.py -->\n"
 END = "<!-- end of measured -->"
+FORWARD_BEGIN = "<!-- beside peers: written by benchmarks/readme_table.py -->\n"
+FORWARD_END = "<!-- end of beside peers -->"
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,69 @@ def table(folder: Path = RESULTS) -> str:
     return "\n".join(f"{name}:\n\n{head}" + "\n".join(lines) + "\n" for name, lines in by_machine.items())
 
 
+ENGINES = {"sagellm": "sageLLM", "vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers"}
+FORMATS = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
+MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "one request": lambda figures: figures["decode_tokens_per_s"]["median"],
+    "32 requests": lambda figures: figures["batch_32_tokens_per_s"]["median"],
+    "prompt of 512": lambda figures: 512 / figures["ttft_512_s"]["median"],
+}
+CPUS = {"amx": "Intel, AMX", "avx512": "AVX-512 with bf16", "avx2": "AVX2"}
+
+
+def forward_table(folder: Path = RESULTS) -> str:
+    """Return tokens per second beside the peers, by kind of CPU; empty until a result is kept."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("forward-*.json")))
+    results = sorted(found, key=lambda result: [*CPUS, result["kind"]].index(result["kind"]))
+    if not results:
+        return ""
+    lines = [
+        "Tokens per second of a Qwen3-0.6B shape (random weights), one engine after the other on the same "
+        "machine:\n",
+        f"| CPU | weights | load | {' | '.join(ENGINES.values())} |",
+        "|---|---|---|" + "---|" * len(ENGINES),
+    ]
+    for result in results:
+        lines += _forward_rows(result)
+    notes = [
+        f"{CPUS.get(result['kind'], result['kind'])}: {machine(result['machine'])}, reads {_reads(result)}; "
+        f"`python benchmarks/{result['command']}`"
+        for result in results
+    ]
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
+
+
+def _forward_rows(result: dict[str, Any]) -> list[str]:
+    """Return a line for each format and load that was measured, the fastest engine in bold."""
+    by_run = {(run["engine"], run["format"]): run["figures"] for run in result["runs"]}
+    rows = []
+    for number_format, shown in FORMATS.items():
+        for load, read in MEASURES.items():
+            values = {}
+            for engine in ENGINES:
+                with suppress(KeyError):
+                    values[engine] = read(by_run[engine, number_format])
+            if not values:
+                continue
+            best = max(values, key=lambda engine: values[engine])
+            cells = [_rate(values.get(engine), is_best=engine == best) for engine in ENGINES]
+            cpu = CPUS.get(result["kind"], result["kind"])
+            rows.append(f"| {cpu} | {shown} | {load} | {' | '.join(cells)} |")
+    return rows
+
+
+def _rate(value: float | None, *, is_best: bool) -> str:
+    if value is None:
+        return "–"
+    text = f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return f"**{text}**" if is_best else text
+
+
+def _reads(result: dict[str, Any]) -> str:
+    rates = [one["read_gbytes_per_s"] for run in result["runs"] for one in run["limits"]]
+    return f"{min(rates):.0f}–{max(rates):.0f} GB/s"
+
+
 def machine(described: dict[str, Any]) -> str:
     """Name the machine of a result in a few words."""
     flags = described["flags"]
@@ -275,16 +341,20 @@ def machine(described: dict[str, Any]) -> str:
     return f"{described['cpus']} cores of {described['cpu']} ({widest}), torch {described['torch']}"
 
 
+def _replaced(text: str, begin: str, end: str, what: str) -> str:
+    return text[: text.index(begin) + len(begin)] + what + text[text.index(end) :]
+
+
 def main() -> None:
-    """Write the table, or compare it with what is there."""
+    """Write the tables, or compare them with what is there."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 unless README.md agrees")
     options = parser.parse_args()
     text = README.read_text(encoding="utf-8")
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    written = text[:begin] + "\n" + table() + "\n" + text[end:]
+    written = _replaced(text, BEGIN, END, "\n" + table() + "\n")
+    written = _replaced(written, FORWARD_BEGIN, FORWARD_END, forward_table())
     if not options.check:
         README.write_text(written, encoding="utf-8")
     elif written != text:

@@ -29,6 +29,39 @@ def test_the_readme_shows_what_is_kept(readme_table):
     assert shown == f"\n{readme_table.table()}\n", "run python benchmarks/readme_table.py"
 
 
+def test_the_readme_opens_with_what_is_kept_beside_peers(readme_table):
+    text = (ROOT / "README.md").read_text()
+    begin = text.index(readme_table.FORWARD_BEGIN) + len(readme_table.FORWARD_BEGIN)
+    shown = text[begin : text.index(readme_table.FORWARD_END)]
+    assert shown == readme_table.forward_table(), "run python benchmarks/readme_table.py"
+
+
+def test_a_kept_run_beside_peers_becomes_rows_and_the_fastest_stands_out(readme_table, tmp_path):
+    assert readme_table.forward_table(tmp_path) == ""
+    machine = {"cpus": 2, "cpu": "A CPU", "flags": ["avx2"], "torch": "2.13.0"}
+    runs = [
+        {
+            "engine": engine,
+            "format": number_format,
+            "figures": {"decode_tokens_per_s": {"median": rate}, "ttft_512_s": {"median": 0.5}},
+            "limits": [{"read_gbytes_per_s": 30.4}, {"read_gbytes_per_s": 33.6}],
+        }
+        for engine, number_format, rate in (
+            ("sagellm", "bf16", 25.0), ("vllm", "bf16", 16.8), ("llamacpp", "int8", 40.0),
+        )
+    ]  # fmt: skip
+    for kind in ("avx2", "amx"):
+        result = {"kind": kind, "command": "forward_peers.py M", "runs": runs, "machine": machine}
+        (tmp_path / f"forward-{kind}.json").write_text(json.dumps(result))
+    lines = readme_table.forward_table(tmp_path).splitlines()
+    assert "| Intel, AMX | bf16 | one request | **25.0** | 16.8 | – | – |" in lines
+    assert "| AVX2 | int8 | one request | – | – | **40.0** | – |" in lines
+    assert "| AVX2 | int8 | prompt of 512 | – | – | **1,024** | – |" in lines
+    assert not [line for line in lines if "32 requests" in line or "int4" in line]
+    assert lines.index("| Intel, AMX | bf16 | one request | **25.0** | 16.8 | – | – |") == 4
+    assert any("reads 30–34 GB/s; `python benchmarks/forward_peers.py M`" in line for line in lines)
+
+
 def test_a_result_that_changes_changes_the_table(readme_table, tmp_path):
     for row in readme_table.ROWS:
         (tmp_path / f"{row.result}.json").write_bytes(

@@ -185,6 +185,101 @@ def test_latency_of_a_small_model(sage, checkpoint):
     assert result.out.startswith("batch size  2\n")
 
 
+def test_startup_of_a_small_model(sage, checkpoint):
+    run = ("--model", checkpoint, *REAL, "--warmup", "0", "--repeats", "1")
+    result = sage("llm", "bench", "startup", *run, "--json")
+    assert result.code == 0, result.err
+    figures = result.json["figures"]
+    assert (
+        0
+        < figures["import_ms"]["median"]
+        < figures["ready_ms"]["median"]
+        < figures["first_token_ms"]["median"]
+    )
+    assert figures["peak_rss_mib"] > figures["weight_mib"] > 0
+
+
+def test_a_start_that_fails_says_why(sage, tmp_path):
+    result = sage("llm", "bench", "startup", "--model", tmp_path / "absent", "--warmup", "0")
+    assert (result.code, "there is no directory" in result.err) == (1, True), result.err
+
+
+def test_the_source_spellings_of_benchmark_are_ours():
+    from sagellm.engines.cli.benchmark import _in_our_words
+
+    given = {"enable_prefix_cache": True, "enable_predictive_eviction": True, "scheduler_ir": "base"}
+    ours = {"enable_prefix_caching": True, "eviction_policy": "predictive", "scheduler": "base"}
+    assert _in_our_words(given) == ours
+    assert _in_our_words({"eviction_policy": "lru", **given})["eviction_policy"] == "lru"
+
+
+def test_benchmark_loads_a_server_and_keeps_what_it_measured(sage, server, tmp_path):
+    result = sage(
+        *(
+            "llm",
+            "benchmark",
+            "--enable-prefix-cache",
+            "--enable-predictive-eviction",
+            "--scheduler-ir",
+            "base",
+        ),
+        *(
+            "--duration",
+            "0.4",
+            "--workload",
+            "chat",
+            "--max-len",
+            "90",
+            "--base-url",
+            server,
+            "--concurrency",
+            "2",
+        ),
+        *("--save", "b.json", "--chrome-trace", "t.json"),
+    )
+    assert result.code == 0, result.err
+    saved = json.loads((tmp_path / "b.json").read_text())
+    assert saved["settings"]["engine"]["prefix_cache.eviction_policy"] == "predictive"
+    assert saved["figures"]["saturated.ideal_hit_rate"]["sagellm"] > 0
+    assert "saturated.output throughput (tokens/s)" in result.out
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert sage("llm", "benchmark", "--compare", "b.json", "b.json").code == 0
+
+
+@pytest.mark.full  # starts an engine in processes of its own
+def test_benchmark_serves_a_model_itself(sage, checkpoint):
+    run = ("--model", checkpoint, *REAL, "--duration", "2", "--concurrency", "2", "--json")
+    result = sage("llm", "benchmark", *run)
+    assert result.code == 0, result.err
+    row = {name: values["sagellm"] for name, values in result.json["figures"].items()}
+    assert row["saturated.num_failed"] == 0
+    assert 0 < row["saturated.token_saving"] <= row["saturated.ideal_hit_rate"] + 0.01
+    assert row["saturated.peak_rss_mib"] > 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--workload", "mixd"), "there are mixed"),
+        (("--duration", "0"), "duration is 0"),
+        (("--peer", "vllm"), "write NAME=URL"),
+        (("--peer", "sagellm=http://x"), "a name of its own"),
+        (("--scheduler-ir", "bse"), "bse"),
+    ],
+)
+def test_wrong_flags_of_benchmark_are_told(sage, flags, message):
+    result = sage("llm", "benchmark", *flags, "--base-url", "http://127.0.0.1:9")
+    assert (message in result.err, "Traceback" in result.err) == (True, False), result.err
+    assert result.code in (1, 2)
+
+
+def test_serve_takes_a_named_load_and_writes_a_trace(sage, server, tmp_path):
+    load = ("--workload", "sharegpt", "--max-len", "90", "--num-prompts", "6", "--rate", "50")
+    run = sage("llm", "bench", "serve", "--base-url", server, *load, "--chrome-trace", "t.json", "--json")
+    assert (run.code, run.json["figures"]["num_requests"]) == (0, 6), run.err
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 1 + 2 * 6
+
+
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_lengths_must_be_sensible(sage, command):
     result = sage("llm", "bench", command, "--output-len", "0")
@@ -198,7 +293,7 @@ def test_without_a_model_the_embedded_one_is_measured_and_named(sage):
     assert (result.code, "embedded model" in result.err) == (0, True), result.err
 
 
-@pytest.mark.parametrize("command", ["serve", "throughput", "latency"])
+@pytest.mark.parametrize("command", ["serve", "throughput", "latency", "startup"])
 def test_help_and_the_client_load_no_engine(command):
     source = (
         "import sys\nfrom sagellm.engines.cli import main\n"

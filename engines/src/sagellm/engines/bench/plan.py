@@ -12,10 +12,13 @@ from sagellm.core import ConfigError, TraceRequest
 from sagellm.engines.bench.driver import PlannedRequest
 from sagellm.engines.bench.prompts import Prompt, PromptMaker, PromptSettings
 from sagellm.engines.bench.settings import LoadSettings
+from sagellm.engines.bench.workloads import WorkloadSettings, make_sessions, mean_turns
 from sagellm.engines.traces.arrivals import arrival_times
 from sagellm.engines.traces.read import read_trace
 
 DEFAULT_NUM_PROMPTS = 100
+_ANSWER_TOKENS_PER_S = 20.0
+"""How fast answers are assumed to come in a named load, until the next turn can be asked."""
 
 
 def plan_load(settings: LoadSettings, model: str) -> list[PlannedRequest]:
@@ -23,16 +26,20 @@ def plan_load(settings: LoadSettings, model: str) -> list[PlannedRequest]:
 
     All bodies are built here and kept, about 6 bytes per prompt token.
     """
-    requests = _from_trace(settings) if settings.trace else list(_synthetic(settings))
-    return _make(settings, model, requests, seed=settings.seed)
+    return _make(settings, model, _requests(settings, settings.seed), seed=settings.seed)
 
 
 def plan_warmup(settings: LoadSettings, model: str) -> list[PlannedRequest]:
     """Return the warm-up requests: of the same kind as the load, but sharing no prefix with it."""
     kind = f"warm-up {settings.seed}"
-    requests = _from_trace(settings) if settings.trace else _synthetic(settings)
-    chosen = [_without_blocks(one) for one in islice(requests, settings.warmup)]
+    chosen = [_without_blocks(one) for one in _requests(settings, settings.seed)[: settings.warmup]]
     return _make(settings, model, chosen, seed=kind)
+
+
+def _requests(settings: LoadSettings, seed: int) -> list[TraceRequest]:
+    if settings.trace is not None:
+        return _from_trace(settings)
+    return list(_synthetic(settings) if settings.workload is None else _from_workload(settings, seed))
 
 
 def _without_blocks(request: TraceRequest) -> TraceRequest:
@@ -45,6 +52,35 @@ def _synthetic(settings: LoadSettings) -> Iterator[TraceRequest]:
     moments = arrival_times(rate, settings.burstiness, settings.seed)
     for moment in islice(moments, settings.num_prompts or DEFAULT_NUM_PROMPTS):
         yield TraceRequest(moment, settings.input_len.draw(rng), settings.output_len.draw(rng))
+
+
+def _from_workload(settings: LoadSettings, seed: int) -> list[TraceRequest]:
+    """Return the first requests of sessions that begin at the rate ÷ mean turns; answers take their time."""
+    assert settings.workload is not None, "only a named load is made of sessions"
+    workload = WorkloadSettings(
+        name=settings.workload,
+        vocab_size=settings.vocab_size,
+        max_len=settings.max_len or WorkloadSettings.max_len,
+        seed=seed,
+    )
+    num_requests = settings.num_prompts or DEFAULT_NUM_PROMPTS
+    rate = float("inf") if settings.rate is None else settings.rate / mean_turns(workload)
+    starts = islice(arrival_times(rate, settings.burstiness, seed), num_requests)
+    made: list[TraceRequest] = []
+    for number, (now_s, session) in enumerate(zip(starts, make_sessions(workload), strict=False)):
+        for turn in session.turns:
+            now_s += turn.think_s
+            made.append(
+                TraceRequest(
+                    now_s,
+                    len(turn.token_ids),
+                    turn.num_output_tokens,
+                    token_ids=turn.token_ids,
+                    conversation=str(number),
+                )
+            )
+            now_s += turn.num_output_tokens / _ANSWER_TOKENS_PER_S
+    return sorted(made, key=lambda one: one.arrival_s)[:num_requests]
 
 
 def _from_trace(settings: LoadSettings) -> list[TraceRequest]:

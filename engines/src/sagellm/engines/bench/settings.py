@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from sagellm.core import ConfigError
 from sagellm.engines.bench.figures import Limits
+from sagellm.engines.bench.workloads import WorkloadSettings
 from sagellm.engines.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 Endpoint = Literal["completions", "chat"]
@@ -39,6 +40,7 @@ class LoadSettings:
     rate: float | None = None
     burstiness: float = 1.0
     concurrency: int | None = None
+    workload: str | None = None
     trace: Path | None = None
     trace_format: str | None = None
     trace_speed: float = 1.0
@@ -62,6 +64,10 @@ class LoadSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.trace is not None and self.rate is not None:
             raise ConfigError("a trace says itself when requests come; give --trace-speed instead of --rate")
+        if self.workload is not None:
+            WorkloadSettings(name=self.workload, vocab_size=self.vocab_size)  # checks the name
+            if self.trace is not None:
+                raise ConfigError("a trace is a load of its own; leave --workload or --trace out")
         if self.prompt_form == "ids" and self.endpoint == "chat":
             raise ConfigError("chat takes no token ids; use --endpoint completions, or prompts as text")
 

@@ -59,10 +59,13 @@ _SERVE = {
     "rate": _Row(float, "FLOAT", "requests a second; inf, or no rate, trace and concurrency: all at once"),
     "burstiness": _Row(float, "FLOAT", "regularity of arrivals: 1 is Poisson, less comes in bursts"),
     "concurrency": _Row(int, "INT", "callers of a closed loop; with a rate or trace, most requests at once"),
+    "workload": _Row(str, "NAME", "sessions of a named load: mixed, chat, batch, document or sharegpt"),
     "trace": _Row(Path, "FILE", "take arrivals and lengths from a trace: Azure's CSV, or JSONL"),
     "trace_format": _Row(str, "NAME", "a trace reader by name; else the file shows its format"),
     "trace_speed": _Row(float, "FLOAT", "run the trace so many times as fast"),
-    "max_len": _Row(int, "INT", "leave out requests of a trace with more tokens, prompt and output together"),
+    "max_len": _Row(
+        int, "INT", "leave out requests of a trace or workload with more tokens, prompt and output together"
+    ),
     "timeout_s": _Row(float, "SECONDS", "most time for one answer"),
     "temperature": _Row(float, "FLOAT", "randomness of the answers"),
     "ignore_eos": _Row(bool, "", "ask for answers of full length; off for servers that refuse ignore_eos"),
@@ -97,7 +100,9 @@ _ALSO = {"rate": ("--request-rate",), "concurrency": ("--max-concurrency",)}  # 
 
 _GROUPS = {
     **dict.fromkeys(("base_url", "model", "api_key", "endpoint", "timeout_s"), "Server"),
-    **dict.fromkeys(("rate", "burstiness", "concurrency", "trace", "trace_format", "trace_speed"), "Load"),
+    **dict.fromkeys(
+        ("rate", "burstiness", "concurrency", "workload", "trace", "trace_format", "trace_speed"), "Load"
+    ),
 }
 _REST = "Requests"
 

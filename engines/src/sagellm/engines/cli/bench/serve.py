@@ -28,6 +28,10 @@ def serve(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw all requests' times (needs matplotlib).")
     ] = None,
+    chrome_trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write all requests as a trace that Perfetto opens."),
+    ] = None,
     overwrite: Overwrite = False,
     compare: Compare = None,
     as_json: AsJSON = False,
@@ -44,12 +48,13 @@ def serve(
         print_comparison(compare, as_json=as_json, save=save, plot=plot)
         return
     settings = load_settings(options)
+    from sagellm.engines.bench.chrome_trace import write_chrome_trace
     from sagellm.engines.bench.plot import plot_result
     from sagellm.engines.bench.results import make_result, request_rows, save_result
     from sagellm.engines.bench.serve import run_serve
 
     check_plot(plot)
-    check_targets(save, plot, overwrite=overwrite, source=settings.trace)
+    check_targets(save, plot, chrome_trace, overwrite=overwrite, source=settings.trace)
     measured = run_serve(settings, progress=True)
     result = make_result(
         "serve",
@@ -65,6 +70,8 @@ def serve(
         save_result(result, save)
     if plot is not None:
         plot_result(result, plot)
+    if chrome_trace is not None:
+        write_chrome_trace(chrome_trace, {measured.model: result["requests"]})
 
 
 def load_settings(options: dict[str, Any]) -> LoadSettings:

@@ -1,0 +1,95 @@
+"""The runners of `benchmarks/forward_peers.py`: ours as a process, and what peers' copies are made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagellm.engines.testing import make_checkpoint
+
+PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
+sys.path.append(str(PEERS))
+
+import forward_llamacpp  # noqa: E402
+import forward_vllm  # noqa: E402
+import forward_workload  # noqa: E402
+
+
+class Clock:
+    """An engine whose tokens come a tenth of a second apart, and which knows what it was asked."""
+
+    def __init__(self):
+        self.about, self.prompts = {}, []
+
+    def one(self, prompt, num_output):
+        self.prompts.append(prompt)
+        return [0.5 + 0.1 * n for n in range(num_output)]
+
+    def many(self, prompts, num_output):
+        self.prompts += prompts
+        return len(prompts) * num_output
+
+
+def test_a_decode_counts_the_tokens_behind_the_first():
+    found = forward_workload.decode(Clock(), 3)["decode_tokens_per_s"]
+    assert found == {"min": pytest.approx(10), "median": pytest.approx(10), "max": pytest.approx(10), "n": 3}
+
+
+def test_no_prompt_repeats_but_where_a_cache_is_measured():
+    engine = Clock()
+    for name, phase in forward_workload.PHASES.items():
+        if name != "ttft_cached":
+            phase(engine, 2)
+    beginnings = {tuple(prompt[:16]) for prompt in engine.prompts}
+    assert len(beginnings) == len(engine.prompts)
+    engine.prompts.clear()
+    forward_workload.ttft_cached(engine, 1)
+    first, second = engine.prompts
+    assert (first[:1920] == second[:1920], first[1920] == second[1920], len(second)) == (True, False, 2048)
+
+
+def test_every_tensor_of_a_checkpoint_has_a_name_in_gguf(tmp_path):
+    path = make_checkpoint(tmp_path / "m", family="qwen3", seed=0, dtype="bfloat16")
+    tensors = forward_llamacpp._read_bf16(path / "model.safetensors")
+    names = {forward_llamacpp.gguf_name(name) for name in tensors}
+    assert len(names) == len(tensors)
+    assert {
+        "token_embd.weight",
+        "output_norm.weight",
+        "blk.1.ffn_down.weight",
+        "blk.0.attn_q_norm.weight",
+    } <= names
+    with pytest.raises(KeyError):
+        forward_llamacpp.gguf_name("model.layers.0.self_attn.rotary.weight")
+
+
+def test_four_bits_unpack_to_what_was_rounded():
+    weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    parts = forward_vllm._by_group(weight)
+    packed = parts["weight_packed"].long() & 0xFFFFFFFF
+    values = torch.stack([(packed >> (4 * place)) & 15 for place in range(8)], dim=-1).view(4, 2, 128) - 8
+    restored = values * parts["weight_scale"].float()[..., None]
+    assert (restored.view(4, 256) - weight).abs().max() <= 0.51 * parts["weight_scale"].float().max()
+
+
+@pytest.mark.full  # loads an engine in a process of its own
+def test_our_runner_measures_and_prints_one_line(tmp_path):
+    path = make_checkpoint(
+        tmp_path / "m", family="qwen3", seed=0, dtype="bfloat16", max_position_embeddings=4096
+    )
+    order = {
+        "model": str(path), "format": "bf16", "copies": str(tmp_path), "threads": 1, "rounds": 1,
+        "phases": ["decode", "ttft_512", "ttft_cached", "batch_16"],
+    }  # fmt: skip
+    command = [sys.executable, str(PEERS / "forward_sagellm.py"), json.dumps(order)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert {"decode_tokens_per_s", "ttft_512_s", "ttft_cached_s", "batch_16_tokens_per_s"} <= figures.keys()
+    assert figures["start_s"] >= figures["load_s"] > 0
+    assert figures["peak_rss_mib"] > 50
