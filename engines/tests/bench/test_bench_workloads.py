@@ -50,5 +50,5 @@ def test_batches_have_one_turn_and_chats_several_in_the_mean():
 
 @pytest.mark.parametrize("settings", [{"name": "mixd"}, {"vocab_size": 3}, {"max_len": 1}])
 def test_a_load_that_cannot_be_made_is_refused(settings):
-    with pytest.raises(ConfigError, match=next(iter({"name": "mixed"} if "name" in settings else settings))):
+    with pytest.raises(ConfigError, match=r"mixed|at least"):
         WorkloadSettings(**settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -182,7 +183,7 @@ def test_latency_of_a_small_model(sage, checkpoint):
     result = sage("llm", "bench", "latency", *run)
     assert result.code == 0, result.err
     assert "latency (ms)" in result.out
-    assert result.out.startswith("batch size  2\n")
+    assert re.search(r"^batch size +2$", result.out, re.MULTILINE)
 
 
 def test_startup_of_a_small_model(sage, checkpoint):
@@ -264,13 +265,11 @@ def test_benchmark_serves_a_model_itself(sage, checkpoint):
         (("--duration", "0"), "duration is 0"),
         (("--peer", "vllm"), "write NAME=URL"),
         (("--peer", "sagellm=http://x"), "a name of its own"),
-        (("--scheduler-ir", "bse"), "bse"),
     ],
 )
 def test_wrong_flags_of_benchmark_are_told(sage, flags, message):
     result = sage("llm", "benchmark", *flags, "--base-url", "http://127.0.0.1:9")
-    assert (message in result.err, "Traceback" in result.err) == (True, False), result.err
-    assert result.code in (1, 2)
+    assert (result.code, message in result.err, "Traceback" in result.err) == (2, True, False), result.err
 
 
 def test_serve_takes_a_named_load_and_writes_a_trace(sage, server, tmp_path):

@@ -177,3 +177,21 @@ def test_a_connection_serves_one_request_after_another(server):
         first = answer.read()
     assert first.endswith(b"data: [DONE]\n\n")
     assert server.http.post("/v1/completions", json={**LONG, "max_tokens": 5}).status_code == 200
+
+
+def test_token_ids_stand_beside_the_text_streamed_or_not(server):
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 6,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    whole = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    assert (whole["prompt_token_ids"], len(whole["token_ids"])) == ([5, 6, 7], 6)
+    for more in ({}, {"logprobs": 1}):
+        lines = events(server.http.post("/v1/completions", json={**body, **more, "stream": True}))
+        chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == whole["token_ids"]
+        assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[5, 6, 7]] + [None] * (len(chunks) - 1)
+        assert len([chunk for chunk in chunks if chunk["token_ids"]]) >= 5  # also those without text

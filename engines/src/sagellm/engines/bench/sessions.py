@@ -140,6 +140,7 @@ class SessionDriver:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,  # random weights make tokens without text, whose time counts too
         }
         if self._has_priorities and session.priority:
             body["priority"] = -session.priority  # vLLM's field: smaller is sooner

@@ -102,6 +102,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: str | list[str] | list[TokenIds]
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
     logprobs: NumLogprobs | None = None
 
 

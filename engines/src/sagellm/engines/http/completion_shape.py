@@ -33,6 +33,9 @@ class CompletionShape(Shape):
             "finish_reason": "length" if job.hides_output else output.finish_reason,
             "stop_reason": None if job.hides_output else output.stop_reason,
         }
+        if job.returns_token_ids:
+            written["prompt_token_ids"] = list(request.prompt_token_ids)
+            written["token_ids"] = [] if job.hides_output else list(output.token_ids)
         if job.params.prompt_logprobs is not None:
             written["prompt_logprobs"] = prompt_logprobs(prompt_entries(request))
         return written
@@ -43,7 +46,8 @@ class CompletionShape(Shape):
             return b""
         text = "" if self.job.hides_output else output.text[cursor.num_characters :]
         shows_logprobs = output.logprobs is not None and not self.job.hides_output
-        token_ids = output.token_ids[cursor.num_tokens :] if shows_logprobs else ()
+        shows_ids = self.job.returns_token_ids and not self.job.hides_output
+        token_ids = output.token_ids[cursor.num_tokens :] if shows_logprobs or shows_ids else ()
         if not text and not token_ids and output.finish_reason is None:
             return b""
         raise_if_failed(output)
@@ -52,18 +56,27 @@ class CompletionShape(Shape):
         logprobs = b"null"
         if shows_logprobs:
             logprobs = self._streamed_logprobs(cursor, output, token_ids)
+        if self.job.returns_token_ids:
+            logprobs += self._token_ids(cursor, token_ids)
+        cursor.num_tokens += len(token_ids)
         if not cursor.has_started:
             cursor.has_started = True
             text = ((cursor.prompt.text or "") if self.job.echoes else "") + text
         tail = self.tail(cursor, len(output.token_ids))
         return b"".join((cursor.prefix, b'"text":', encode_json(text), b',"logprobs":', logprobs, end, tail))
 
+    def _token_ids(self, cursor: Cursor, token_ids: Sequence[int]) -> bytes:
+        """Return the new tokens as members of a choice, in its first chunk with those of the prompt."""
+        new = b',"token_ids":' + encode_json(list(token_ids))
+        if cursor.has_started:
+            return new
+        return new + b',"prompt_token_ids":' + encode_json(list(cursor.prompt.token_ids))
+
     def _streamed_logprobs(self, cursor: Cursor, output: CompletionOutput, token_ids: Sequence[int]) -> bytes:
         assert output.logprobs is not None
         num_top = self.job.params.logprobs or 0
         new = output.logprobs[cursor.num_tokens :]
         written = completion_logprobs(token_ids, new, num_top, offset=cursor.offset)
-        cursor.num_tokens += len(token_ids)
         cursor.offset += sum(map(len, written["tokens"]))
         return encode_json(written)
 

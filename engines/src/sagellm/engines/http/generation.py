@@ -112,6 +112,7 @@ class Generation(ABC, Generic[B]):
             includes_usage=bool(options.include_usage),
             has_usage_in_chunks=bool(options.include_usage and options.continuous_usage_stats),
             echoes=isinstance(body, CompletionBody) and bool(body.echo),
+            returns_token_ids=isinstance(body, CompletionBody) and bool(body.return_token_ids),
             hides_output=body.max_tokens == 0,
             hides_logprobs=is_ranked and body.logprobs is None,
             text_of=service.encoder.text_of,

@@ -32,6 +32,7 @@ class Job:
     includes_usage: bool = False
     has_usage_in_chunks: bool = False
     echoes: bool = False
+    returns_token_ids: bool = False
     hides_output: bool = False  # max_tokens was 0
     hides_logprobs: bool = False  # they serve only for ranking
     text_of: Callable[[int], str] = str
