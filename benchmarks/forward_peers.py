@@ -102,7 +102,7 @@ def _peer(text: str) -> tuple[str, str]:
 
 def _own_formats() -> tuple[str, ...]:
     """Return the formats that an installed quantizer makes, and bf16."""
-    installed = {entry.name for entry in PluginRegistry.load().providers("quantizer")}
+    installed = {entry.provider.name for entry in PluginRegistry.load().providers("quantizer")}
     return tuple(one for one in FORMATS if one == "bf16" or one in installed)
 
 

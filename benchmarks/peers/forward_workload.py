@@ -53,7 +53,7 @@ def run(load: Callable[[dict[str, Any]], Engine]) -> None:
 
 
 def _decode(engine: Engine, rounds: int, prompt: int = 128, output: int = 128) -> list[float]:
-    engine.one(_prompt("warm", prompt), 8)
+    engine.one(_prompt(f"warm decode {prompt}", prompt), 8)
     rates = []
     for number in range(rounds):
         times = engine.one(_prompt(f"decode {prompt} {number}", prompt), output)

@@ -72,7 +72,7 @@ def test_a_server_that_refuses_everything_is_an_error(fake_server, behaviour):
 def test_all_servers_get_the_rate_that_the_slowest_carries(fake_server, behaviour):
     ours, peer = fake_server(), fake_server(behaviour(first_s=0.05))
     settings = BenchmarkSettings(
-        duration=0.8,
+        duration=0.5,
         concurrency=2,
         max_len=400,
         base_url=ours.url,

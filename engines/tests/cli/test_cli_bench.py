@@ -186,6 +186,7 @@ def test_latency_of_a_small_model(sage, checkpoint):
     assert re.search(r"^batch size +2$", result.out, re.MULTILINE)
 
 
+@pytest.mark.full  # loads torch in a process of its own
 def test_startup_of_a_small_model(sage, checkpoint):
     run = ("--model", checkpoint, *REAL, "--warmup", "0", "--repeats", "1")
     result = sage("llm", "bench", "startup", *run, "--json")
@@ -200,6 +201,7 @@ def test_startup_of_a_small_model(sage, checkpoint):
     assert figures["peak_rss_mib"] > figures["weight_mib"] > 0
 
 
+@pytest.mark.full
 def test_a_start_that_fails_says_why(sage, tmp_path):
     result = sage("llm", "bench", "startup", "--model", tmp_path / "absent", "--warmup", "0")
     assert (result.code, "there is no directory" in result.err) == (1, True), result.err
