@@ -1,4 +1,8 @@
-"""llama.cpp by its Python bindings, a `llama_decode` for each step. Needs llama_cpp, gguf and numpy."""
+"""llama.cpp by its Python bindings, a `llama_decode` for each step. Needs llama_cpp, gguf and numpy.
+
+GCC 12 drops stores to the tile configuration of llama.cpp's AMX kernels, which then crash with quantized
+weights: build with CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS=-fno-tree-dse" on a CPU with AMX.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Transformers:
         if cache is None or num_known < 16:
             cache = self._transformers.DynamicCache()
         else:
-            cache.crop(num_known)
+            cache.crop(num_known - cache.get_seq_length())  # tokens to remove, as a negative number
         with torch.inference_mode():
             self._model.generate(
                 torch.tensor([prompt]),

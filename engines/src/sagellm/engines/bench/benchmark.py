@@ -27,6 +27,7 @@ STEADY_SHARE = 0.6
 """The rate of the second phase unless given: this share of what the slowest server reached in the first."""
 
 SATURATED, STEADY = "saturated", "steady"
+_ANSWER_S = 60.0
 _STEADY_SEED = 1000  # so that the second phase meets no prefix of the first
 
 
@@ -150,7 +151,7 @@ class _Fit:
         from sagellm.engines.serving import AdminClient
 
         assert contender.admin_socket is not None, "our own server has one"
-        with AdminClient.connect(contender.admin_socket, timeout_s=30) as client:
+        with AdminClient.connect(contender.admin_socket, timeout_s=_ANSWER_S) as client:
             hello: Hello = client.hello
         values = hello.config
         return cls(

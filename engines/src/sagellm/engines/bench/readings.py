@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.25
 _TIMEOUT_S = 10.0
+_STEP_S = 300.0
+"""Our engine answers between two steps; one of a large model on a slow CPU may take long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ def reader_of(contender: Contender) -> ServerReader:
         return PageReader(contender.url)
     from sagellm.engines.serving import AdminClient
 
-    return OwnReader(AdminClient.connect(contender.admin_socket, timeout_s=_TIMEOUT_S))
+    return OwnReader(AdminClient.connect(contender.admin_socket, timeout_s=_STEP_S))
 
 
 class ServerWatch:
