@@ -1,7 +1,7 @@
 """llama.cpp by its Python bindings, a `llama_decode` for each step. Needs llama_cpp, gguf and numpy.
 
 GCC 12 drops stores to the tile configuration of llama.cpp's AMX kernels, which then crash with quantized
-weights: build with CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS=-fno-tree-dse" on a CPU with AMX.
+weights. On a CPU with AMX, build with CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'".
 """
 
 from __future__ import annotations
