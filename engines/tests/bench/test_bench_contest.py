@@ -136,18 +136,15 @@ def test_vllm_gets_the_same_limits_and_as_much_kv(checkpoint):
     )
 
 
-def test_kv_use_counts_pressure_from_the_first_eviction_or_queue():
+def test_kv_use_counts_pressure_from_the_first_eviction():
     readings = [
+        Reading(held_share=0.1, live_share=0.1, num_looked_up_tokens=10, num_hit_tokens=1),
+        Reading(held_share=0.5, live_share=0.3, num_evicted_blocks=0),
+        Reading(held_share=0.9, live_share=0.5, num_evicted_blocks=1),
         Reading(
-            held_share=0.1, live_share=0.1, num_evicted_blocks=3, num_looked_up_tokens=10, num_hit_tokens=1
+            held_share=1.0, live_share=0.4, num_evicted_blocks=1, num_looked_up_tokens=30, num_hit_tokens=6
         ),
-        Reading(held_share=0.5, live_share=0.3, num_evicted_blocks=3),
-        Reading(held_share=0.9, live_share=0.5, num_evicted_blocks=4),
-        Reading(
-            held_share=1.0, live_share=0.4, num_waiting=2, num_evicted_blocks=3,
-            num_looked_up_tokens=30, num_hit_tokens=6,
-        ),
-    ]  # fmt: skip
+    ]
     use = kv_use(readings)
     assert use.held_share_under_pressure == pytest.approx(0.95)
     assert (use.held_share, use.live_share) == (pytest.approx(0.8), pytest.approx(0.4))

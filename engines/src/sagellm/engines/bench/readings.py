@@ -29,7 +29,6 @@ class Reading:
 
     live_share: float | None = None  # blocks of running requests
     held_share: float | None = None  # those, and blocks that hold reusable KV
-    num_waiting: int = 0
     num_looked_up_tokens: int | None = None
     num_hit_tokens: int | None = None
     num_evicted_blocks: int | None = None
@@ -62,7 +61,6 @@ class OwnReader(ServerReader):
         return Reading(
             live_share=engine.num_held_blocks / total if total else None,
             held_share=pool.num_used_blocks / total if pool is not None and total else None,
-            num_waiting=engine.num_waiting,
             num_looked_up_tokens=None if cache is None else cache.num_lookup_tokens,
             num_hit_tokens=None if cache is None else cache.num_hit_tokens,
             num_evicted_blocks=None if cache is None else cache.num_evicted_blocks,
@@ -89,7 +87,6 @@ class PageReader(ServerReader):
             looked_up, hit = values.get("prefix_cache_queries_total"), values.get("prefix_cache_hits_total")
             return Reading(
                 live_share=values.get("kv_cache_usage_perc"),
-                num_waiting=int(values.get("num_requests_waiting", 0)),
                 num_looked_up_tokens=None if looked_up is None else int(looked_up),
                 num_hit_tokens=None if hit is None else int(hit),
             )
@@ -155,7 +152,7 @@ class KVUse:
     """KV memory over a run, as shares of all blocks.
 
     Under pressure: utilisation = blocks that hold live or reusable KV ÷ total blocks, mean over the readings
-    from the first one in which something had been evicted, or something waits. None: nothing to say.
+    from the first one on in which the server had evicted something. None: nothing to say.
     """
 
     live_share: float | None
@@ -167,12 +164,7 @@ class KVUse:
 def kv_use(readings: Sequence[Reading]) -> KVUse:
     """Summarise the readings of a run; the first and the last one stand at its ends."""
     first, last = readings[0], readings[-1]
-    pressed = [
-        one.held_share
-        for one in readings[1:]
-        if one.held_share is not None
-        and (one.num_waiting or (one.num_evicted_blocks or 0) > (first.num_evicted_blocks or 0))
-    ]
+    pressed = [one.held_share for one in readings[1:] if one.num_evicted_blocks]
     looked_up = _difference(first.num_looked_up_tokens, last.num_looked_up_tokens)
     hit = _difference(first.num_hit_tokens, last.num_hit_tokens)
     return KVUse(
