@@ -21,7 +21,7 @@ from sagellm.engines.bench.workloads import WorkloadSettings, mean_turns
 if TYPE_CHECKING:
     from sagellm.engines.bench.roofline import Limits as MachineLimits
     from sagellm.engines.config.schema import EngineConfig
-    from sagellm.engines.serving.messages import Hello
+    from sagellm.engines.remote.messages import Hello
 
 STEADY_SHARE = 0.6
 """The rate of the second phase unless given: this share of what the slowest server reached in the first."""
@@ -148,7 +148,7 @@ class _Fit:
     @classmethod
     def of(cls, contender: Contender) -> _Fit:
         from sagellm.engines.config.schema import EngineConfig
-        from sagellm.engines.serving import AdminClient
+        from sagellm.engines.remote import AdminClient
 
         assert contender.admin_socket is not None, "our own server has one"
         with AdminClient.connect(contender.admin_socket, timeout_s=_ANSWER_S) as client:

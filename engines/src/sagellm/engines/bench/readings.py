@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from sagellm.engines.bench.contenders import Contender
-    from sagellm.engines.serving import AdminClient
+    from sagellm.engines.remote import AdminClient
 
 _TICK_S = 0.25
 _TIMEOUT_S = 10.0
@@ -114,7 +114,7 @@ def reader_of(contender: Contender) -> ServerReader:
     """Choose how a server is read."""
     if contender.admin_socket is None:
         return PageReader(contender.url)
-    from sagellm.engines.serving import AdminClient
+    from sagellm.engines.remote import AdminClient
 
     return OwnReader(AdminClient.connect(contender.admin_socket, timeout_s=_STEP_S))
 
