@@ -22,7 +22,11 @@ inline void store_lanes(float* x, Lanes v) { _mm512_storeu_ps(x, v); }
 inline void store_lanes(float* x, Lanes v, int64_t count) { _mm512_mask_storeu_ps(x, first_lanes(count), v); }
 inline Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
 inline Lanes multiply(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
-inline Lanes divide(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
+// 1 / x within 1e-7 of its size, in a third of a division's time; x is positive.
+inline Lanes reciprocal(Lanes x) {
+  const Lanes near = _mm512_rcp14_ps(x);
+  return _mm512_mul_ps(near, _mm512_fnmadd_ps(x, near, _mm512_set1_ps(2.0f)));
+}
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 // min and max hand on a NaN in `x`.
 inline Lanes clamp(Lanes x, float low, float high) {
@@ -59,7 +63,7 @@ inline void store_lanes(float* x, Lanes v) { _mm256_storeu_ps(x, v); }
 inline void store_lanes(float* x, Lanes v, int64_t count) { _mm256_maskstore_ps(x, first_lanes(count), v); }
 inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
 inline Lanes multiply(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
-inline Lanes divide(Lanes a, Lanes b) { return _mm256_div_ps(a, b); }
+inline Lanes reciprocal(Lanes x) { return _mm256_div_ps(_mm256_set1_ps(1.0f), x); }
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
 // min and max hand on a NaN in `x`.
 inline Lanes clamp(Lanes x, float low, float high) {
@@ -114,7 +118,7 @@ inline Lanes exponential(Lanes x) {
 }
 
 inline Lanes silu(Lanes x) {
-  return divide(x, add(same_lanes(1.0f), exponential(multiply(x, same_lanes(-1.0f)))));
+  return multiply(x, reciprocal(add(same_lanes(1.0f), exponential(multiply(x, same_lanes(-1.0f))))));
 }
 
 }  // namespace sage

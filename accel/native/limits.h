@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "sage.h"
+
 extern "C" {
 
 enum { SAGE_RATE_BF16 = 0, SAGE_RATE_INT8 = 1 };
@@ -9,10 +11,10 @@ enum { SAGE_RATE_BF16 = 0, SAGE_RATE_INT8 = 1 };
 // Bytes read per second by all threads, the best of five rounds over `bytes` (rounded down to 4 MiB), more rounds
 // until `seconds` have passed: widest loads, with and without software prefetch, whichever is faster.
 // -1 if the memory cannot be had or an argument makes no sense.
-double sage_read_bandwidth(int64_t bytes, int32_t num_threads, double seconds);
+SAGE_API double sage_read_bandwidth(int64_t bytes, int32_t num_threads, double seconds);
 
 // Operations per second of the widest instruction for this kind of number, over tiles or registers (a multiply-add
 // is two): the best of five rounds that take `seconds` together. -1 for an unknown kind, or if the system refuses tiles.
-double sage_matrix_rate(int32_t kind, int32_t num_threads, double seconds);
+SAGE_API double sage_matrix_rate(int32_t kind, int32_t num_threads, double seconds);
 
 }

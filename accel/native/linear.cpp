@@ -64,12 +64,7 @@ int64_t panels_at_once(const Product& p, int64_t num_chunks, int team_size) {
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-}  // namespace
-}  // namespace linear
-
-void multiply(Team& team, const Weight& weight, const Input& input, Into into, float* out, int64_t stride) {
-  using namespace linear;
-  const Product p(weight, input, into, out, stride);
+void run(Team& team, const Product& p) {
   const int64_t num_groups = p.input.num_row_groups;
   if (num_groups == 0) return team.barrier();
   const int64_t num_panels = p.panels.num_panels;
@@ -90,6 +85,24 @@ void multiply(Team& team, const Weight& weight, const Input& input, Into into, f
       multiply_part(p, {panel, smaller(panel + panels, num_panels), group, smaller(group + chunk, num_groups)});
     }
   });
+}
+
+}  // namespace
+}  // namespace linear
+
+void multiply(Team& team, const Weight& weight, const Input& input, Into into, float* out, int64_t stride) {
+  linear::run(team, linear::Product(weight, input, into, out, stride));
+}
+
+bool can_feed(const Weight& weight, WeightKind next) {
+  return weight.is_gated && !linear::is_quantized(next) && weight.n / 2 % linear::Depth(next, weight.n / 2, 0).step == 0;
+}
+
+void multiply_into_input(Team& team, const Weight& weight, const Input& input, const Input& next) {
+  const linear::Next target(next);
+  linear::Product p(weight, input, Into::store, nullptr, 0);
+  p.next = &target;
+  linear::run(team, p);
 }
 
 }  // namespace sage

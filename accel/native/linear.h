@@ -52,4 +52,9 @@ enum class Into : int32_t { store = 0, add = 1 };  // out = product, or out += p
 // with a barrier. Each output of a row has the same bits whatever other rows there are.
 void multiply(Team&, const Weight&, const Input&, Into, float* out, int64_t stride);
 
+// The same for a gated weight, but as the input of the product that comes next (next.k is n / 2): what would be
+// written, read and converted again is the largest of a step's activations. Only where `can_feed` says so.
+bool can_feed(const Weight&, WeightKind next);
+void multiply_into_input(Team&, const Weight&, const Input&, const Input& next);
+
 }  // namespace sage

@@ -1,5 +1,7 @@
 // What happens to the sums of a panel: bias, silu(gate) * up, store or add.
 #pragma once
+#include <cstring>
+
 #include "linear_layout.h"
 
 namespace sage::linear {
@@ -10,6 +12,18 @@ inline void emit(const Product& p, float* out, Lanes value, int64_t count) {
   } else if (count > 0) {
     store_lanes(out, p.into == Into::add ? add(load_lanes(out, count), value) : value, count);
   }
+}
+
+inline void feed(const Next& next, int64_t row, int64_t column, Lanes value) {
+  unsigned char* to = next.at(row, column);
+#if defined(__AVX512BF16__)
+  if (next.is_bf16) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(value);
+    std::memcpy(to, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  store_lanes(reinterpret_cast<float*>(to), value);
 }
 
 // `left` and `right` are the two halves of the panel's sums, one vector per row. Not inlined: the bits of a result
@@ -28,10 +42,13 @@ __attribute__((noinline)) static void finish(const Product& p, int64_t panel, in
   for (int64_t row = 0; row < num_rows; ++row) {
     Lanes a = load_lanes(left + row * kLanes), b = load_lanes(right + row * kLanes);
     if (bias != nullptr) a = add(a, left_bias), b = add(b, right_bias);
+    if (p.next != nullptr) {
+      feed(*p.next, first_row + row, column, multiply(silu(a), b));
+      continue;
+    }
     float* out = p.out + (first_row + row) * p.stride + column;
     if (p.weight.is_gated) {
-      const Lanes hidden = multiply(silu(a), b);
-      emit(p, out, hidden, left_over);
+      emit(p, out, multiply(silu(a), b), left_over);
     } else {
       emit(p, out, a, left_over);
       emit(p, out + kLanes, b, left_over - kLanes);

@@ -125,6 +125,20 @@ inline int64_t tile_offset(int64_t k_byte, int64_t column) {
 }
 inline int64_t nibble_offset(int64_t k, int64_t column) { return k / 8 * kLineBytes + column * 4 + k % 4; }
 
+// The input of the product that comes next.
+struct Next {
+  InputLayout layout;
+  bool is_bf16;
+  unsigned char* memory;
+
+  explicit Next(const Input& x) : layout(x), is_bf16(activation_bytes(x.kind) == 2), memory(x.memory) {}
+  // Where a row's values from a column on lie, to the end of their step.
+  unsigned char* at(int64_t row, int64_t column) const {
+    return memory + row / layout.height * layout.row_group_bytes() + column / layout.depth.step * layout.block_bytes() +
+           row % layout.height * layout.depth.step_bytes + column % layout.depth.step * (is_bf16 ? 2 : 4);
+  }
+};
+
 // Everything that a kernel needs to know of one product.
 struct Product {
   const Weight& weight;
@@ -136,6 +150,7 @@ struct Product {
   Into into;
   float* out;
   int64_t stride;
+  const Next* next = nullptr;  // where the result goes instead of `out`
 
   Product(const Weight& w, const Input& x, Into how, float* result, int64_t result_stride)
       : weight(w), panels(w), input(x), activations(x.memory), into(how), out(result), stride(result_stride) {

@@ -26,6 +26,10 @@ int64_t now_ns() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
+// Floats from one row of activations to the next. Rows a multiple of 4 KiB apart would share a few lines of the
+// first-level cache, which a product's tiles of 32 rows then take from each other.
+int64_t row_stride(int64_t num_floats) { return (num_floats + 15) / 16 * 16 + 16; }
+
 int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 Weight as_weight(const SageLinear& linear) {
@@ -159,7 +163,7 @@ class Walk {
     const Weight head = as_weight(table_.head);
     team_.share(step_.num_tokens, 1, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; token++)
-        embed_one(head, step_.input_ids[token], at_.residual + token * hidden);
+        embed_one(head, step_.input_ids[token], at_.residual + token * row_stride(hidden));
     });
     end_of(SAGE_EMBED);
   }
@@ -178,43 +182,63 @@ class Walk {
 
   void run_layer(int64_t index, const Tile& tile) {
     const SageLayer& layer = model_.layers_[index];
-    float* residual = at_.residual + tile.begin * table_.hidden;
-    const int64_t rows = tile.rows(), hidden = table_.hidden;
+    float* residual = at_.residual + tile.begin * row_stride(table_.hidden);
+    const int64_t rows = tile.rows();
 
     multiply_normed(layer.qkv, layer.input_norm, residual, rows, at_.qkv, SAGE_QKV);
     rotate_and_store(layer, index, tile);
     attend(layer, index, tile);
-    multiply_into(layer.output, at_.attended, rows, Into::add, residual, hidden, SAGE_OUTPUT);
-    multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, SAGE_GATE_UP);
-    multiply_into(layer.down, at_.qkv, rows, Into::add, residual, hidden, SAGE_DOWN);
+    add_product(layer.output, at_.attended, table_.num_heads * table_.head_dim, rows, residual, SAGE_OUTPUT);
+    feed_forward(layer, rows, residual);
   }
 
-  Input input_of(const SageLinear& linear, int64_t rows) const {
-    return {static_cast<WeightKind>(linear.kind), rows, linear.k, linear.group, at_.input};
+  Input input_of(const SageLinear& linear, int64_t rows) const { return input_of(linear, rows, at_.input); }
+  static Input input_of(const SageLinear& linear, int64_t rows, unsigned char* memory) {
+    return {static_cast<WeightKind>(linear.kind), rows, linear.k, linear.group, memory};
   }
 
-  void multiply_normed(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows, float* out,
-                       int phase) {
+  Input normed_input(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows) {
     const Input input = input_of(linear, rows);
     team_.share(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        rms_norm(x + row * linear.k, norm.weight, norm.eps, linear.k, row_);
+        rms_norm(x + row * row_stride(linear.k), norm.weight, norm.eps, linear.k, row_);
         set_input_row(input, row, row_);
       }
     });
     end_of(SAGE_NORM);
+    return input;
+  }
+
+  void multiply_normed(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows, float* out,
+                       int phase) {
+    const Input input = normed_input(linear, norm, x, rows);
     const Weight weight = as_weight(linear);
-    multiply(team_, weight, input, Into::store, out, weight.is_gated ? weight.n / 2 : weight.n);
+    multiply(team_, weight, input, Into::store, out, row_stride(weight.is_gated ? weight.n / 2 : weight.n));
     end_of(phase);
   }
 
-  void multiply_into(const SageLinear& linear, const float* x, int64_t rows, Into into, float* out, int64_t stride,
-                     int phase) {
+  void feed_forward(const SageLayer& layer, int64_t rows, float* residual) {
+    const Weight gate_up = as_weight(layer.gate_up);
+    if (!can_feed(gate_up, static_cast<WeightKind>(layer.down.kind))) {
+      multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, SAGE_GATE_UP);
+      add_product(layer.down, at_.qkv, row_stride(layer.down.k), rows, residual, SAGE_DOWN);
+      return;
+    }
+    const Input input = normed_input(layer.gate_up, layer.forward_norm, residual, rows);
+    const Input hidden = input_of(layer.down, rows, reinterpret_cast<unsigned char*>(at_.qkv));
+    multiply_into_input(team_, gate_up, input, hidden);
+    end_of(SAGE_GATE_UP);
+    multiply(team_, as_weight(layer.down), hidden, Into::add, residual, row_stride(layer.down.n));
+    end_of(SAGE_DOWN);
+  }
+
+  // Adds the product of `x`, `stride` floats from row to row, to the residual.
+  void add_product(const SageLinear& linear, const float* x, int64_t stride, int64_t rows, float* residual, int phase) {
     const Input input = input_of(linear, rows);
     team_.share(rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) set_input_row(input, row, x + row * linear.k);
+      for (int64_t row = begin; row < end; row++) set_input_row(input, row, x + row * stride);
     });
-    multiply(team_, as_weight(linear), input, into, out, stride);
+    multiply(team_, as_weight(linear), input, Into::add, residual, row_stride(linear.n));
     end_of(phase);
   }
 
@@ -232,7 +256,7 @@ class Walk {
   void rotate_and_store_head(const SageLayer& layer, int64_t index, int64_t token, int64_t row, int64_t kv_head) {
     const int64_t dim = table_.head_dim, num_heads = table_.num_heads, num_kv_heads = table_.num_kv_heads;
     const int64_t group = num_heads / num_kv_heads;
-    float* heads = at_.qkv + row * (num_heads + 2 * num_kv_heads) * dim;
+    float* heads = at_.qkv + row * row_stride((num_heads + 2 * num_kv_heads) * dim);
     float* query = at_.query + row * num_heads * dim;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
       std::memcpy(query + head * dim, heads + head * dim, dim * sizeof(float));
@@ -266,7 +290,7 @@ class Walk {
       const Input input = input_of(table_.head, rows);
       team_.share(rows, 1, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
-          const float* x = at_.residual + step_.wanted[first + row] * hidden;
+          const float* x = at_.residual + step_.wanted[first + row] * row_stride(hidden);
           rms_norm(x, table_.norm.weight, table_.norm.eps, hidden, row_);
           set_input_row(input, row, row_);
         }
@@ -309,7 +333,8 @@ class Layout {
 
 // What a step needs at most, apart from the number of its tokens.
 struct Needs {
-  int64_t qkv_floats = 0;   // per row
+  int64_t qkv_floats = 0;   // per row, or
+  int64_t qkv_bytes = 0;    // in all
   int64_t input_bytes = 0;  // for all rows of a tile
   int64_t attention_bytes = 0;
 };
@@ -325,8 +350,8 @@ static Activations place(Layout& layout, const Needs& needs, const SageModel& ta
                          int64_t tile_rows, int64_t row_floats) {
   const int64_t query_floats = tile_rows * table.num_heads * table.head_dim;
   Activations at;
-  at.residual = layout.floats(step.num_tokens * table.hidden);
-  at.qkv = layout.floats(tile_rows * needs.qkv_floats);
+  at.residual = layout.floats(step.num_tokens * row_stride(table.hidden));
+  at.qkv = layout.floats(std::max(tile_rows * needs.qkv_floats, needs.qkv_bytes / 4 + 16));
   at.query = layout.floats(query_floats);
   at.attended = layout.floats(query_floats);
   at.rows = layout.floats(step.num_threads * row_floats);
@@ -340,7 +365,9 @@ void Model::step(const SageStep& step) {
   const int64_t tile_rows = std::min(kTileRows, step.num_tokens);
   Needs needs;
   for (const SageLayer& layer : layers_) {
-    needs.qkv_floats = std::max({needs.qkv_floats, layer.qkv.n, layer.gate_up.n / 2});
+    needs.qkv_floats = std::max({needs.qkv_floats, row_stride(layer.qkv.n), row_stride(layer.gate_up.n / 2)});
+    const int64_t hidden = input_bytes(static_cast<WeightKind>(layer.down.kind), tile_rows, layer.down.k, layer.down.group);
+    needs.qkv_bytes = std::max<int64_t>(needs.qkv_bytes, hidden);
     for (const SageLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
       need_input(needs, *linear, tile_rows);
     const AttentionShape shape = {table_.num_heads, table_.num_kv_heads, table_.head_dim, layer.scale,
