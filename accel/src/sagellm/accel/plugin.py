@@ -13,6 +13,12 @@ def sagellm_providers() -> list[Provider]:
             "sagellm.accel.native.backend:NativeForwardBackend",
             "compiled kernels for AVX2, AVX-512 and AMX; one call per step",
         ),
+        Provider(
+            "forward_backend",
+            "cuda",
+            "sagellm.accel.cuda.backend:CudaForwardBackend",
+            "Triton kernels and CUDA graphs, on a GPU",
+        ),
         Provider("quantizer", "int8", "sagellm.accel.int8:Int8Quantizer", "8-bit weights, one scale per row"),
         Provider("quantizer", "int4", "sagellm.accel.int4:Int4Quantizer", "4-bit weights in groups of 128"),
     ]

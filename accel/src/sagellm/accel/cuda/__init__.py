@@ -1,0 +1,1 @@
+"""The forward pass on a CUDA device, in Triton kernels. Importing a module of kernels needs triton."""

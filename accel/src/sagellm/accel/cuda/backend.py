@@ -1,0 +1,187 @@
+"""The forward pass on a CUDA device: Triton kernels between products of cuBLAS, decodes in CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.support import FEATURES, check_support
+from sagellm.accel.cuda.transfers import BlockTransfers
+from sagellm.accel.cuda.weights import DeviceWeights
+from sagellm.core import (
+    WHOLE,
+    AttentionBackendProtocol,
+    BlockId,
+    EngineError,
+    ForwardBackendProtocol,
+    ForwardMetrics,
+    InputBatch,
+    KVLayout,
+    ModelMetrics,
+    ModelSpec,
+    QuantizerProtocol,
+    Shard,
+    UnsupportedModelError,
+    WeightSource,
+)
+
+if TYPE_CHECKING:
+    from sagellm.accel.cuda.decoder import StepTensors
+    from sagellm.accel.cuda.graphs import DecodeGraphs
+
+
+@dataclass(kw_only=True)
+class CudaMetrics(ForwardMetrics):
+    """Counts of steps, and the memory of the device in bytes; the latter are 0 on a CPU."""
+
+    num_graphs: int = 0
+    num_graph_steps: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    allocated_bytes: int = 0
+    peak_bytes: int = 0
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+
+class CudaForwardBackend(ForwardBackendProtocol):
+    """Runs decoders whose layers are alike, with attention of its own.
+
+    `weights="fp8"` rounds the weights of all linears but the head to FP8 (E4M3), and the rows that they
+    multiply; `graphs=False` launches every kernel of every step. Sums of attention are those of a sequence
+    alone, but cuBLAS chooses an algorithm by the number of rows, so logits of a batch may differ in their last
+    bits.
+    """
+
+    features = FEATURES
+
+    def __init__(  # noqa: PLR0913
+        self,
+        spec: ModelSpec,
+        weights: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: AttentionBackendProtocol | None = None,
+        quantizer: QuantizerProtocol | None = None,
+        shard: Shard = WHOLE,
+        linears: Literal["plain", "fp8"] = "plain",
+        graphs: bool = True,
+    ) -> None:
+        del attention  # it has its own
+        check_support(spec, device, quantizer, shard)
+        if linears not in ("plain", "fp8"):
+            raise UnsupportedModelError(f"the option linears is {linears!r}; it is plain or fp8")
+        from sagellm.accel.cuda.decoder import CudaDecoder  # it imports triton, which is here
+
+        self._spec, self._device = spec, device
+        self._has_graphs = graphs and device.type == "cuda"
+        with torch.inference_mode():
+            reader = DeviceWeights(weights, dtype, device)
+            self._model = CudaDecoder(spec, reader, has_fp8_linears=linears == "fp8")
+        self._kv: PagedKV | None = None
+        self._transfers: BlockTransfers | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._metrics = CudaMetrics(weight_bytes=self._model.metrics().weight_bytes)
+
+    @torch.inference_mode()
+    def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
+        """Allocate KV, and the inputs of graphs. Raises OutOfMemoryError, UnsupportedModelError."""
+        if len(layouts) != 1:
+            raise UnsupportedModelError(f"the backend cuda keeps one group of KV, not {len(layouts)}")
+        self._kv = self._transfers = self._graphs = None  # a second call replaces what the first allocated
+        layout = layouts[0]
+        self._kv = kv = PagedKV(layout, num_blocks[0], self._device)
+        self._transfers = BlockTransfers(kv.bytes)
+        self._metrics.kv_bytes = kv.bytes.nbytes
+        if self._has_graphs:
+            from sagellm.accel.cuda.graphs import BUCKETS, DecodeBuffers, DecodeGraphs
+
+            most = min(-(-self._spec.geometry.max_model_len // layout.block_size), num_blocks[0])
+            buffers = DecodeBuffers(BUCKETS[-1], most, self._spec.attention[0], self._device)
+            self._graphs = DecodeGraphs(buffers, lambda step: self._model.forward(step, kv))
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy the KV of the first block of each pair to the second, one pair after the other."""
+        memory = self._ready().bytes
+        for source, target in pairs:
+            memory[target].copy_(memory[source])
+
+    @torch.inference_mode()
+    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks to host memory."""
+        self._ready()
+        assert self._transfers is not None, "made with the KV"
+        self._transfers.read(block_ids, into)
+
+    @torch.inference_mode()
+    def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
+        """Copy the KV of blocks from host memory."""
+        self._ready()
+        assert self._transfers is not None, "made with the KV"
+        self._transfers.write(block_ids, data)
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Return float32 logits (rows, vocab) of the wanted tokens, valid until the next step."""
+        kv = self._ready()
+        started_ns = time.perf_counter_ns()
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        if logits is None:
+            logits = self._model.forward(self._step(batch), kv)
+        self._metrics.num_steps += 1
+        self._metrics.num_tokens += len(batch.input_ids)
+        self._metrics.total_ns += time.perf_counter_ns() - started_ns
+        return logits
+
+    def metrics(self) -> CudaMetrics:
+        """Return the counts so far; `total_ns` is the time to launch, not to finish."""
+        graphs = self._graphs
+        metrics = replace(
+            self._metrics,
+            num_graphs=0 if graphs is None else len(graphs),
+            num_graph_steps=0 if graphs is None else graphs.num_replays,
+        )
+        if self._device.type != "cuda":
+            return metrics
+        free, total = torch.cuda.mem_get_info(self._device)
+        return replace(
+            metrics,
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            peak_bytes=torch.cuda.max_memory_allocated(self._device),
+            free_bytes=free,
+            total_bytes=total,
+        )
+
+    def model_metrics(self) -> ModelMetrics:
+        """Return the size of the model."""
+        return self._model.metrics()
+
+    def _ready(self) -> PagedKV:
+        if self._kv is None:
+            raise EngineError("the backend cuda was used before initialize_kv_caches; it has no KV")
+        return self._kv
+
+    def _step(self, batch: InputBatch) -> StepTensors:
+        from sagellm.accel.cuda.decoder import StepTensors
+        from sagellm.accel.cuda.paged_attention import plan_attention
+
+        return StepTensors(
+            input_ids=batch.input_ids,
+            positions=batch.position_ids,
+            slots=batch.slot_mapping,
+            wanted=batch.logits_indices,
+            attention=plan_attention(
+                batch.block_tables,
+                np.array(batch.query_lens, np.int32),
+                np.array(batch.seq_lens, np.int32),
+                self._spec.attention[0],
+            ),
+        )

@@ -1,0 +1,44 @@
+"""How kernels are declared, and where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sagellm.accel.cuda.support import IS_INTERPRETED
+
+Pointer = Any
+"""A tensor where a kernel is launched, a pointer inside it."""
+
+Int = Any
+Float = Any
+
+_TRITON = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Declare a kernel: `declared[grid](...)` launches it."""
+    return triton.jit(function)
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """Declare a function that kernels call."""
+    return triton.jit(function)
+
+
+def compute_type(dtype: torch.dtype) -> Any:
+    """Return the type in which matrices of `dtype` are multiplied; the interpreter's bf16 products are wrong."""
+    return tl.float32 if IS_INTERPRETED else _TRITON[dtype]
+
+
+def next_power_of_2(number: int) -> int:
+    """Round up: the sizes of a kernel's vectors are powers of two."""
+    return 1 << max(0, number - 1).bit_length()

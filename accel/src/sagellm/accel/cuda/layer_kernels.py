@@ -1,0 +1,157 @@
+"""What a layer does between its products: norms, rotation, storing KV, the gate, rounding to FP8."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from sagellm.accel.cuda.kernel import Float, Int, Pointer, device_function, kernel
+
+FP8_MAX = tl.constexpr(448.0)
+INT8_MAX = tl.constexpr(127.0)
+
+
+@kernel
+def add_norm(  # noqa: PLR0913
+    x: Pointer,  # (rows, SIZE)
+    residual: Pointer,  # (rows, SIZE); x is added to it in place
+    weight: Pointer,  # (SIZE,)
+    out: Pointer,  # (rows, SIZE)
+    eps: Float,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+) -> None:
+    """Add a row to its residual, and normalise the sum by its root mean square; a program per row."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    total = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(residual.dtype.element_ty)
+        tl.store(residual + place, total, mask=mask)
+        total = total.to(tl.float32)
+    rate = 1.0 / tl.sqrt(tl.sum(total * total, 0) / SIZE + eps)
+    normalised = total * rate * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, normalised.to(out.dtype.element_ty), mask=mask)
+
+
+@device_function
+def store_head(  # type: ignore[no-untyped-def]
+    place,  # of each of the head's values
+    scale_place,
+    values,  # float32, 0 where masked
+    mask,
+    is_stored,
+    SCALED_MAX: tl.constexpr,  # largest stored value; 0: stored as it is
+):
+    """Write a key or a value of one head, scaled to fill its number format if that has 8 bits."""
+    stored = values
+    if SCALED_MAX:
+        scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-20) / SCALED_MAX
+        stored = values / scale
+        if SCALED_MAX == INT8_MAX:
+            stored = tl.floor(stored + 0.5)
+        tl.store(scale_place, scale, mask=is_stored)
+    tl.store(place, stored.to(place.dtype.element_ty), mask=mask & is_stored)
+
+
+@kernel
+def rotate_and_store(  # noqa: PLR0913
+    qkv: Pointer,  # (rows, heads + 2 KV heads, 2 * HALF)
+    query: Pointer,  # (rows, heads, 2 * HALF)
+    kv: Pointer,
+    kv_scales: Pointer,
+    positions: Pointer,  # (rows,)
+    slots: Pointer,  # (rows,) block * BLOCK_SIZE + offset; below 0: not stored
+    cosines: Pointer,  # (positions, HALF) float32
+    sines: Pointer,
+    query_norm: Pointer,  # (2 * HALF,)
+    key_norm: Pointer,
+    eps: Float,
+    layer_offset: Int,
+    block_stride: Int,
+    head_stride: Int,
+    value_offset: Int,
+    scales_offset: Int,
+    scale_stride: Int,
+    value_scale_offset: Int,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SCALED_MAX: tl.constexpr,
+) -> None:
+    """Normalise and rotate a query or key head, and store keys and values; a grid of (rows, heads)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, 2 * BLOCK_HALF)
+    # Both halves are read beside each other: `swapped` holds for each dimension its partner in the rotation.
+    is_second = dim >= BLOCK_HALF
+    within = tl.where(is_second, dim - BLOCK_HALF, dim)
+    mask = within < HALF
+    own = within + tl.where(is_second, HALF, 0)
+    partner = within + tl.where(is_second, 0, HALF)
+    begin = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF)
+    values = tl.load(begin + own, mask=mask, other=0.0).to(tl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        swapped = tl.load(begin + partner, mask=mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            rate = 1.0 / tl.sqrt(tl.sum(values * values, 0) / (2 * HALF) + eps)
+            norm = query_norm
+            if head >= NUM_HEADS:
+                norm = key_norm
+            values *= rate * tl.load(norm + own, mask=mask, other=0.0).to(tl.float32)
+            swapped *= rate * tl.load(norm + partner, mask=mask, other=0.0).to(tl.float32)
+        angle = tl.load(positions + row) * HALF + within
+        cosine = tl.load(cosines + angle, mask=mask, other=0.0)
+        sine = tl.load(sines + angle, mask=mask, other=0.0)
+        values = values * cosine + swapped * tl.where(is_second, sine, -sine)
+    if head < NUM_HEADS:
+        place = query + (row * NUM_HEADS + head) * (2 * HALF) + own
+        tl.store(place, values.to(query.dtype.element_ty), mask=mask)
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        block, token = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        stored_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        is_value = (head - NUM_HEADS) // NUM_KV_HEADS
+        place = kv + layer_offset + block * block_stride + stored_head * head_stride
+        place += is_value * value_offset + token * (2 * HALF)
+        scale_place = kv_scales + scales_offset + block * scale_stride + stored_head * BLOCK_SIZE
+        scale_place += is_value * value_scale_offset + token
+        store_head(place + own, scale_place, values, mask, slot >= 0, SCALED_MAX)
+
+
+@kernel
+def silu_and_mul(
+    gate_up: Pointer,  # (rows, 2 * SIZE)
+    out: Pointer,  # (rows, SIZE)
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Compute `silu(gate) * up`; a grid of (rows, pieces of SIZE)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@kernel
+def round_to_fp8(
+    x: Pointer,  # (rows, SIZE)
+    out: Pointer,  # (rows, SIZE) float8_e4m3fn
+    scales: Pointer,  # (rows,) float32
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Round rows to FP8, each with the scale that makes its largest value 448; a program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    values = tl.load(x + row * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-20) / FP8_MAX
+    tl.store(scales + row, scale)
+    tl.store(out + row * SIZE + column, (values / scale).to(out.dtype.element_ty), mask=mask)

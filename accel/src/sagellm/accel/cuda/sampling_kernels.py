@@ -1,0 +1,478 @@
+"""Choosing a token for each row of logits, exactly, without sorting and without the host.
+
+`block_statistics` reads a row once. `select_candidates` keeps the entries that top-k or the nucleus can reach
+and `draw` filters them in the order temperature, min-p, top-k, top-p, and inverts the cumulative sum in the order
+of ids. If the candidates do not decide a row, `draw` reads the whole row instead.
+
+Thresholds are found by bisection over the bits of the float32 logits, read as integers of the same order, so
+that they are exact. Sums of weights are in float64 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from sagellm.accel.cuda.kernel import Int, Pointer, device_function, kernel
+
+BLOCK = tl.constexpr(128)
+"""Neighbours of which `block_statistics` keeps the maximum and the mass."""
+
+NUCLEUS_BLOCKS = tl.constexpr(64)
+"""Without top-k, candidates are what is no smaller than the maxima of this many blocks."""
+
+LOWEST_KEY = tl.constexpr(-(1 << 31))
+
+# Columns of the settings, (rows, 5) float64.
+TEMPERATURE = tl.constexpr(0)  # 0: greedy
+MIN_P = tl.constexpr(1)
+TOP_K = tl.constexpr(2)  # 0: none
+DROPPED_SHARE = tl.constexpr(3)  # 1 - top-p; negative: none
+UNIFORM = tl.constexpr(4)
+NUM_SETTINGS = tl.constexpr(5)
+
+
+@device_function
+def order_key(values):  # type: ignore[no-untyped-def]
+    """Return int64s in the order of float32s; 0.0 and -0.0 share one."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@device_function
+def weights_of(scaled, largest):  # type: ignore[no-untyped-def]
+    """Return exp(scaled - largest) as float64; scaled may be -inf."""
+    return tl.exp(scaled - largest).to(tl.float64)
+
+
+@kernel
+def block_statistics(
+    logits: Pointer,  # (rows, vocab) float32
+    settings: Pointer,
+    maxima: Pointer,  # (rows, blocks) float32 of logit / temperature
+    masses: Pointer,  # (rows, blocks) float64 sums of exp(logit / temperature - the block's maximum)
+    vocab_size: Int,
+    num_blocks: Int,
+    TILE_BLOCKS: tl.constexpr,
+) -> None:
+    """Find each block's maximum, NaN if it holds one, and mass; a grid of (rows, tiles of blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(logits + row * vocab_size + ids, mask=ids < vocab_size, other=-float("inf"))
+    temperature = tl.load(settings + row * NUM_SETTINGS + TEMPERATURE).to(tl.float32)
+    scaled = tl.div_rn(values, tl.where(temperature > 0.0, temperature, 1.0))
+    largest = tl.max(scaled, 1)
+    pivot = tl.where(largest > -float("inf"), largest, 0.0)
+    mass = tl.sum(weights_of(scaled, pivot[:, None]), 1)
+    has_nan = tl.max((scaled != scaled).to(tl.int32), 1) > 0
+    place = row * num_blocks + block
+    tl.store(maxima + place, tl.where(has_nan, float("nan"), largest), mask=block < num_blocks)
+    tl.store(masses + place, mass, mask=block < num_blocks)
+
+
+@kernel
+def select_candidates(  # noqa: PLR0913
+    logits: Pointer,
+    settings: Pointer,
+    maxima: Pointer,
+    candidates: Pointer,  # (rows, CAPACITY) float32 logit / temperature
+    candidate_ids: Pointer,  # (rows, CAPACITY) int32, rising
+    num_candidates: Pointer,  # (rows,) int32; -1: too many, or the row needs none
+    vocab_size: Int,
+    num_blocks: Int,
+    BLOCKS: tl.constexpr,  # a power of two, no smaller than num_blocks
+    TILE_BLOCKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+) -> None:
+    """Collect what is no smaller than the k-th largest of the block maxima; a program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    setting = settings + row * NUM_SETTINGS
+    temperature = tl.load(setting + TEMPERATURE).to(tl.float32)
+    top_k = tl.load(setting + TOP_K).to(tl.int32)
+    is_whole = (top_k == 0) & (tl.load(setting + MIN_P) == 0.0) & (tl.load(setting + DROPPED_SHARE) < 0.0)
+    needed = tl.where(top_k > 0, top_k, tl.minimum(NUCLEUS_BLOCKS, num_blocks))
+    count = -1
+    if (temperature > 0.0) & (is_whole == 0) & (needed <= num_blocks):
+        block = tl.arange(0, BLOCKS)
+        of_row = maxima + row * num_blocks
+        block_maxima = tl.load(of_row + block, mask=block < num_blocks, other=-float("inf"))
+        keys = order_key(block_maxima)
+        low = tl.full((), LOWEST_KEY, tl.int64)
+        high = tl.max(keys, 0) + 1
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            if tl.sum((keys >= middle).to(tl.int32), 0) >= needed:
+                low = middle
+            else:
+                high = middle
+        count = 0
+        for start in range(0, num_blocks, TILE_BLOCKS):
+            near = start + tl.arange(0, TILE_BLOCKS)
+            largest = tl.load(of_row + near, mask=near < num_blocks, other=-float("inf"))
+            is_chosen = (order_key(largest) >= low) & (near < num_blocks)
+            if (tl.max(is_chosen.to(tl.int32), 0) > 0) & (count <= CAPACITY):
+                ids = tl.reshape(near[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], [TILE_BLOCKS * BLOCK])
+                chosen = tl.broadcast_to(is_chosen[:, None], [TILE_BLOCKS, BLOCK])
+                mask = tl.reshape(chosen, [TILE_BLOCKS * BLOCK]) & (ids < vocab_size)
+                values = tl.load(logits + row * vocab_size + ids, mask=mask, other=-float("inf"))
+                scaled = tl.div_rn(values, temperature)
+                is_kept = mask & (order_key(scaled) >= low)
+                place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+                is_kept &= place < CAPACITY
+                tl.store(candidates + row * CAPACITY + place, scaled, mask=is_kept)
+                tl.store(candidate_ids + row * CAPACITY + place, ids, mask=is_kept)
+                count = tl.max(place, 0) + 1
+        if count > CAPACITY:
+            count = -1
+    tl.store(num_candidates + row, count)
+
+
+@device_function
+def read_tile(  # type: ignore[no-untyped-def]
+    start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE: tl.constexpr
+):
+    """Return scaled logits, -inf beyond the end, and ids of a tile of the candidates or of the whole row."""
+    place = start + tl.arange(0, TILE)
+    mask = place < length
+    compact, whole = mask & is_compact, mask & (is_compact == 0)
+    scaled = tl.load(candidates + place, mask=compact, other=-float("inf"))
+    ids = tl.load(candidate_ids + place, mask=compact, other=0)
+    logits = tl.load(row_logits + place, mask=whole, other=-float("inf"))
+    return (
+        tl.where(is_compact, scaled, tl.div_rn(logits, temperature)),
+        tl.where(is_compact, ids, place),
+    )
+
+
+@device_function
+def first_above(cumulative, target, weights, ids):  # type: ignore[no-untyped-def]
+    """Return the first id whose cumulative weight exceeds the target, the last one with weight if none does."""
+    found = tl.min(tl.where(cumulative > target, ids, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(weights > 0.0, ids, 0), 0)
+    return tl.where(found < 0x7FFFFFFF, found, last)
+
+
+@device_function
+def draw_whole(  # type: ignore[no-untyped-def]
+    row_logits, maxima, masses, vocab_size, num_blocks, temperature, largest, uniform, BLOCKS: tl.constexpr
+):
+    """Draw from all tokens: first a block, by the cumulative sum of masses, then a token inside it."""
+    block = tl.arange(0, BLOCKS)
+    mask = block < num_blocks
+    block_maxima = tl.load(maxima + block, mask=mask, other=-float("inf"))
+    weights = tl.load(masses + block, mask=mask, other=0.0) * weights_of(block_maxima, largest)
+    cumulative = tl.cumsum(weights, 0)
+    target = uniform * tl.max(cumulative, 0)
+    chosen = first_above(cumulative, target, weights, block)
+    before = tl.sum(tl.where(block == chosen, cumulative - weights, 0.0), 0)
+    ids = chosen * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(row_logits + ids, mask=ids < vocab_size, other=-float("inf"))
+    inside = weights_of(tl.div_rn(logits, temperature), largest)
+    return first_above(before + tl.cumsum(inside, 0), target, inside, ids)
+
+
+@device_function
+def first_largest(row_logits, maxima, vocab_size, num_blocks, largest, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the lowest id of the largest logit."""
+    block = tl.arange(0, BLOCKS)
+    block_maxima = tl.load(maxima + block, mask=block < num_blocks, other=-float("inf"))
+    chosen = tl.min(tl.where((block_maxima == largest) & (block < num_blocks), block, BLOCKS), 0)
+    ids = chosen * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(row_logits + ids, mask=ids < vocab_size, other=-float("inf"))
+    return tl.min(tl.where((logits == largest) & (ids < vocab_size), ids, 0x7FFFFFFF), 0)
+
+
+@device_function
+def kth_key(  # type: ignore[no-untyped-def]
+    length, is_compact, candidates, candidate_ids, row_logits, temperature, largest, top_k, TILE: tl.constexpr
+):
+    """Return the key of the k-th largest scaled logit."""
+    low = tl.full((), LOWEST_KEY, tl.int64)
+    high = tl.max(order_key(tl.zeros((1,), tl.float32) + largest), 0) + 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        count = 0
+        for start in range(0, length, TILE):
+            scaled, _ = read_tile(
+                start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
+            )
+            is_there = (start + tl.arange(0, TILE) < length) & (order_key(scaled) >= middle)
+            count += tl.sum(is_there.to(tl.int32), 0)
+        if count >= top_k:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@device_function
+def mass_above(  # type: ignore[no-untyped-def]
+    key,
+    length,
+    is_compact,
+    candidates,
+    candidate_ids,
+    row_logits,
+    temperature,
+    largest,
+    least_key,
+    min_p,
+    TILE: tl.constexpr,
+):
+    """Return the weight of what survives top-k and min-p and is larger than a key."""
+    mass = tl.full((), 0.0, tl.float64)
+    for start in range(0, length, TILE):
+        scaled, _ = read_tile(
+            start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
+        )
+        weights = weights_of(scaled, largest)
+        keys = order_key(scaled)
+        mass += tl.sum(tl.where((keys > key) & (keys >= least_key) & (weights >= min_p), weights, 0.0), 0)
+    return mass
+
+
+@device_function
+def draw_kept(  # type: ignore[no-untyped-def]
+    length,
+    is_compact,
+    candidates,
+    candidate_ids,
+    row_logits,
+    temperature,
+    largest,
+    uniform,
+    min_p,
+    least_key,
+    border_key,
+    num_dropped,
+    TILE: tl.constexpr,
+):
+    """Draw from what survives: all above the border, and what lies on it except the first `num_dropped`."""
+    total = tl.full((), 0.0, tl.float64)
+    token = 0
+    is_found = 0
+    target = tl.full((), 0.0, tl.float64)
+    for turn in range(2):  # the first adds up the weights, the second finds the target
+        total = total * 0.0
+        num_ties = 0
+        for start in range(0, length, TILE):
+            scaled, ids = read_tile(
+                start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
+            )
+            keys, weights = order_key(scaled), weights_of(scaled, largest)
+            survives = (keys >= least_key) & (weights >= min_p)
+            is_tie = survives & (keys == border_key)
+            rank = num_ties + tl.cumsum(is_tie.to(tl.int32), 0)
+            is_kept = survives & ((keys > border_key) | (is_tie & (rank > num_dropped)))
+            kept = tl.where(is_kept, weights, 0.0)
+            cumulative = total + tl.cumsum(kept, 0)
+            if turn == 1:
+                found = tl.min(tl.where((cumulative > target) & (kept > 0.0), ids, 0x7FFFFFFF), 0)
+                last = tl.max(tl.where(kept > 0.0, ids, 0), 0)
+                if is_found == 0:
+                    token = tl.maximum(token, last)
+                    if found < 0x7FFFFFFF:
+                        token = found
+                        is_found = 1
+            num_ties += tl.sum(is_tie.to(tl.int32), 0)
+            total += tl.sum(kept, 0)
+        target = uniform * total
+    return token
+
+
+@device_function
+def border(  # type: ignore[no-untyped-def]
+    length,
+    is_compact,
+    candidates,
+    candidate_ids,
+    row_logits,
+    temperature,
+    largest,
+    min_p,
+    least_key,
+    total,
+    dropped_share,
+    TILE: tl.constexpr,
+):
+    """Return the smallest key of the nucleus, and how many entries of that key, of the lowest ids, it drops."""
+    low = least_key - 1
+    high = tl.max(order_key(tl.zeros((1,), tl.float32) + largest), 0)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        above = mass_above(
+            middle,
+            length,
+            is_compact,
+            candidates,
+            candidate_ids,
+            row_logits,
+            temperature,
+            largest,
+            least_key,
+            min_p,
+            TILE,
+        )
+        if total - above > dropped_share * total:
+            high = middle
+        else:
+            low = middle
+    # The bisection ends at the smallest key that would be kept; the border is the smallest entry from there on.
+    border_key = tl.full((), 1 << 40, tl.int64)
+    for start in range(0, length, TILE):
+        scaled, _ = read_tile(
+            start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
+        )
+        keys, weights = order_key(scaled), weights_of(scaled, largest)
+        is_inside = (keys >= high) & (keys >= least_key) & (weights >= min_p)
+        border_key = tl.minimum(border_key, tl.min(tl.where(is_inside, keys, 1 << 40), 0))
+    num_ties, weight = 0, tl.full((), 0.0, tl.float64)
+    for start in range(0, length, TILE):
+        scaled, _ = read_tile(
+            start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
+        )
+        is_tie = (start + tl.arange(0, TILE) < length) & (order_key(scaled) == border_key)
+        num_ties += tl.sum(is_tie.to(tl.int32), 0)
+        weight = tl.maximum(weight, tl.max(tl.where(is_tie, weights_of(scaled, largest), 0.0), 0))
+    above = mass_above(
+        border_key,
+        length,
+        is_compact,
+        candidates,
+        candidate_ids,
+        row_logits,
+        temperature,
+        largest,
+        least_key,
+        min_p,
+        TILE,
+    )
+    room = (total - above - dropped_share * total) / tl.maximum(weight, 1e-300)
+    num_kept = tl.ceil(tl.minimum(tl.maximum(room, 1.0), num_ties.to(tl.float64))).to(tl.int32)
+    return border_key, num_ties - num_kept
+
+
+@device_function
+def deciding(candidates, count, largest, min_p, dropped_share, mass, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the number of candidates if all that min-p and top-p keep is among them, else -1."""
+    kept = tl.full((), 0.0, tl.float64)
+    smallest = tl.full((), float("inf"), tl.float32)
+    for start in range(0, count, TILE):
+        place = start + tl.arange(0, TILE)
+        scaled = tl.load(candidates + place, mask=place < count, other=-float("inf"))
+        kept += tl.sum(weights_of(scaled, largest), 0)
+        smallest = tl.minimum(smallest, tl.min(tl.where(place < count, scaled, float("inf")), 0))
+    # What is not a candidate is smaller than all of them, so min-p or top-p must have ended before.
+    is_ended = weights_of(smallest, largest) < min_p
+    if min_p == 0.0:
+        is_ended = mass - kept <= dropped_share * mass
+    return tl.where(is_ended, count, -1)
+
+
+@kernel
+def draw(  # noqa: PLR0913
+    logits: Pointer,
+    settings: Pointer,
+    maxima: Pointer,
+    masses: Pointer,
+    candidates: Pointer,
+    candidate_ids: Pointer,
+    num_candidates: Pointer,
+    tokens: Pointer,  # (rows,) int64; -1: the row is not a distribution
+    vocab_size: Int,
+    num_blocks: Int,
+    BLOCKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Choose a token; a program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    setting = settings + row * NUM_SETTINGS
+    temperature = tl.load(setting + TEMPERATURE).to(tl.float32)
+    min_p = tl.load(setting + MIN_P).to(tl.float32).to(tl.float64)
+    top_k = tl.load(setting + TOP_K).to(tl.int32)
+    dropped_share, uniform = tl.load(setting + DROPPED_SHARE), tl.load(setting + UNIFORM)
+    row_logits = logits + row * vocab_size
+    of_maxima, of_masses = maxima + row * num_blocks, masses + row * num_blocks
+    block = tl.arange(0, BLOCKS)
+    mask = block < num_blocks
+    block_maxima = tl.load(of_maxima + block, mask=mask, other=-float("inf"))
+    largest = tl.max(block_maxima, 0)
+    has_nan = tl.max((block_maxima != block_maxima).to(tl.int32), 0) > 0
+    token = -1
+    if (has_nan == 0) & (largest > -float("inf")) & (largest < float("inf")):
+        if temperature == 0.0:
+            token = first_largest(row_logits, of_maxima, vocab_size, num_blocks, largest, BLOCKS)
+        elif (top_k == 0) & (min_p == 0.0) & (dropped_share < 0.0):
+            token = draw_whole(
+                row_logits,
+                of_maxima,
+                of_masses,
+                vocab_size,
+                num_blocks,
+                temperature,
+                largest,
+                uniform,
+                BLOCKS,
+            )
+        else:
+            chosen, chosen_ids = candidates + row * CAPACITY, candidate_ids + row * CAPACITY
+            block_weights = weights_of(block_maxima, largest)
+            mass = tl.sum(tl.load(of_masses + block, mask=mask, other=0.0) * block_weights, 0)
+            count = tl.load(num_candidates + row)
+            if (top_k == 0) & (count >= 0):
+                count = deciding(chosen, count, largest, min_p, dropped_share, mass, TILE)
+            is_compact = count >= 0
+            length = tl.where(is_compact, count, vocab_size)
+            least_key = tl.full((), LOWEST_KEY, tl.int64)
+            if top_k > 0:
+                least_key = kth_key(
+                    length, is_compact, chosen, chosen_ids, row_logits, temperature, largest, top_k, TILE
+                )
+            total = mass
+            if (top_k > 0) | (min_p > 0.0):
+                total = mass_above(
+                    tl.full((), LOWEST_KEY, tl.int64),
+                    length,
+                    is_compact,
+                    chosen,
+                    chosen_ids,
+                    row_logits,
+                    temperature,
+                    largest,
+                    least_key,
+                    min_p,
+                    TILE,
+                )
+            border_key, num_dropped = tl.full((), LOWEST_KEY, tl.int64) - 1, 0
+            if dropped_share >= 0.0:
+                border_key, num_dropped = border(
+                    length,
+                    is_compact,
+                    chosen,
+                    chosen_ids,
+                    row_logits,
+                    temperature,
+                    largest,
+                    min_p,
+                    least_key,
+                    total,
+                    dropped_share,
+                    TILE,
+                )
+            token = draw_kept(
+                length,
+                is_compact,
+                chosen,
+                chosen_ids,
+                row_logits,
+                temperature,
+                largest,
+                uniform,
+                min_p,
+                least_key,
+                border_key,
+                num_dropped,
+                TILE,
+            )
+    tl.store(tokens + row, token)

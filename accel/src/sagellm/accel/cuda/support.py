@@ -1,0 +1,73 @@
+"""What the backend can run, and the reasons why it refuses."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from sagellm.core import WHOLE, ModelSpec, QuantizerProtocol, Shard, UnsupportedModelError
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in Triton's interpreter, on tensors of a CPU."""
+
+FEATURES = frozenset(
+    {
+        "bias",
+        "qk_norm",
+        "sliding_window",
+        "soft_cap",
+        "rope_dynamic",
+        "rope_linear",
+        "rope_llama3",
+        "rope_yarn",
+        "kv_bfloat16",
+        "kv_float16",
+        "kv_float32",
+        "kv_int8",
+        "kv_float8_e4m3fn",
+    }
+)
+"""The entries of `ModelSpec.features`, and formats of KV, that the kernels support."""
+
+_LEAST_CAPABILITY = (8, 0)
+_LARGEST_HEAD = 256
+
+
+def check_support(
+    spec: ModelSpec, device: torch.device, quantizer: QuantizerProtocol | None, shard: Shard
+) -> None:
+    """Raise UnsupportedModelError that says what cannot be run."""
+    spec.require(FEATURES)
+    _check_machine(device)
+    if quantizer is not None:
+        raise UnsupportedModelError(
+            "it multiplies plain weights, and FP8 with the option linears=fp8; take out model.quantization"
+        )
+    if shard != WHOLE:
+        raise UnsupportedModelError(f"it has no parts of a model, and is to be {shard}")
+    shapes = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in spec.attention}
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"its layers have alike heads; this model has {sorted(shapes)}")
+    ((num_heads, num_kv_heads, head_dim),) = shapes
+    if num_heads % num_kv_heads or head_dim % 2 or head_dim > _LARGEST_HEAD:
+        raise UnsupportedModelError(
+            f"it takes heads of an even size up to {_LARGEST_HEAD} in groups of equal size, not {num_heads} "
+            f"heads of {head_dim} over {num_kv_heads}"
+        )
+
+
+def _check_machine(device: torch.device) -> None:
+    if find_spec("triton") is None:
+        raise UnsupportedModelError("it needs triton: pip install 'sagellm-accel[cuda]'")
+    if IS_INTERPRETED:
+        return
+    if device.type != "cuda":
+        raise UnsupportedModelError(f"it computes on a CUDA device, not on {device}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        raise UnsupportedModelError(
+            f"its kernels need compute capability {'.'.join(map(str, _LEAST_CAPABILITY))}; "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+        )

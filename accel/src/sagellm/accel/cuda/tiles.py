@@ -1,0 +1,72 @@
+"""Which tiles of query rows a step has, and in which items they are computed. Planned on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints = npt.NDArray[np.int32]
+
+SPLIT_TOKENS = 256
+"""Tokens of KV in a split. Fixed, so that a row is summed in the same order in every batch."""
+
+SHORT_TOKENS = 16
+"""A sequence that computes at most this many tokens is computed in splits: a decode, or drafts to verify."""
+
+_SHORT_ROWS, _LONG_ROWS = 16, 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of sequences, and their items: one per split, or one if `split` is 0."""
+
+    sequences: Ints  # (tiles,)
+    firsts: Ints  # (tiles,) first token, counted from the sequence's first row
+    item_tiles: Ints  # (items,)
+    item_begins: Ints  # (tiles + 1,)
+    tile_tokens: int
+    split: int
+
+
+def tiles_of(which: Ints, num_new: Ints, lengths: Ints, *, tile_tokens: int, split: int) -> Tiles:
+    """Cut the rows of the sequences `which` into tiles of `tile_tokens` and these into items."""
+    counts, ends = num_new[which], lengths[which]
+    per_sequence = -(-counts // tile_tokens)
+    of = np.repeat(np.arange(len(which)), per_sequence)
+    firsts = (np.arange(len(of)) - (np.cumsum(per_sequence) - per_sequence)[of]) * tile_tokens
+    tile_ends = (ends - counts)[of] + np.minimum(firsts + tile_tokens, counts[of])
+    num_items = -(-tile_ends // split) if split else np.ones(len(of), np.int32)
+    return Tiles(
+        sequences=which[of].astype(np.int32),
+        firsts=firsts.astype(np.int32),
+        item_tiles=np.repeat(np.arange(len(of), dtype=np.int32), num_items),
+        item_begins=np.concatenate(([0], np.cumsum(num_items))).astype(np.int32),
+        tile_tokens=tile_tokens,
+        split=split,
+    )
+
+
+def plan_tiles(num_new: Ints, lengths: Ints, group: int) -> list[Tiles]:
+    """Plan the launches of a step: short sequences in splits, long ones in large tiles."""
+    is_short = num_new <= SHORT_TOKENS
+    short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
+    plan = []
+    if len(short):
+        tile_tokens = 1 if num_new[short].max() == 1 else max(1, _SHORT_ROWS // group)
+        plan.append(tiles_of(short, num_new, lengths, tile_tokens=tile_tokens, split=SPLIT_TOKENS))
+    if len(long):
+        tile_tokens = max(1, _LONG_ROWS // group)
+        plan.append(tiles_of(long, num_new, lengths, tile_tokens=tile_tokens, split=0))
+    return plan
+
+
+def upload(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
+    """Copy int32 arrays to the device in one piece, without waiting for it."""
+    packed = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(packed.split([len(array) for array in arrays]))

@@ -1,0 +1,183 @@
+"""The backend `cuda` computes what `torch` computes; in Triton's interpreter unless TRITON_INTERPRET=0."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, UnsupportedModelError
+from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
+from sagellm.engines.attention.sdpa import SDPABackend
+from sagellm.engines.forward.torch_backend import TorchForwardBackend
+from sagellm.engines.loading.load import open_model
+from sagellm.engines.testing import make_checkpoint
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="triton is not installed; `hatch run cuda` installs it")
+
+DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+BLOCK_SIZE, NUM_BLOCKS = 8, 64
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 515}
+MODELS = {
+    "qwen3": {"family": "qwen3"},
+    "qwen2": {"family": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 1},
+    "llama3": {
+        "family": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"family": "mistral", "sliding_window": 9},
+}
+
+
+def backends(path, *, kv_dtype="float32", **options):
+    from sagellm.accel.cuda.backend import CudaForwardBackend
+
+    config = EngineConfig(model={"path": str(path), "device": str(DEVICE), "dtype": "float32"})
+    opened = open_model(config.model, PluginRegistry.load())
+    geometry = opened.spec.geometry
+    attention = SDPABackend(
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        block_size=BLOCK_SIZE,
+    )
+    given = {"device": DEVICE, "dtype": torch.float32, "attention": attention}
+    with opened.reading() as weights:
+        both = (
+            TorchForwardBackend(opened.spec, weights, **given),
+            CudaForwardBackend(opened.spec, weights, **given, **options),
+        )
+    for backend, dtype in zip(both, ("float32", kv_dtype), strict=True):
+        is_scaled = dtype in ("int8", "float8_e4m3fn")
+        group = KVGroup(
+            layer_ids=tuple(range(geometry.num_layers)),
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=dtype,
+            scale_bytes_per_head=4 * BLOCK_SIZE if is_scaled else 0,
+        )
+        backend.initialize_kv_caches([KVLayout(group=group, block_size=BLOCK_SIZE)], [NUM_BLOCKS])
+    return both
+
+
+def step(sequences, wanted=None):
+    """Return a batch of the last `num_new` of `length` tokens of sequences with blocks of their own."""
+    ids, positions, slots, tables, ends = [], [], [], [], []
+    width = NUM_BLOCKS // len(sequences)
+    for seat, (num_new, length) in enumerate(sequences):
+        blocks = [(seat + 3 * place) % NUM_BLOCKS for place in range(width)] if seat < 3 else []
+        places = range(length - num_new, length)
+        ids += [(7 * seat + 11 * place) % 500 for place in places]
+        positions += places
+        slots += [blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in places]
+        tables.append(blocks)
+        ends.append(len(ids) - 1)
+
+    def tensor(values):
+        return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+    return InputBatch(
+        input_ids=tensor(ids),
+        position_ids=tensor(positions),
+        slot_mapping=tensor(slots),
+        block_tables=tensor(tables),
+        query_lens=[num_new for num_new, _ in sequences],
+        seq_lens=[length for _, length in sequences],
+        logits_indices=tensor(ends if wanted is None else wanted),
+    )
+
+
+STEPS = [
+    step([(30, 30), (5, 5), (40, 40)]),
+    step([(1, 31), (1, 6), (1, 41)]),
+    step([(4, 35), (1, 7), (20, 61)], wanted=[0, 1, 2, 3, 4, 24, 20]),
+    step([(1, 36), (1, 8), (1, 62)]),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS[request.param])
+
+
+def test_logits_of_prefills_decodes_and_drafts_are_those_of_torch(checkpoint):
+    expected, found = backends(checkpoint)
+    for each in STEPS:
+        torch.testing.assert_close(found.forward(each), expected.forward(each), rtol=1e-4, atol=1e-4)
+    assert found.model_metrics() == expected.model_metrics()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS["qwen3"])
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.05), ("float8_e4m3fn", 0.15), ("bfloat16", 0.02)])
+def test_kv_of_fewer_bits_costs_little(qwen3, kv_dtype, most):
+    expected, found = backends(qwen3, kv_dtype=kv_dtype)
+    for each in STEPS:
+        logits, exact = found.forward(each), expected.forward(each)
+        assert 0 < (logits - exact).norm() / exact.norm() < most
+
+
+def test_fp8_linears_cost_little_and_are_smaller(qwen3):
+    expected, found = backends(qwen3, linears="fp8")
+    logits, exact = found.forward(STEPS[0]), expected.forward(STEPS[0])
+    assert 0 < (logits - exact).norm() / exact.norm() < 0.3
+    assert found.model_metrics().weight_bytes < expected.model_metrics().weight_bytes
+
+
+def test_blocks_are_copied_read_and_written(qwen3):
+    _, found = backends(qwen3, kv_dtype="int8")
+    before = found.forward(STEPS[0])
+    size = found.metrics().kv_bytes // NUM_BLOCKS
+    used = sorted(set(STEPS[0].block_tables.flatten().tolist()))
+    kept = [bytearray(size) for _ in used]
+    found.read_blocks(used, [memoryview(each) for each in kept])
+    assert any(any(each) for each in kept)
+    found.write_blocks(used, [memoryview(bytes(size)) for _ in used])
+    empty = bytearray(b"x" * size)
+    found.read_blocks(used[:1], [memoryview(empty)])
+    assert not any(empty)
+    found.write_blocks(used, [memoryview(each) for each in kept])
+    torch.testing.assert_close(found.forward(STEPS[0]), before)
+    found.copy_blocks([(used[0], used[1])])
+    copied = bytearray(size)
+    found.read_blocks(used[1:2], [memoryview(copied)])
+    assert copied == kept[0]
+
+
+def test_an_engine_writes_what_it_writes_with_torch(qwen3):
+    def texts(backend):
+        settings = {"backend": backend}
+        engine = LLMEngine(
+            EngineConfig(
+                model={"path": str(qwen3), "device": str(DEVICE), "dtype": "float32"},
+                kv={"num_blocks": 64},
+                forward=settings,
+            )
+        )
+        prompts = [[5, 6, 7, 8] * 5, [9, 10], [5, 6, 7, 8] * 5 + [1]]
+        outputs = engine.generate(prompts, SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=6))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert texts("cuda") == texts("torch")
+
+
+def test_what_it_cannot_run_is_refused_with_the_reason(qwen3):
+    from sagellm.core import Shard
+
+    with pytest.raises(UnsupportedModelError, match="multiples of 16"):
+        backends(make_checkpoint(qwen3.parent / "odd", **SMALL | {"intermediate_size": 40}), linears="fp8")
+    with pytest.raises(UnsupportedModelError, match="plain or fp8"):
+        backends(qwen3, linears="int2")
+    with pytest.raises(UnsupportedModelError, match="no parts of a model"):
+        backends(qwen3, shard=Shard(0, 2))
