@@ -40,7 +40,7 @@ MODELS = {
 def backends(path, *, kv_dtype="float32", **options):
     from sagellm.accel.cuda.backend import CudaForwardBackend
 
-    config = EngineConfig(model={"path": str(path), "device": str(DEVICE), "dtype": "float32"})
+    config = EngineConfig(model={"name": str(path), "device": str(DEVICE), "dtype": "float32"})
     opened = open_model(config.model, PluginRegistry.load())
     geometry = opened.spec.geometry
     attention = SDPABackend(
@@ -160,7 +160,7 @@ def test_an_engine_writes_what_it_writes_with_torch(qwen3):
         settings = {"backend": backend}
         engine = LLMEngine(
             EngineConfig(
-                model={"path": str(qwen3), "device": str(DEVICE), "dtype": "float32"},
+                model={"name": str(qwen3), "device": str(DEVICE), "dtype": "float32"},
                 kv={"num_blocks": 64},
                 forward=settings,
             )

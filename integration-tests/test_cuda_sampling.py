@@ -26,13 +26,10 @@ def drawn(logits, params, seed):
 
     numbers = uniforms([seed] * len(logits), list(range(len(logits))))
     settings = [
-        [each.temperature, each.min_p, each.top_k if 0 < each.top_k < logits.shape[1] else 0]
-        + [filters.dropped_share(each.top_p), number]
+        [each.temperature, each.min_p, each.top_k, filters.dropped_share(each.top_p), number]
         for each, number in zip(params, numbers, strict=True)
     ]
-    return draw_tokens(
-        logits.to(DEVICE), torch.tensor(settings, dtype=torch.float64, device=DEVICE)
-    ).tolist()
+    return draw_tokens(logits.to(DEVICE), torch.tensor(settings, dtype=torch.float64, device=DEVICE)).tolist()
 
 
 def sampled(logits, params, seed):

@@ -74,10 +74,14 @@ class Step:
         queries = iter(self.query.double().split(self.num_new.tolist()))
         for table, count, length in zip(self.tables.cpu(), self.num_new, self.lengths, strict=True):
             keys, values = (
-                self.values[table][:, which].transpose(1, 2).reshape(-1, spec.num_kv_heads, spec.head_dim)[:length]
+                self.values[table][:, which]
+                .transpose(1, 2)
+                .reshape(-1, spec.num_kv_heads, spec.head_dim)[:length]
                 for which in (0, 1)
             )
-            scores = torch.einsum("qhd,khd->hqk", next(queries), keys.repeat_interleave(group, 1)) * spec.scale
+            scores = (
+                torch.einsum("qhd,khd->hqk", next(queries), keys.repeat_interleave(group, 1)) * spec.scale
+            )
             if spec.soft_cap:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
             place = torch.arange(length)
@@ -137,7 +141,7 @@ def test_8_bit_kv_is_scaled_by_token_and_head(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_kv_is_widened(dtype):
-    # In the interpreter products are in float32; on a GPU the queries are float32, too, so this is exact as well.
+    # The queries are float32, so products are, too: in the interpreter as on a GPU.
     Step(spec_of(), [1, 5, 20], [300, 9, 33], dtype=dtype).check()
 
 
@@ -155,5 +159,7 @@ def test_any_number_of_programs_gives_the_same_bits(monkeypatch):
     step = Step(spec_of(), *DECODES)
     expected = step.run()
     for number in (1, 64):
-        monkeypatch.setattr("sagellm.accel.cuda.paged_attention.num_programs", lambda _, number=number: number)
+        monkeypatch.setattr(
+            "sagellm.accel.cuda.paged_attention.num_programs", lambda _, number=number: number
+        )
         assert torch.equal(step.run(), expected)

@@ -52,6 +52,7 @@ from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
 from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker import late_tokens
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.worker import Worker
@@ -107,7 +108,9 @@ def build_core(  # noqa: PLR0913
     )
     num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
     state = SeatState(num_seats, block_size=block_size)
-    worker = Worker(runner, sampler, state, trace=trace, around=around_step)
+    worker = Worker(
+        runner, sampler, state, trace=trace, around=around_step, draw=late_tokens.device_draw(runner.device)
+    )
     executor = modules.make("executor", config.forward.executor, worker)
     seats = Seats(num_seats, block_size=block_size)
     steps = StepRunner(executor, seats, runtime.clock)

@@ -37,6 +37,12 @@ def sagellm_providers() -> list[Provider]:
             f"{_PACKAGE}.worker.inline_executor:InlineExecutor",
             "in the thread that plans",
         ),
+        Provider(
+            "executor",
+            "overlapped",
+            f"{_PACKAGE}.worker.overlapped_executor:OverlappedExecutor",
+            "planned while the device computes the last one",
+        ),
         Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),
         Provider("attention_backend", "sdpa", f"{attention}.sdpa:SDPABackend", "torch's fused attention"),
         Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from sagellm.accel.cuda.kernel import Float, Int, Pointer, device_function, kernel
+from sagellm.accel.cuda.kernel import device_function, kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @device_function
-def tile_begin(first, computed, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_begin(first: tl.tensor, computed: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
     """Return the first position that a tile's first token sees; the token is at `computed + first`."""
     begin = 0
     if WINDOW:
@@ -25,27 +25,27 @@ def tile_begin(first, computed, WINDOW: tl.constexpr):  # type: ignore[no-untype
 
 
 @device_function
-def capped(scores, SOFT_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def capped(scores: tl.tensor, SOFT_CAP: tl.constexpr) -> tl.tensor:
     """Return `cap * tanh(score / cap)`; no cap is 0."""
-    if SOFT_CAP:
+    if SOFT_CAP > 0.0:
         scores = SOFT_CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / SOFT_CAP)) + 1.0))
     return scores
 
 
 @device_function
-def attend_range(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    query,  # (BLOCK_M, BLOCK_D)
-    query_position,  # (BLOCK_M,) of each row's token
-    keys,  # this layer's and head's keys of block 0
-    key_scales,  # likewise; unused without scales
-    blocks,  # the sequence's block table
-    begin,
-    end,
-    block_stride,
-    value_offset,  # elements from a key to its value
-    scale_stride,  # float32s from a block to the next
-    value_scale_offset,
-    scale,
+def attend_range(  # noqa: PLR0913
+    query: tl.tensor,  # (BLOCK_M, BLOCK_D)
+    query_position: tl.tensor,  # (BLOCK_M,) of each row's token
+    keys: tl.tensor,  # this layer's and head's keys of block 0
+    key_scales: tl.tensor,  # likewise; unused without scales
+    blocks: tl.tensor,  # the sequence's block table
+    begin: tl.tensor,
+    end: tl.tensor,
+    block_stride: tl.tensor,
+    value_offset: tl.tensor,  # elements from a key to its value
+    scale_stride: tl.tensor,  # float32s from a block to the next
+    value_scale_offset: tl.tensor,
+    scale: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
@@ -54,7 +54,7 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     SOFT_CAP: tl.constexpr,
     IS_SCALED: tl.constexpr,
     COMPUTE: tl.constexpr,
-):
+) -> tl.tensor:
     """Return weighted sums of values, sums of weights and maxima of scores, over positions `[begin, end)`."""
     dims = tl.arange(0, BLOCK_D)
     total = tl.zeros((query.shape[0], BLOCK_D), tl.float32)
@@ -94,30 +94,30 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 @kernel
 def attend(  # noqa: PLR0913
-    query: Pointer,  # (rows, heads, D)
-    kv: Pointer,
-    kv_scales: Pointer,  # the same memory as float32
-    tables: Pointer,  # (sequences, table_stride) block ids
-    row_begins: Pointer,  # (sequences,) first row of each
-    num_new: Pointer,  # (sequences,) rows of each
-    lengths: Pointer,  # (sequences,) tokens of each, the new ones included
-    tile_sequences: Pointer,  # (tiles,)
-    tile_firsts: Pointer,  # (tiles,) first token of a tile, counted from its sequence's first row
-    item_tiles: Pointer,  # (items,) a tile's items are its splits, in order
-    item_begins: Pointer,  # (tiles + 1,) first item of each tile
-    num_tiles: Int,
-    out: Pointer,  # (rows, heads, D), if there are no splits
-    partial: Pointer,  # (items, KV heads, TILE_TOKENS * GROUP, D) float32
-    partial_stats: Pointer,  # (items, KV heads, TILE_TOKENS * GROUP, 2) float32: sum of weights, largest score
-    table_stride: Int,
-    layer_offset: Int,
-    block_stride: Int,
-    head_stride: Int,
-    value_offset: Int,
-    scales_offset: Int,
-    scale_stride: Int,
-    value_scale_offset: Int,
-    scale: Float,
+    query: tl.tensor,  # (rows, heads, D)
+    kv: tl.tensor,
+    kv_scales: tl.tensor,  # the same memory as float32
+    tables: tl.tensor,  # (sequences, table_stride) block ids
+    row_begins: tl.tensor,  # (sequences,) first row of each
+    num_new: tl.tensor,  # (sequences,) rows of each
+    lengths: tl.tensor,  # (sequences,) tokens of each, the new ones included
+    tile_sequences: tl.tensor,  # (tiles,)
+    tile_firsts: tl.tensor,  # (tiles,) first token of a tile, counted from its sequence's first row
+    item_tiles: tl.tensor,  # (items,) a tile's items are its splits, in order
+    item_begins: tl.tensor,  # (tiles + 1,) first item of each tile
+    num_tiles: tl.tensor,
+    out: tl.tensor,  # (rows, heads, D), if there are no splits
+    partial: tl.tensor,  # (items, KV heads, TILE_TOKENS * GROUP, D) float32
+    partial_stats: tl.tensor,  # (items, KV heads, TILE_TOKENS * GROUP, 2): sum of weights, largest score
+    table_stride: tl.tensor,
+    layer_offset: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    value_offset: tl.tensor,
+    scales_offset: tl.tensor,
+    scale_stride: tl.tensor,
+    value_scale_offset: tl.tensor,
+    scale: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -194,15 +194,15 @@ def attend(  # noqa: PLR0913
 
 @kernel
 def merge_splits(  # noqa: PLR0913
-    partial: Pointer,
-    partial_stats: Pointer,
-    row_begins: Pointer,
-    num_new: Pointer,
-    lengths: Pointer,
-    tile_sequences: Pointer,
-    tile_firsts: Pointer,
-    item_begins: Pointer,
-    out: Pointer,
+    partial: tl.tensor,
+    partial_stats: tl.tensor,
+    row_begins: tl.tensor,
+    num_new: tl.tensor,
+    lengths: tl.tensor,
+    tile_sequences: tl.tensor,
+    tile_firsts: tl.tensor,
+    item_begins: tl.tensor,
+    out: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_TOKENS: tl.constexpr,

@@ -55,8 +55,8 @@ class CudaForwardBackend(ForwardBackendProtocol):
 
     `weights="fp8"` rounds the weights of all linears but the head to FP8 (E4M3), and the rows that they
     multiply; `graphs=False` launches every kernel of every step. Sums of attention are those of a sequence
-    alone, but cuBLAS chooses an algorithm by the number of rows, so logits of a batch may differ in their last
-    bits.
+    alone, but cuBLAS chooses an algorithm by the number of rows, so the last bits of logits depend on the
+    batch.
     """
 
     features = FEATURES

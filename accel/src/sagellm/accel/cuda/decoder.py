@@ -33,6 +33,7 @@ from sagellm.core import (
     UnsupportedModelError,
 )
 
+
 @dataclass(frozen=True)
 class StepTensors:
     """A step on the device. The sequences' rows lie one after another."""
@@ -147,7 +148,9 @@ class CudaDecoder:
         if any(each is not None for each in biases):
             bias = torch.cat(
                 [
-                    weight.new_zeros(part.weight.shape[0]) if part.bias is None else self._weights.load(part.bias)
+                    weight.new_zeros(part.weight.shape[0])
+                    if part.bias is None
+                    else self._weights.load(part.bias)
                     for part in parts
                 ]
             )

@@ -1,4 +1,4 @@
-"""CUDA graphs of decodes: one for each number of sequences in a list, replayed instead of launching kernels."""
+"""CUDA graphs of decodes, one for each number of sequences in a list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from sagellm.accel.cuda.decoder import StepTensors
-from sagellm.accel.cuda.paged_attention import AttentionPlan, DeviceTiles, SequenceRows, num_programs, split_space
+from sagellm.accel.cuda.paged_attention import (
+    AttentionPlan,
+    DeviceTiles,
+    SequenceRows,
+    num_programs,
+    split_space,
+)
 from sagellm.accel.cuda.tiles import SPLIT_TOKENS, Ints, tiles_of
 from sagellm.core import AttentionSpec, InputBatch
 
@@ -77,7 +83,11 @@ class DecodeBuffers:
     def _plan(self, lengths: Ints) -> None:
         rows, all_rows = len(lengths), self.num_rows
         tiles = tiles_of(
-            np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), lengths, tile_tokens=1, split=SPLIT_TOKENS
+            np.arange(rows, dtype=np.int32),
+            np.ones(rows, np.int32),
+            lengths,
+            tile_tokens=1,
+            split=SPLIT_TOKENS,
         )
         num_items = len(tiles.item_tiles)
         if self._is_copied is not None:
@@ -100,9 +110,7 @@ class DecodeBuffers:
 
     def step(self, bucket: int) -> StepTensors:
         """Return the first rows of the buffers as a step."""
-        lengths, begins, items = self._planned.split(
-            [self.num_rows, self.num_rows + 1, self.num_items]
-        )
+        lengths, begins, items = self._planned.split([self.num_rows, self.num_rows + 1, self.num_items])
         order, firsts = self._order[:bucket], self._firsts[:bucket]
         tiles = DeviceTiles(
             sequences=order,

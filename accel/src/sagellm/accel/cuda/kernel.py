@@ -11,12 +11,6 @@ import triton.language as tl
 
 from sagellm.accel.cuda.support import IS_INTERPRETED
 
-Pointer = Any
-"""A tensor where a kernel is launched, a pointer inside it."""
-
-Int = Any
-Float = Any
-
 _TRITON = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -24,8 +18,11 @@ _TRITON = {
 }
 
 
-def kernel(function: Callable[..., None]) -> Any:
-    """Declare a kernel: `declared[grid](...)` launches it."""
+def kernel(function: Callable[..., Any]) -> Any:
+    """Declare a kernel: `declared[grid](...)` launches it.
+
+    Its arguments are annotated as inside: tensors there are pointers or numbers here.
+    """
     return triton.jit(function)
 
 
@@ -35,7 +32,7 @@ def device_function(function: Callable[..., Any]) -> Any:
 
 
 def compute_type(dtype: torch.dtype) -> Any:
-    """Return the type in which matrices of `dtype` are multiplied; the interpreter's bf16 products are wrong."""
+    """Return the type in which matrices are multiplied; the interpreter's products in bf16 are wrong."""
     return tl.float32 if IS_INTERPRETED else _TRITON[dtype]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from sagellm.accel.cuda.kernel import Float, Int, Pointer, device_function, kernel
+from sagellm.accel.cuda.kernel import device_function, kernel
 
 FP8_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
@@ -12,11 +12,11 @@ INT8_MAX = tl.constexpr(127.0)
 
 @kernel
 def add_norm(  # noqa: PLR0913
-    x: Pointer,  # (rows, SIZE)
-    residual: Pointer,  # (rows, SIZE); x is added to it in place
-    weight: Pointer,  # (SIZE,)
-    out: Pointer,  # (rows, SIZE)
-    eps: Float,
+    x: tl.tensor,  # (rows, SIZE)
+    residual: tl.tensor,  # (rows, SIZE); x is added to it in place
+    weight: tl.tensor,  # (SIZE,)
+    out: tl.tensor,  # (rows, SIZE)
+    eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -37,14 +37,14 @@ def add_norm(  # noqa: PLR0913
 
 
 @device_function
-def store_head(  # type: ignore[no-untyped-def]
-    place,  # of each of the head's values
-    scale_place,
-    values,  # float32, 0 where masked
-    mask,
-    is_stored,
+def store_head(
+    place: tl.tensor,  # of each of the head's values
+    scale_place: tl.tensor,
+    values: tl.tensor,  # float32, 0 where masked
+    mask: tl.tensor,
+    is_stored: tl.tensor,
     SCALED_MAX: tl.constexpr,  # largest stored value; 0: stored as it is
-):
+) -> tl.tensor:
     """Write a key or a value of one head, scaled to fill its number format if that has 8 bits."""
     stored = values
     if SCALED_MAX:
@@ -58,24 +58,24 @@ def store_head(  # type: ignore[no-untyped-def]
 
 @kernel
 def rotate_and_store(  # noqa: PLR0913
-    qkv: Pointer,  # (rows, heads + 2 KV heads, 2 * HALF)
-    query: Pointer,  # (rows, heads, 2 * HALF)
-    kv: Pointer,
-    kv_scales: Pointer,
-    positions: Pointer,  # (rows,)
-    slots: Pointer,  # (rows,) block * BLOCK_SIZE + offset; below 0: not stored
-    cosines: Pointer,  # (positions, HALF) float32
-    sines: Pointer,
-    query_norm: Pointer,  # (2 * HALF,)
-    key_norm: Pointer,
-    eps: Float,
-    layer_offset: Int,
-    block_stride: Int,
-    head_stride: Int,
-    value_offset: Int,
-    scales_offset: Int,
-    scale_stride: Int,
-    value_scale_offset: Int,
+    qkv: tl.tensor,  # (rows, heads + 2 KV heads, 2 * HALF)
+    query: tl.tensor,  # (rows, heads, 2 * HALF)
+    kv: tl.tensor,
+    kv_scales: tl.tensor,
+    positions: tl.tensor,  # (rows,)
+    slots: tl.tensor,  # (rows,) block * BLOCK_SIZE + offset; below 0: not stored
+    cosines: tl.tensor,  # (positions, HALF) float32
+    sines: tl.tensor,
+    query_norm: tl.tensor,  # (2 * HALF,)
+    key_norm: tl.tensor,
+    eps: tl.tensor,
+    layer_offset: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    value_offset: tl.tensor,
+    scales_offset: tl.tensor,
+    scale_stride: tl.tensor,
+    value_scale_offset: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -109,8 +109,8 @@ def rotate_and_store(  # noqa: PLR0913
         sine = tl.load(sines + angle, mask=mask, other=0.0)
         values = values * cosine + swapped * tl.where(is_second, sine, -sine)
     if head < NUM_HEADS:
-        place = query + (row * NUM_HEADS + head) * (2 * HALF) + own
-        tl.store(place, values.to(query.dtype.element_ty), mask=mask)
+        rotated = query + (row * NUM_HEADS + head) * (2 * HALF) + own
+        tl.store(rotated, values.to(query.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slots + row).to(tl.int64)
         block, token = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -125,8 +125,8 @@ def rotate_and_store(  # noqa: PLR0913
 
 @kernel
 def silu_and_mul(
-    gate_up: Pointer,  # (rows, 2 * SIZE)
-    out: Pointer,  # (rows, SIZE)
+    gate_up: tl.tensor,  # (rows, 2 * SIZE)
+    out: tl.tensor,  # (rows, SIZE)
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -141,9 +141,9 @@ def silu_and_mul(
 
 @kernel
 def round_to_fp8(
-    x: Pointer,  # (rows, SIZE)
-    out: Pointer,  # (rows, SIZE) float8_e4m3fn
-    scales: Pointer,  # (rows,) float32
+    x: tl.tensor,  # (rows, SIZE)
+    out: tl.tensor,  # (rows, SIZE) float8_e4m3fn
+    scales: tl.tensor,  # (rows,) float32
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -63,7 +63,9 @@ def rotate_and_store(  # noqa: PLR0913
     """Return rotated queries (rows, heads, D) of (rows, heads + 2 KV heads, D), and store keys and values."""
     query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
     half = spec.head_dim // 2
-    query_norm, key_norm = (rotation.cosines, rotation.cosines) if norms is None else [e.weight for e in norms]
+    query_norm, key_norm = (
+        (rotation.cosines, rotation.cosines) if norms is None else [e.weight for e in norms]
+    )
     kernels.rotate_and_store[(len(qkv), spec.num_heads + 2 * spec.num_kv_heads)](
         qkv,
         query,

@@ -18,8 +18,8 @@ def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
     """Return a token for each row of logits (rows, vocab) float32, as (rows,) int64 on the device.
 
     `settings` is (rows, 5) float64: temperature (0: the largest logit), min-p, top-k (0: none), 1 - top-p
-    (negative: none), and a uniform number in [0, 1). -1 means that no token can be drawn, because a logit is NaN
-    or infinite or all are masked. Waits for nothing.
+    (negative: none), and a uniform number in [0, 1). -1 means that no token can be drawn, because a logit is
+    NaN or infinite or all are masked. Waits for nothing.
     """
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -1,8 +1,8 @@
 """Choosing a token for each row of logits, exactly, without sorting and without the host.
 
-`block_statistics` reads a row once. `select_candidates` keeps the entries that top-k or the nucleus can reach
-and `draw` filters them in the order temperature, min-p, top-k, top-p, and inverts the cumulative sum in the order
-of ids. If the candidates do not decide a row, `draw` reads the whole row instead.
+`block_statistics` reads a row once. `select_candidates` keeps the entries that top-k or the nucleus can
+reach, and `draw` filters them in the order temperature, min-p, top-k, top-p, and inverts the cumulative sum
+in the order of ids. If the candidates do not decide a row, `draw` reads the whole row instead.
 
 Thresholds are found by bisection over the bits of the float32 logits, read as integers of the same order, so
 that they are exact. Sums of weights are in float64 and in a fixed order.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from sagellm.accel.cuda.kernel import Int, Pointer, device_function, kernel
+from sagellm.accel.cuda.kernel import device_function, kernel
 
 BLOCK = tl.constexpr(128)
 """Neighbours of which `block_statistics` keeps the maximum and the mass."""
@@ -21,6 +21,8 @@ NUCLEUS_BLOCKS = tl.constexpr(64)
 """Without top-k, candidates are what is no smaller than the maxima of this many blocks."""
 
 LOWEST_KEY = tl.constexpr(-(1 << 31))
+NO_KEY = tl.constexpr(1 << 40)
+NO_ID = tl.constexpr((1 << 31) - 1)
 
 # Columns of the settings, (rows, 5) float64.
 TEMPERATURE = tl.constexpr(0)  # 0: greedy
@@ -32,26 +34,26 @@ NUM_SETTINGS = tl.constexpr(5)
 
 
 @device_function
-def order_key(values):  # type: ignore[no-untyped-def]
+def order_key(values: tl.tensor) -> tl.tensor:
     """Return int64s in the order of float32s; 0.0 and -0.0 share one."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @device_function
-def weights_of(scaled, largest):  # type: ignore[no-untyped-def]
+def weights_of(scaled: tl.tensor, largest: tl.tensor) -> tl.tensor:
     """Return exp(scaled - largest) as float64; scaled may be -inf."""
     return tl.exp(scaled - largest).to(tl.float64)
 
 
 @kernel
-def block_statistics(
-    logits: Pointer,  # (rows, vocab) float32
-    settings: Pointer,
-    maxima: Pointer,  # (rows, blocks) float32 of logit / temperature
-    masses: Pointer,  # (rows, blocks) float64 sums of exp(logit / temperature - the block's maximum)
-    vocab_size: Int,
-    num_blocks: Int,
+def block_statistics(  # noqa: PLR0913
+    logits: tl.tensor,  # (rows, vocab) float32
+    settings: tl.tensor,
+    maxima: tl.tensor,  # (rows, blocks) float32 of logit / temperature
+    masses: tl.tensor,  # (rows, blocks) float64 sums of exp(logit / temperature - the block's maximum)
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
     TILE_BLOCKS: tl.constexpr,
 ) -> None:
     """Find each block's maximum, NaN if it holds one, and mass; a grid of (rows, tiles of blocks)."""
@@ -72,14 +74,14 @@ def block_statistics(
 
 @kernel
 def select_candidates(  # noqa: PLR0913
-    logits: Pointer,
-    settings: Pointer,
-    maxima: Pointer,
-    candidates: Pointer,  # (rows, CAPACITY) float32 logit / temperature
-    candidate_ids: Pointer,  # (rows, CAPACITY) int32, rising
-    num_candidates: Pointer,  # (rows,) int32; -1: too many, or the row needs none
-    vocab_size: Int,
-    num_blocks: Int,
+    logits: tl.tensor,
+    settings: tl.tensor,
+    maxima: tl.tensor,
+    candidates: tl.tensor,  # (rows, CAPACITY) float32 logit / temperature
+    candidate_ids: tl.tensor,  # (rows, CAPACITY) int32, rising
+    num_candidates: tl.tensor,  # (rows,) int32; -1: too many, or the row needs none
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCKS: tl.constexpr,  # a power of two, no smaller than num_blocks
     TILE_BLOCKS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -128,34 +130,44 @@ def select_candidates(  # noqa: PLR0913
 
 
 @device_function
-def read_tile(  # type: ignore[no-untyped-def]
-    start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE: tl.constexpr
-):
-    """Return scaled logits, -inf beyond the end, and ids of a tile of the candidates or of the whole row."""
+def read_tile(source: tl.tensor, start: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return keys, weights and ids of a tile of a row's candidates or, if they do not decide, of the row.
+
+    `source` is how many there are, whether they are candidates, where these, their ids and the logits are,
+    the temperature, and the largest scaled logit. Beyond the end, keys are the lowest and weights are 0.
+    """
+    length, is_compact, candidates, candidate_ids, row_logits, temperature, largest = source
     place = start + tl.arange(0, TILE)
     mask = place < length
     compact, whole = mask & is_compact, mask & (is_compact == 0)
-    scaled = tl.load(candidates + place, mask=compact, other=-float("inf"))
+    chosen = tl.load(candidates + place, mask=compact, other=-float("inf"))
     ids = tl.load(candidate_ids + place, mask=compact, other=0)
     logits = tl.load(row_logits + place, mask=whole, other=-float("inf"))
-    return (
-        tl.where(is_compact, scaled, tl.div_rn(logits, temperature)),
-        tl.where(is_compact, ids, place),
-    )
+    scaled = tl.where(is_compact, chosen, tl.div_rn(logits, temperature))
+    keys = tl.where(mask, order_key(scaled), LOWEST_KEY)
+    return keys, weights_of(scaled, largest), tl.where(is_compact, ids, place)
 
 
 @device_function
-def first_above(cumulative, target, weights, ids):  # type: ignore[no-untyped-def]
+def first_above(cumulative: tl.tensor, target: tl.tensor, weights: tl.tensor, ids: tl.tensor) -> tl.tensor:
     """Return the first id whose cumulative weight exceeds the target, the last one with weight if none does."""
-    found = tl.min(tl.where(cumulative > target, ids, 0x7FFFFFFF), 0)
+    found = tl.min(tl.where(cumulative > target, ids, NO_ID), 0)
     last = tl.max(tl.where(weights > 0.0, ids, 0), 0)
-    return tl.where(found < 0x7FFFFFFF, found, last)
+    return tl.where(found < NO_ID, found, last)
 
 
 @device_function
-def draw_whole(  # type: ignore[no-untyped-def]
-    row_logits, maxima, masses, vocab_size, num_blocks, temperature, largest, uniform, BLOCKS: tl.constexpr
-):
+def draw_whole(  # noqa: PLR0913
+    row_logits: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    temperature: tl.tensor,
+    largest: tl.tensor,
+    uniform: tl.tensor,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
     """Draw from all tokens: first a block, by the cumulative sum of masses, then a token inside it."""
     block = tl.arange(0, BLOCKS)
     mask = block < num_blocks
@@ -172,32 +184,39 @@ def draw_whole(  # type: ignore[no-untyped-def]
 
 
 @device_function
-def first_largest(row_logits, maxima, vocab_size, num_blocks, largest, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def first_largest(
+    row_logits: tl.tensor,
+    maxima: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    largest: tl.tensor,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
     """Return the lowest id of the largest logit."""
     block = tl.arange(0, BLOCKS)
     block_maxima = tl.load(maxima + block, mask=block < num_blocks, other=-float("inf"))
     chosen = tl.min(tl.where((block_maxima == largest) & (block < num_blocks), block, BLOCKS), 0)
     ids = chosen * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(row_logits + ids, mask=ids < vocab_size, other=-float("inf"))
-    return tl.min(tl.where((logits == largest) & (ids < vocab_size), ids, 0x7FFFFFFF), 0)
+    return tl.min(tl.where((logits == largest) & (ids < vocab_size), ids, NO_ID), 0)
 
 
 @device_function
-def kth_key(  # type: ignore[no-untyped-def]
-    length, is_compact, candidates, candidate_ids, row_logits, temperature, largest, top_k, TILE: tl.constexpr
-):
+def key_of(value: tl.tensor) -> tl.tensor:
+    """Return the key of one number."""
+    return tl.max(order_key(tl.zeros((1,), tl.float32) + value), 0)
+
+
+@device_function
+def kth_key(source: tl.tensor, largest: tl.tensor, top_k: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """Return the key of the k-th largest scaled logit."""
-    low = tl.full((), LOWEST_KEY, tl.int64)
-    high = tl.max(order_key(tl.zeros((1,), tl.float32) + largest), 0) + 1
+    low, high = tl.full((), LOWEST_KEY, tl.int64), key_of(largest) + 1
     while high - low > 1:
         middle = low + (high - low) // 2
         count = 0
-        for start in range(0, length, TILE):
-            scaled, _ = read_tile(
-                start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
-            )
-            is_there = (start + tl.arange(0, TILE) < length) & (order_key(scaled) >= middle)
-            count += tl.sum(is_there.to(tl.int32), 0)
+        for start in range(0, source[0], TILE):
+            keys, _, _ = read_tile(source, start, TILE)
+            count += tl.sum((keys >= middle).to(tl.int32), 0)
         if count >= top_k:
             low = middle
         else:
@@ -206,74 +225,82 @@ def kth_key(  # type: ignore[no-untyped-def]
 
 
 @device_function
-def mass_above(  # type: ignore[no-untyped-def]
-    key,
-    length,
-    is_compact,
-    candidates,
-    candidate_ids,
-    row_logits,
-    temperature,
-    largest,
-    least_key,
-    min_p,
-    TILE: tl.constexpr,
-):
+def mass_above(
+    key: tl.tensor, source: tl.tensor, least_key: tl.tensor, min_p: tl.tensor, TILE: tl.constexpr
+) -> tl.tensor:
     """Return the weight of what survives top-k and min-p and is larger than a key."""
     mass = tl.full((), 0.0, tl.float64)
-    for start in range(0, length, TILE):
-        scaled, _ = read_tile(
-            start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
-        )
-        weights = weights_of(scaled, largest)
-        keys = order_key(scaled)
+    for start in range(0, source[0], TILE):
+        keys, weights, _ = read_tile(source, start, TILE)
         mass += tl.sum(tl.where((keys > key) & (keys >= least_key) & (weights >= min_p), weights, 0.0), 0)
     return mass
 
 
 @device_function
-def draw_kept(  # type: ignore[no-untyped-def]
-    length,
-    is_compact,
-    candidates,
-    candidate_ids,
-    row_logits,
-    temperature,
-    largest,
-    uniform,
-    min_p,
-    least_key,
-    border_key,
-    num_dropped,
+def border(  # noqa: PLR0913
+    source: tl.tensor,
+    largest: tl.tensor,
+    least_key: tl.tensor,
+    min_p: tl.tensor,
+    total: tl.tensor,
+    dropped_share: tl.tensor,
     TILE: tl.constexpr,
-):
+) -> tl.tensor:
+    """Return the smallest key of the nucleus, and how many of that key, of the lowest ids, it drops."""
+    low, high = least_key - 1, key_of(largest)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if total - mass_above(middle, source, least_key, min_p, TILE) > dropped_share * total:
+            high = middle
+        else:
+            low = middle
+    # This is the smallest key that would be kept; the border is the smallest one that there is from it on.
+    border_key = tl.full((), NO_KEY, tl.int64)
+    for start in range(0, source[0], TILE):
+        keys, weights, _ = read_tile(source, start, TILE)
+        is_inside = (keys >= high) & (keys >= least_key) & (weights >= min_p)
+        border_key = tl.minimum(border_key, tl.min(tl.where(is_inside, keys, NO_KEY), 0))
+    num_ties = 0
+    weight = tl.full((), 0.0, tl.float64)
+    for start in range(0, source[0], TILE):
+        keys, weights, _ = read_tile(source, start, TILE)
+        num_ties += tl.sum((keys == border_key).to(tl.int32), 0)
+        weight = tl.maximum(weight, tl.max(tl.where(keys == border_key, weights, 0.0), 0))
+    above = mass_above(border_key, source, least_key, min_p, TILE)
+    room = (total - above - dropped_share * total) / tl.maximum(weight, 1e-300)
+    num_kept = tl.ceil(tl.minimum(tl.maximum(room, 1.0), num_ties.to(tl.float64))).to(tl.int32)
+    return border_key, num_ties - num_kept
+
+
+@device_function
+def draw_kept(  # noqa: PLR0913
+    source: tl.tensor,
+    uniform: tl.tensor,
+    least_key: tl.tensor,
+    min_p: tl.tensor,
+    border_key: tl.tensor,
+    num_dropped: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
     """Draw from what survives: all above the border, and what lies on it except the first `num_dropped`."""
-    total = tl.full((), 0.0, tl.float64)
-    token = 0
-    is_found = 0
-    target = tl.full((), 0.0, tl.float64)
+    total, target = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    token, is_found = 0, 0
     for turn in range(2):  # the first adds up the weights, the second finds the target
         total = total * 0.0
         num_ties = 0
-        for start in range(0, length, TILE):
-            scaled, ids = read_tile(
-                start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
-            )
-            keys, weights = order_key(scaled), weights_of(scaled, largest)
+        for start in range(0, source[0], TILE):
+            keys, weights, ids = read_tile(source, start, TILE)
             survives = (keys >= least_key) & (weights >= min_p)
             is_tie = survives & (keys == border_key)
             rank = num_ties + tl.cumsum(is_tie.to(tl.int32), 0)
             is_kept = survives & ((keys > border_key) | (is_tie & (rank > num_dropped)))
             kept = tl.where(is_kept, weights, 0.0)
             cumulative = total + tl.cumsum(kept, 0)
-            if turn == 1:
-                found = tl.min(tl.where((cumulative > target) & (kept > 0.0), ids, 0x7FFFFFFF), 0)
+            if (turn == 1) & (is_found == 0):
+                found = tl.min(tl.where((cumulative > target) & (kept > 0.0), ids, NO_ID), 0)
                 last = tl.max(tl.where(kept > 0.0, ids, 0), 0)
-                if is_found == 0:
-                    token = tl.maximum(token, last)
-                    if found < 0x7FFFFFFF:
-                        token = found
-                        is_found = 1
+                is_found = (found < NO_ID).to(tl.int32)
+                token = tl.where(found < NO_ID, found, tl.maximum(token, last))
             num_ties += tl.sum(is_tie.to(tl.int32), 0)
             total += tl.sum(kept, 0)
         target = uniform * total
@@ -281,79 +308,40 @@ def draw_kept(  # type: ignore[no-untyped-def]
 
 
 @device_function
-def border(  # type: ignore[no-untyped-def]
-    length,
-    is_compact,
-    candidates,
-    candidate_ids,
-    row_logits,
-    temperature,
-    largest,
-    min_p,
-    least_key,
-    total,
-    dropped_share,
+def draw_filtered(  # noqa: PLR0913
+    source: tl.tensor,
+    largest: tl.tensor,
+    mass: tl.tensor,
+    top_k: tl.tensor,
+    min_p: tl.tensor,
+    dropped_share: tl.tensor,
+    uniform: tl.tensor,
     TILE: tl.constexpr,
-):
-    """Return the smallest key of the nucleus, and how many entries of that key, of the lowest ids, it drops."""
-    low = least_key - 1
-    high = tl.max(order_key(tl.zeros((1,), tl.float32) + largest), 0)
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        above = mass_above(
-            middle,
-            length,
-            is_compact,
-            candidates,
-            candidate_ids,
-            row_logits,
-            temperature,
-            largest,
-            least_key,
-            min_p,
-            TILE,
-        )
-        if total - above > dropped_share * total:
-            high = middle
-        else:
-            low = middle
-    # The bisection ends at the smallest key that would be kept; the border is the smallest entry from there on.
-    border_key = tl.full((), 1 << 40, tl.int64)
-    for start in range(0, length, TILE):
-        scaled, _ = read_tile(
-            start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
-        )
-        keys, weights = order_key(scaled), weights_of(scaled, largest)
-        is_inside = (keys >= high) & (keys >= least_key) & (weights >= min_p)
-        border_key = tl.minimum(border_key, tl.min(tl.where(is_inside, keys, 1 << 40), 0))
-    num_ties, weight = 0, tl.full((), 0.0, tl.float64)
-    for start in range(0, length, TILE):
-        scaled, _ = read_tile(
-            start, length, is_compact, candidates, candidate_ids, row_logits, temperature, TILE
-        )
-        is_tie = (start + tl.arange(0, TILE) < length) & (order_key(scaled) == border_key)
-        num_ties += tl.sum(is_tie.to(tl.int32), 0)
-        weight = tl.maximum(weight, tl.max(tl.where(is_tie, weights_of(scaled, largest), 0.0), 0))
-    above = mass_above(
-        border_key,
-        length,
-        is_compact,
-        candidates,
-        candidate_ids,
-        row_logits,
-        temperature,
-        largest,
-        least_key,
-        min_p,
-        TILE,
-    )
-    room = (total - above - dropped_share * total) / tl.maximum(weight, 1e-300)
-    num_kept = tl.ceil(tl.minimum(tl.maximum(room, 1.0), num_ties.to(tl.float64))).to(tl.int32)
-    return border_key, num_ties - num_kept
+) -> tl.tensor:
+    """Draw from what top-k, min-p and top-p keep; `mass` is the weight of the whole row."""
+    least_key = tl.full((), LOWEST_KEY, tl.int64)
+    if top_k > 0:
+        least_key = kth_key(source, largest, top_k, TILE)
+    total = mass
+    if (top_k > 0) | (min_p > 0.0):
+        total = mass_above(tl.full((), LOWEST_KEY, tl.int64), source, least_key, min_p, TILE)
+    border_key = tl.full((), LOWEST_KEY, tl.int64) - 1
+    num_dropped = 0
+    if dropped_share >= 0.0:
+        border_key, num_dropped = border(source, largest, least_key, min_p, total, dropped_share, TILE)
+    return draw_kept(source, uniform, least_key, min_p, border_key, num_dropped, TILE)
 
 
 @device_function
-def deciding(candidates, count, largest, min_p, dropped_share, mass, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def deciding(  # noqa: PLR0913
+    candidates: tl.tensor,
+    count: tl.tensor,
+    largest: tl.tensor,
+    min_p: tl.tensor,
+    dropped_share: tl.tensor,
+    mass: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
     """Return the number of candidates if all that min-p and top-p keep is among them, else -1."""
     kept = tl.full((), 0.0, tl.float64)
     smallest = tl.full((), float("inf"), tl.float32)
@@ -371,16 +359,16 @@ def deciding(candidates, count, largest, min_p, dropped_share, mass, TILE: tl.co
 
 @kernel
 def draw(  # noqa: PLR0913
-    logits: Pointer,
-    settings: Pointer,
-    maxima: Pointer,
-    masses: Pointer,
-    candidates: Pointer,
-    candidate_ids: Pointer,
-    num_candidates: Pointer,
-    tokens: Pointer,  # (rows,) int64; -1: the row is not a distribution
-    vocab_size: Int,
-    num_blocks: Int,
+    logits: tl.tensor,
+    settings: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    candidates: tl.tensor,
+    candidate_ids: tl.tensor,
+    num_candidates: tl.tensor,
+    tokens: tl.tensor,  # (rows,) int64; -1: the row is not a distribution
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
@@ -424,55 +412,6 @@ def draw(  # noqa: PLR0913
                 count = deciding(chosen, count, largest, min_p, dropped_share, mass, TILE)
             is_compact = count >= 0
             length = tl.where(is_compact, count, vocab_size)
-            least_key = tl.full((), LOWEST_KEY, tl.int64)
-            if top_k > 0:
-                least_key = kth_key(
-                    length, is_compact, chosen, chosen_ids, row_logits, temperature, largest, top_k, TILE
-                )
-            total = mass
-            if (top_k > 0) | (min_p > 0.0):
-                total = mass_above(
-                    tl.full((), LOWEST_KEY, tl.int64),
-                    length,
-                    is_compact,
-                    chosen,
-                    chosen_ids,
-                    row_logits,
-                    temperature,
-                    largest,
-                    least_key,
-                    min_p,
-                    TILE,
-                )
-            border_key, num_dropped = tl.full((), LOWEST_KEY, tl.int64) - 1, 0
-            if dropped_share >= 0.0:
-                border_key, num_dropped = border(
-                    length,
-                    is_compact,
-                    chosen,
-                    chosen_ids,
-                    row_logits,
-                    temperature,
-                    largest,
-                    min_p,
-                    least_key,
-                    total,
-                    dropped_share,
-                    TILE,
-                )
-            token = draw_kept(
-                length,
-                is_compact,
-                chosen,
-                chosen_ids,
-                row_logits,
-                temperature,
-                largest,
-                uniform,
-                min_p,
-                least_key,
-                border_key,
-                num_dropped,
-                TILE,
-            )
+            source = (length, is_compact, chosen, chosen_ids, row_logits, temperature, largest)
+            token = draw_filtered(source, largest, mass, top_k, min_p, dropped_share, uniform, TILE)
     tl.store(tokens + row, token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from sagellm.core.errors import EngineError
@@ -17,6 +18,14 @@ class StepWorker(Protocol):
         """Compute one step.
 
         A failure in the forward pass or in sampling is an error of all its rows; other failures are raised.
+        """
+        ...
+
+    def launch(self, step: StepInput) -> Callable[[], StepOutput]:
+        """Begin a step, and return a function that waits for it and returns its output.
+
+        The functions are called once each, in the order of the steps; the next step may be begun before. A
+        worker whose device is this process's CPU computes the step at once. Failures are as in `compute`.
         """
         ...
 

@@ -23,7 +23,7 @@ class ModelRunner:
         self.backend = backend
         self._block_size = layout.block_size
         self._layout = layout
-        self._device = device
+        self.device = device
         self.work = WorkMeter()
 
     def initialize_kv_caches(self, num_blocks: int) -> None:
@@ -64,7 +64,10 @@ class ModelRunner:
         return logits
 
     def _tensor(self, values: Longs) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()  # copied from pageable memory, it would wait for steps in flight
+        return tensor.to(self.device, non_blocking=True)
 
 
 def _wanted(step: StepInput, ends: Longs, stops: Longs, num_drafts: Seq[int]) -> Longs:

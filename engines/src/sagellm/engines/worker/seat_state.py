@@ -27,6 +27,9 @@ class SeatState:
         self._block_size = block_size
         self.tokens = np.zeros((num_seats, 0), np.int32)
         self.tables = np.zeros((num_seats, 0), np.int32)
+        self.generation = np.zeros(
+            num_seats, np.int64
+        )  # of the occupant: what an earlier one drew is not its
         self._num_blocks = np.zeros(num_seats, np.int32)
         self.logits_states: list[LogitsStates | None] = [None] * num_seats  # None until first sampled
         self._arrivals: list[SeatArrival | None] = [None] * num_seats
@@ -61,6 +64,7 @@ class SeatState:
     def _take_in(self, arrival: SeatArrival) -> None:
         seat = arrival.seat
         self._arrivals[seat], self.logits_states[seat] = arrival, None
+        self.generation[seat] += 1
         self.tokens[seat, : len(arrival.token_ids)] = np.frombuffer(arrival.token_ids.data, np.int32)
 
     def _set_blocks(self, updates: BlockUpdates) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +26,9 @@ from sagellm.core import (
     StepOutput,
     TraceWriter,
 )
-from sagellm.engines.sampling.rows import SamplingRow
+from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker.late_tokens import Draw, LateStep, LateTokens
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
 
@@ -47,6 +50,10 @@ class Worker:
     A failure in the forward pass or in sampling is an error of every row of the step; the core resubmits the
     rows in halves until the failing sequence is alone. An earlier failure, such as one of `kv_ops`, is
     raised.
+
+    With a `draw`, a launched step whose rows ask for nothing but a token leaves the tokens on the device,
+    from where the next step takes them. Any other step waits for those in flight, since penalties, say, need
+    all tokens on the host.
     """
 
     def __init__(
@@ -57,25 +64,77 @@ class Worker:
         *,
         trace: TraceWriter | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        draw: Draw | None = None,
     ) -> None:
         self.runner, self.sampler, self._state = runner, sampler, state
+        self._late = None if draw is None else LateTokens(draw, state, runner.device)
+        self._in_flight: deque[LateStep] = deque()
         self._trace = trace or NullTrace()
         self._around = around
 
     def compute(self, step: StepInput) -> StepOutput:
         """Compute a step. Raises KeyboardInterrupt, and what the forward backend raises for `kv_ops`."""
+        return self.launch(step)()
+
+    def launch(self, step: StepInput) -> Callable[[], StepOutput]:
+        """Begin a step. What the returned function raises and returns is as in `compute`."""
         self._state.update(step)
         for operation in step.kv_ops:
             self._carry_out(operation)
         if not len(step.seats):
-            return StepOutput(step=step.step, tokens=Runs(step.seats, step.seats), num_accepted=step.seats)
+            none = StepOutput(step=step.step, tokens=Runs(step.seats, step.seats), num_accepted=step.seats)
+            return lambda: none
         try:
             with self._around():
-                return self._forward_and_sample(step)
+                if self._late is not None:
+                    rows = np.flatnonzero(step.is_sampled)
+                    for seat in step.seats[rows].tolist():
+                        self._processor_states(seat)
+                    if self._late.takes(step, rows):
+                        return self._forward_and_draw(step, rows, self._late)
+                    self._settle(self._late)
+                output = self._forward_and_sample(step)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return StepOutput.failed(step, error)
+            output = StepOutput.failed(step, error)
+        return lambda: output
+
+    def _processor_states(self, seat: int) -> LogitsStates:
+        states = self._state.logits_states[seat]
+        if states is None:
+            request = _logits_request(self._state[seat])
+            states = self._state.logits_states[seat] = self.sampler.start(request)
+        return states
+
+    def _forward_and_draw(
+        self, step: StepInput, rows: npt.NDArray[np.intp], late: LateTokens
+    ) -> Callable[[], StepOutput]:
+        with self._trace.span("prepare"):
+            batch = self.runner.prepare_inputs(step, self._state, ())
+            late.fill_in(step, batch.input_ids)
+        with self._trace.span("forward"):
+            logits = self.runner.execute_model(batch)
+        with self._trace.span("sample"):
+            launched = late.launch(step, rows, logits)
+        self._in_flight.append(launched)
+        return partial(self._finish, launched, late)
+
+    def _finish(self, launched: LateStep, late: LateTokens) -> StepOutput:
+        try:
+            output = late.finish(launched)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            output = StepOutput.failed(launched.step, error)
+        if launched in self._in_flight:
+            self._in_flight.remove(launched)
+        return output
+
+    def _settle(self, late: LateTokens) -> None:
+        """Wait for all steps in flight, so that the host has every token."""
+        for launched in list(self._in_flight):
+            self._finish(launched, late)
 
     def _carry_out(self, operation: KVOp) -> None:
         backend = self.runner.backend
@@ -148,9 +207,7 @@ class Worker:
 
     def _rows(self, draw: _Draw) -> list[SamplingRow]:
         seat, arrival = draw.seat, self._state[draw.seat]
-        states = self._state.logits_states[seat]
-        if states is None:
-            states = self._state.logits_states[seat] = self.sampler.start(_logits_request(arrival))
+        states = self._processor_states(seat)
         first = draw.first_position
         rows = []
         for position in range(first, first + len(draw.drafts) + 1):

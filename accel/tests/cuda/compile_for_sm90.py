@@ -1,0 +1,122 @@
+"""Compiles every kernel for sm_90 as the product launches it, without a GPU: `python compile_for_sm90.py`.
+
+A driver that knows only the target stands in for the GPU's, and each launch compiles instead of running.
+Prints one line of JSON for each kernel compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sagellm.accel.cuda.layer_ops import (
+    Norm,
+    Rotation,
+    add_and_normalise,
+    rotate_and_store,
+    round_to_fp8,
+    silu_and_mul,
+)
+from sagellm.accel.cuda.paged_attention import plan_attention, run_attention
+from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.sampling import draw_tokens
+from sagellm.core import AttentionSpec, KVGroup, KVLayout
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+class TargetOnly:
+    """Stands in for the driver of a GPU."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    """Compile a launch, and say what came of it."""
+    compiled = LAUNCH(self, *args, grid=grid, warmup=True, **kwargs)
+    name = compiled.metadata.name
+    assert compiled.asm["cubin"], name
+    ptx = compiled.asm["ptx"]
+    report = {
+        "kernel": name,
+        "shared_bytes": compiled.metadata.shared,
+        "copies_ahead": "cp.async" in ptx,  # reads the next keys while it computes
+        "uses_tensor_cores": "wgmma" in ptx or "mma.sync" in ptx,
+        "widest_load_bytes": max([4 * int(n) for n in re.findall(r"ld\.global[\w.:]*\.v(\d)\.b32", ptx)], default=0),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    return compiled
+
+
+def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bool) -> None:
+    """Launch what a layer launches: decodes, drafts and a prefill."""
+    group = KVGroup(
+        layer_ids=(0, 1),
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=kv_dtype,
+        scale_bytes_per_head=4 * BLOCK_SIZE if kv_dtype in ("int8", "float8_e4m3fn") else 0,
+    )
+    kv = PagedKV(KVLayout(group=group, block_size=BLOCK_SIZE), 64, CPU)
+    half = spec.head_dim // 2
+    rotation = Rotation(torch.ones(512, half), torch.ones(512, half))
+    norm = Norm(torch.ones(spec.head_dim, dtype=dtype), 1e-6)
+    for num_new in ([1, 1], [1, 5, 200]):
+        rows, counts = sum(num_new), np.array(num_new, np.int32)
+        lengths = np.array([300] * len(num_new), np.int32)
+        tables = torch.zeros(len(num_new), 19, dtype=torch.int64)
+        qkv = torch.zeros(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)
+        places = torch.arange(rows)
+        norms = (norm, norm) if has_norms else None
+        query = rotate_and_store(qkv, places, places, kv, 1, spec, rotation, norms)
+        run_attention(query, kv, 1, spec, plan_attention(tables, counts, lengths, spec))
+
+
+def compile_all() -> None:
+    """Compile the kernels of Qwen3, Qwen2.5 and of windows and caps, in each format of KV."""
+    plain = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
+    for kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"):
+        run(plain, torch.bfloat16, kv_dtype, has_norms=True)
+    run(plain, torch.float32, "float32", has_norms=True)
+    run(
+        AttentionSpec(num_heads=14, num_kv_heads=2, head_dim=64, scale=0.1),
+        torch.bfloat16,
+        "bfloat16",
+        has_norms=False,
+    )
+    wide = AttentionSpec(
+        num_heads=8, num_kv_heads=4, head_dim=256, scale=0.1, sliding_window=512, soft_cap=50.0
+    )
+    run(wide, torch.float16, "float16", has_norms=False)
+    x = torch.zeros(8, 1024, dtype=torch.bfloat16)
+    for before in (None, x):
+        add_and_normalise(before, x, Norm(x[0], 1e-6))
+    silu_and_mul(x)
+    round_to_fp8(x)
+    draw_tokens(torch.zeros(4, 151_936), torch.zeros(4, 5, dtype=torch.float64))
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(TargetOnly())
+    LAUNCH = triton.JITFunction.run
+    triton.JITFunction.run = compile_instead
+    # The processors of an H200; only the size of a grid depends on it.
+    import sagellm.accel.cuda.paged_attention as launches
+
+    launches.num_programs = lambda device: 8 * 132
+    compile_all()

@@ -1,0 +1,41 @@
+"""Begins a step on the device before the last one is collected."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
+
+
+class OverlappedExecutor(ExecutorProtocol):
+    """`submit` launches a step, and `collect` waits for it: the host plans while the device computes.
+
+    The device must compute beside this thread, as CUDA does; on a CPU each token comes a step later for
+    nothing.
+    """
+
+    depth = 1
+
+    def __init__(self, worker: StepWorker) -> None:
+        self._worker = worker
+        self._launched: deque[Callable[[], StepOutput] | BaseException] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        """Launch a step. Raises KeyboardInterrupt."""
+        try:
+            self._launched.append(self._worker.launch(step))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._launched.append(error)
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step and return its output, or raise its error."""
+        launched = self._launched[0]
+        if isinstance(launched, BaseException):
+            self._launched.popleft()
+            raise launched
+        output = launched()  # interrupted, it can be called again
+        self._launched.popleft()
+        return output
