@@ -120,18 +120,27 @@ def qwen3(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS["qwen3"])
 
 
-@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.05), ("float8_e4m3fn", 0.15), ("bfloat16", 0.02)])
-def test_kv_of_fewer_bits_costs_little(qwen3, kv_dtype, most):
-    expected, found = backends(qwen3, kv_dtype=kv_dtype)
-    for each in STEPS:
-        logits, exact = found.forward(each), expected.forward(each)
-        assert 0 < (logits - exact).norm() / exact.norm() < most
+@pytest.fixture(scope="module")
+def mild(tmp_path_factory):
+    """A model whose attention does not magnify rounding errors as random weights otherwise do."""
+    return make_checkpoint(tmp_path_factory.mktemp("cuda"), sharpness=0.2, **SMALL | MODELS["qwen3"])
 
 
-def test_fp8_linears_cost_little_and_are_smaller(qwen3):
-    expected, found = backends(qwen3, linears="fp8")
-    logits, exact = found.forward(STEPS[0]), expected.forward(STEPS[0])
-    assert 0 < (logits - exact).norm() / exact.norm() < 0.3
+def _error(found, expected, each):
+    logits, exact = found.forward(each), expected.forward(each)
+    return float((logits - exact).norm() / exact.norm())
+
+
+# Random layers magnify what one value of KV is off: 1/254 of its row, 1/16 or 1/256 of itself.
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.03), ("float8_e4m3fn", 0.12), ("bfloat16", 0.01)])
+def test_kv_of_fewer_bits_costs_little(mild, kv_dtype, most):
+    expected, found = backends(mild, kv_dtype=kv_dtype)
+    assert all(0 < _error(found, expected, each) < most for each in STEPS)
+
+
+def test_fp8_linears_cost_little_and_are_smaller(mild):
+    expected, found = backends(mild, linears="fp8")
+    assert 0 < _error(found, expected, STEPS[0]) < 0.4
     assert found.model_metrics().weight_bytes < expected.model_metrics().weight_bytes
 
 

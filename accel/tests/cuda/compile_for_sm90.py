@@ -24,7 +24,7 @@ from sagellm.accel.cuda.layer_ops import (
     round_to_fp8,
     silu_and_mul,
 )
-from sagellm.accel.cuda.paged_attention import plan_attention, run_attention
+from sagellm.accel.cuda.paged_attention import plan_attention
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.sampling import draw_tokens
 from sagellm.core import AttentionSpec, KVGroup, KVLayout
@@ -57,7 +57,9 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
         "shared_bytes": compiled.metadata.shared,
         "copies_ahead": "cp.async" in ptx,  # reads the next keys while it computes
         "uses_tensor_cores": "wgmma" in ptx or "mma.sync" in ptx,
-        "widest_load_bytes": max([4 * int(n) for n in re.findall(r"ld\.global[\w.:]*\.v(\d)\.b32", ptx)], default=0),
+        "widest_load_bytes": max(
+            [4 * int(n) for n in re.findall(r"ld\.global[\w.:]*\.v(\d)\.b32", ptx)], default=0
+        ),
     }
     sys.stdout.write(json.dumps(report) + "\n")
     return compiled
@@ -84,7 +86,7 @@ def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bo
         places = torch.arange(rows)
         norms = (norm, norm) if has_norms else None
         query = rotate_and_store(qkv, places, places, kv, 1, spec, rotation, norms)
-        run_attention(query, kv, 1, spec, plan_attention(tables, counts, lengths, spec))
+        plan_attention(tables, counts, lengths, spec).run(query, kv, 1, spec)
 
 
 def compile_all() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sagellm.accel.cuda.kernel import IS_INTERPRETED
-from sagellm.accel.cuda.paged_attention import plan_attention, run_attention
+from sagellm.accel.cuda.paged_attention import plan_attention
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.tiles import SPLIT_TOKENS, plan_tiles
 from sagellm.core import AttentionSpec, KVGroup, KVLayout
@@ -65,7 +65,7 @@ class Step:
 
     def run(self):
         plan = plan_attention(self.tables, self.num_new, self.lengths, self.spec)
-        return run_attention(self.query.to(DEVICE), self.kv, LAYER, self.spec, plan).cpu()
+        return plan.run(self.query.to(DEVICE), self.kv, LAYER, self.spec).cpu()
 
     def expected(self):
         """Return what the definition gives, in float64."""

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+SCALED = frozenset({"int8", "float8_e4m3fn"})
+"""Number formats of KV that need scales."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AssembledEngine:
@@ -290,7 +293,7 @@ def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
         raise UnsupportedModelError(
             f"the layers of {spec.architecture} keep KV of {len(groups)} shapes; one is supported"
         )
-    scale_bytes = 4 * block_size if dtype_name == "int8" else 0  # a float32 per token
+    scale_bytes = 4 * block_size if dtype_name in SCALED else 0  # a float32 per token
     return KVLayout(group=replace(groups[0], scale_bytes_per_head=scale_bytes), block_size=block_size)
 
 

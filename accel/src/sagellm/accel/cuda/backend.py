@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from sagellm.accel.cuda.library_attention import LIBRARIES, LibraryAttention, StepAttention
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.support import FEATURES, check_support
 from sagellm.accel.cuda.transfers import BlockTransfers
@@ -53,10 +54,12 @@ class CudaMetrics(ForwardMetrics):
 class CudaForwardBackend(ForwardBackendProtocol):
     """Runs decoders whose layers are alike, with attention of its own.
 
-    `weights="fp8"` rounds the weights of all linears but the head to FP8 (E4M3), and the rows that they
-    multiply; `graphs=False` launches every kernel of every step. Sums of attention are those of a sequence
-    alone, but cuBLAS chooses an algorithm by the number of rows, so the last bits of logits depend on the
-    batch.
+    `linears="fp8"` rounds the weights of all linears but the head to FP8 (E4M3), and the rows that they
+    multiply. `attention_kernels` names another library for attention. `graphs=False` launches every kernel of
+    every step.
+
+    Sums of attention are those of a sequence alone, but cuBLAS chooses an algorithm by the number of rows, so
+    the last bits of logits depend on the batch.
     """
 
     features = FEATURES
@@ -72,16 +75,25 @@ class CudaForwardBackend(ForwardBackendProtocol):
         quantizer: QuantizerProtocol | None = None,
         shard: Shard = WHOLE,
         linears: Literal["plain", "fp8"] = "plain",
+        attention_kernels: Literal["triton", "flashinfer", "flash_attention"] = "triton",
         graphs: bool = True,
     ) -> None:
         del attention  # it has its own
         check_support(spec, device, quantizer, shard)
         if linears not in ("plain", "fp8"):
             raise UnsupportedModelError(f"the option linears is {linears!r}; it is plain or fp8")
+        if attention_kernels not in ("triton", *LIBRARIES):
+            raise UnsupportedModelError(
+                f"the option attention_kernels is {attention_kernels!r}; it is triton, {', '.join(LIBRARIES)}"
+            )
+        self._kernels = LIBRARIES.get(attention_kernels)
+        if self._kernels is not None:
+            self._kernels.require()
+        self._spec, self._device, self._dtype = spec, device, dtype
+        self._library: LibraryAttention | None = None
+        self._has_graphs = graphs and device.type == "cuda" and self._kernels is None
         from sagellm.accel.cuda.decoder import CudaDecoder  # it imports triton, which is here
 
-        self._spec, self._device = spec, device
-        self._has_graphs = graphs and device.type == "cuda"
         with torch.inference_mode():
             reader = DeviceWeights(weights, dtype, device)
             self._model = CudaDecoder(spec, reader, has_fp8_linears=linears == "fp8")
@@ -97,6 +109,8 @@ class CudaForwardBackend(ForwardBackendProtocol):
             raise UnsupportedModelError(f"the backend cuda keeps one group of KV, not {len(layouts)}")
         self._kv = self._transfers = self._graphs = None  # a second call replaces what the first allocated
         layout = layouts[0]
+        if self._kernels is not None:
+            self._library = self._kernels(self._spec, layout, self._dtype)
         self._kv = kv = PagedKV(layout, num_blocks[0], self._device)
         self._transfers = BlockTransfers(kv.bytes)
         self._metrics.kv_bytes = kv.bytes.nbytes
@@ -173,15 +187,19 @@ class CudaForwardBackend(ForwardBackendProtocol):
         from sagellm.accel.cuda.decoder import StepTensors
         from sagellm.accel.cuda.paged_attention import plan_attention
 
+        if self._library is not None:
+            attention: StepAttention = self._library.plan(batch)
+        else:
+            attention = plan_attention(
+                batch.block_tables,
+                np.array(batch.query_lens, np.int32),
+                np.array(batch.seq_lens, np.int32),
+                self._spec.attention[0],
+            )
         return StepTensors(
             input_ids=batch.input_ids,
             positions=batch.position_ids,
             slots=batch.slot_mapping,
             wanted=batch.logits_indices,
-            attention=plan_attention(
-                batch.block_tables,
-                np.array(batch.query_lens, np.int32),
-                np.array(batch.seq_lens, np.int32),
-                self._spec.attention[0],
-            ),
+            attention=attention,
         )

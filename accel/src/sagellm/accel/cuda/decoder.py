@@ -14,8 +14,8 @@ from sagellm.accel.cuda.layer_ops import (
     rotate_and_store,
     silu_and_mul,
 )
+from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.linear import FP8_ALIGNMENT, FP8Linear, Linear, PlainLinear
-from sagellm.accel.cuda.paged_attention import AttentionPlan, run_attention
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.weights import DeviceWeights
 from sagellm.accel.rope_scaling import rope_frequencies
@@ -42,7 +42,7 @@ class StepTensors:
     positions: torch.Tensor  # (rows,)
     slots: torch.Tensor  # (rows,) block * block_size + offset; below 0: padding, whose KV is not stored
     wanted: torch.Tensor  # (logits rows,) rows whose logits are wanted
-    attention: AttentionPlan
+    attention: StepAttention
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CudaDecoder:
                 self._rotation,
                 layer.head_norms,
             )
-            attended = run_attention(query, kv, index, spec, step.attention)
+            attended = step.attention.run(query, kv, index, spec)
             x = layer.output(attended.view(len(attended), -1))
             gate_up = layer.gate_up(add_and_normalise(x, residual, layer.feed_forward_norm))
             x = layer.down(silu_and_mul(gate_up))

@@ -11,6 +11,11 @@ import triton.language as tl
 
 from sagellm.accel.cuda.support import IS_INTERPRETED
 
+if IS_INTERPRETED:
+    from sagellm.accel.cuda.interpreter import mend_rounding
+
+    mend_rounding()
+
 _TRITON = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,

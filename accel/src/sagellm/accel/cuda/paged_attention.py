@@ -10,6 +10,7 @@ import torch
 
 from sagellm.accel.cuda.attention_kernels import attend, merge_splits
 from sagellm.accel.cuda.kernel import compute_type, next_power_of_2
+from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.support import IS_INTERPRETED
 from sagellm.accel.cuda.tiles import Ints, Tiles, plan_tiles, upload
@@ -46,11 +47,18 @@ class DeviceTiles:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """What all layers of a step share."""
+class AttentionPlan(StepAttention):
+    """Tiles of our own kernels."""
 
     rows: SequenceRows
     tiles: tuple[DeviceTiles, ...]
+
+    def run(self, query: torch.Tensor, kv: PagedKV, layer: int, spec: AttentionSpec) -> torch.Tensor:
+        """Launch the tiles."""
+        out = torch.empty_like(query)
+        for tiles in self.tiles:
+            _run_tiles(query, kv, layer, spec, self.rows, tiles, out)
+        return out
 
 
 def plan_attention(tables: torch.Tensor, num_new: Ints, lengths: Ints, spec: AttentionSpec) -> AttentionPlan:
@@ -99,16 +107,6 @@ def num_programs(device: torch.device) -> int:
     if IS_INTERPRETED:
         return 3
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def run_attention(
-    query: torch.Tensor, kv: PagedKV, layer: int, spec: AttentionSpec, plan: AttentionPlan
-) -> torch.Tensor:
-    """Return (rows, heads, D) for queries (rows, heads, D) whose KV is already stored."""
-    out = torch.empty_like(query)
-    for tiles in plan.tiles:
-        _run_tiles(query, kv, layer, spec, plan.rows, tiles, out)
-    return out
 
 
 def _run_tiles(  # noqa: PLR0913

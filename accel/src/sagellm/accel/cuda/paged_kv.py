@@ -55,6 +55,17 @@ class PagedKV:
         self.values = flat.view(getattr(torch, layout.group.dtype))
         self.scales = flat.view(torch.float32)
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a layer's keys and values, (blocks, KV heads, block_size, D) each."""
+        layout = self.layout
+        shape = (len(self.bytes), layout.group.num_kv_heads, layout.block_size, layout.group.head_dim)
+        strides = (layout.block_stride, layout.head_stride, layout.token_stride, 1)
+        begin = layer * layout.layer_stride
+        return (
+            self.values.as_strided(shape, strides, begin),
+            self.values.as_strided(shape, strides, begin + layout.kv_stride),
+        )
+
     def place(self, layer: int) -> LayerPlace:
         """Return where a layer's KV lies."""
         layout = self.layout

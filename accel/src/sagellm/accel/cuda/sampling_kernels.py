@@ -150,7 +150,7 @@ def read_tile(source: tl.tensor, start: tl.tensor, TILE: tl.constexpr) -> tl.ten
 
 @device_function
 def first_above(cumulative: tl.tensor, target: tl.tensor, weights: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Return the first id whose cumulative weight exceeds the target, the last one with weight if none does."""
+    """Return the first id whose cumulative weight exceeds the target; if none does, the last with weight."""
     found = tl.min(tl.where(cumulative > target, ids, NO_ID), 0)
     last = tl.max(tl.where(weights > 0.0, ids, 0), 0)
     return tl.where(found < NO_ID, found, last)

@@ -35,7 +35,7 @@ class EngineSettings(TypedDict, total=False):
     gpu_memory_utilization: float | None
     """share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU"""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"]
-    """number format of KV: auto (that of the model), float32, bfloat16, float16 or int8"""
+    """number format of KV: auto (that of the model), float32, bfloat16, float16, int8 or fp8"""
     kv_pool: str | Mapping[str, Any] | ProviderSpec
     """KV pool by name"""
     kv_allocator: str | Mapping[str, Any] | ProviderSpec

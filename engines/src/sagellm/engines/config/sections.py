@@ -44,14 +44,16 @@ def _as_size(value: object) -> object:
 
 
 def _as_dtype(value: object) -> object:
-    """Accept torch's own dtypes, and vLLM's short names for two of them."""
+    """Accept torch's own dtypes, and vLLM's short names for some of them."""
     name = str(value).removeprefix("torch.")
-    return {"half": "float16", "float": "float32"}.get(name, name)
+    return {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn"}.get(name, name)
 
 
 Name = Annotated[str, Field(min_length=1)]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)]
-KVDType = Annotated[Literal["auto", "float32", "bfloat16", "float16", "int8"], BeforeValidator(_as_dtype)]
+KVDType = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"], BeforeValidator(_as_dtype)
+]
 Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
@@ -146,7 +148,7 @@ class KVConfig(Checked):
     )
     dtype: KVDType = Field(
         default="auto",
-        description="number format of KV: auto (that of the model), float32, bfloat16, float16 or int8",
+        description="number format of KV: auto (that of the model), float32, bfloat16, float16, int8 or fp8",
     )
     pool: OneProvider = provider("kv_pool", "paged", "KV pool by name")
     allocator: OneProvider = provider(
