@@ -18,6 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="triton is not installed; `hatch run cuda` installs it")
 
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+INTERPRETED = {"interpreted": DEVICE.type == "cpu"}
 BLOCK_SIZE, NUM_BLOCKS = 8, 64
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 515}
 MODELS = {
@@ -53,7 +54,7 @@ def backends(path, *, kv_dtype="float32", **options):
     with opened.reading() as weights:
         both = (
             TorchForwardBackend(opened.spec, weights, **given),
-            CudaForwardBackend(opened.spec, weights, **given, **options),
+            CudaForwardBackend(opened.spec, weights, **given, **INTERPRETED, **options),
         )
     for backend, dtype in zip(both, ("float32", kv_dtype), strict=True):
         is_scaled = dtype in ("int8", "float8_e4m3fn")
@@ -166,7 +167,8 @@ def test_blocks_are_copied_read_and_written(qwen3):
 
 def test_an_engine_writes_what_it_writes_with_torch(qwen3):
     def texts(backend):
-        settings = {"backend": backend}
+        options = INTERPRETED if backend == "cuda" else {}
+        settings = {"backend": {"name": backend, "options": options}}
         engine = LLMEngine(
             EngineConfig(
                 model={"name": str(qwen3), "device": str(DEVICE), "dtype": "float32"},

@@ -18,7 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="triton is not installed; `hatch run cuda` installs it")
 
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
-NUM_ROWS = 12
+NUM_ROWS = 4
 
 
 def drawn(logits, params, seed):
@@ -63,8 +63,7 @@ def test_a_draw_is_the_samplers(kind, vocab_size, sharpness):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(NUM_ROWS, vocab_size, generator=generator) * sharpness
     params = [SamplingParams(**kind)] * NUM_ROWS
-    for seed in (0, -7):
-        assert drawn(logits, params, seed) == sampled(logits, params, seed)
+    assert drawn(logits, params, -7) == sampled(logits, params, -7)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

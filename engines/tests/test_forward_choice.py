@@ -96,6 +96,7 @@ def test_auto_takes_torch_where_no_other_can_and_keeps_every_reason(registry, op
     assert chosen.refusals == {
         "acme:PlainOnly": "it lacks sliding_window, which Qwen3ForCausalLM needs",
         "acme:float16_only": "it computes in float16, not torch.float32",
+        "sagellm-accel:cuda": "it computes on a CUDA device, not on cpu",
     }
     assert "the forward backend acme:PlainOnly is not used: it lacks sliding_window" in caplog.text
 

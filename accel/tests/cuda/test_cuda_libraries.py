@@ -27,7 +27,7 @@ SPECS = (
 
 
 def attend(query, keys, values, scale, window, cap):
-    """Attend to (tokens, KV heads, D) from the last rows of a sequence; `window` tokens before a row's own."""
+    """Attend to (tokens, KV heads, D) from a sequence's last rows, `window` tokens back."""
     keys, values = (each.double().repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
     if cap:

@@ -12,7 +12,7 @@ import torch
 
 from sagellm.accel.cuda.library_attention import LIBRARIES, LibraryAttention, StepAttention
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.cuda.support import FEATURES, check_support
+from sagellm.accel.cuda.support import FEATURES, check_machine, check_support
 from sagellm.accel.cuda.transfers import BlockTransfers
 from sagellm.accel.cuda.weights import DeviceWeights
 from sagellm.core import (
@@ -56,7 +56,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
 
     `linears="fp8"` rounds the weights of all linears but the head to FP8 (E4M3), and the rows that they
     multiply. `attention_kernels` names another library for attention. `graphs=False` launches every kernel of
-    every step.
+    every step. `interpreted=True` runs kernels in Triton's interpreter, for tests.
 
     Sums of attention are those of a sequence alone, but cuBLAS chooses an algorithm by the number of rows, so
     the last bits of logits depend on the batch.
@@ -77,8 +77,10 @@ class CudaForwardBackend(ForwardBackendProtocol):
         linears: Literal["plain", "fp8"] = "plain",
         attention_kernels: Literal["triton", "flashinfer", "flash_attention"] = "triton",
         graphs: bool = True,
+        interpreted: bool = False,
     ) -> None:
         del attention  # it has its own
+        check_machine(device, is_interpreted=interpreted)
         check_support(spec, device, quantizer, shard)
         if linears not in ("plain", "fp8"):
             raise UnsupportedModelError(f"the option linears is {linears!r}; it is plain or fp8")

@@ -38,9 +38,8 @@ _LARGEST_HEAD = 256
 def check_support(
     spec: ModelSpec, device: torch.device, quantizer: QuantizerProtocol | None, shard: Shard
 ) -> None:
-    """Raise UnsupportedModelError that says what cannot be run."""
+    """Raise UnsupportedModelError that says what of a model cannot be run."""
     spec.require(FEATURES)
-    _check_machine(device)
     if quantizer is not None:
         raise UnsupportedModelError(
             "it multiplies plain weights, and FP8 with the option linears=fp8; take out model.quantization"
@@ -58,13 +57,18 @@ def check_support(
         )
 
 
-def _check_machine(device: torch.device) -> None:
+def check_machine(device: torch.device, *, is_interpreted: bool) -> None:
+    """Raise UnsupportedModelError unless kernels run on a device, or in the interpreter if that is wanted."""
+    if device.type != "cuda" and not is_interpreted:
+        raise UnsupportedModelError(f"it computes on a CUDA device, not on {device}")
     if find_spec("triton") is None:
         raise UnsupportedModelError("it needs triton: pip install 'sagellm-accel[cuda]'")
-    if IS_INTERPRETED:
+    if is_interpreted != IS_INTERPRETED:
+        raise UnsupportedModelError(
+            "the option interpreted is for tests on a CPU, with TRITON_INTERPRET=1 in the environment"
+        )
+    if is_interpreted:
         return
-    if device.type != "cuda":
-        raise UnsupportedModelError(f"it computes on a CUDA device, not on {device}")
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise UnsupportedModelError(
