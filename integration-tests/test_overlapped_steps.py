@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
-from sagellm.engines.sampling.params import SamplingParams as Params
-from sagellm.engines.sampling.rows import BadLogitsError
+from sagellm.engines.sampling.rows import BadLogitsError, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.worker import late_tokens
@@ -32,29 +32,22 @@ class CountingDraw:
         for row, (temperature, min_p, top_k, dropped_share, number) in zip(
             logits, settings.tolist(), strict=True
         ):
-            params = Params(
+            params = SamplingParams(
                 temperature=temperature,
                 min_p=min_p,
                 top_k=int(top_k),
                 top_p=1.0 if dropped_share < 0 else 1 - dropped_share,
             )
-            sampling = pytest.MonkeyPatch()
-            sampling.setattr(
-                "sagellm.engines.sampling.sampler.uniforms",
-                lambda *_, number=number: torch.tensor([number]).numpy(),
-            )
-            with sampling.context():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(f"{Sampler.__module__}.uniforms", lambda *_, number=number: np.array([number]))
                 try:
-                    tokens.append(_one(row, params))
+                    tokens.append(token_of(row, params))
                 except BadLogitsError:
                     tokens.append(-1)
-            sampling.undo()
         return torch.tensor(tokens)
 
 
-def _one(row, params):
-    from sagellm.engines.sampling.rows import SamplingRow
-
+def token_of(row, params):
     rows = [SamplingRow(params=params, seed=0, position=0, prompt_token_ids=(), output_token_ids=())]
     return Sampler().sample(row[None], rows)[0].token_id
 
@@ -116,8 +109,7 @@ def test_a_draw_that_fails_for_one_row_ends_that_request_alone(checkpoint, draw,
 
     def with_a_hole(batch):
         logits = forward(batch)
-        has_hole = batch.seq_lens == [41] or 41 in batch.seq_lens
-        if has_hole:  # the sequence of 40 tokens and one of its own
+        if 41 in batch.seq_lens:  # the sequence of 40 tokens and one of its own
             row = batch.seq_lens.index(41)
             wanted = [sum(batch.query_lens[: row + 1]) - 1]
             logits[torch.isin(batch.logits_indices, torch.tensor(wanted))] = torch.nan

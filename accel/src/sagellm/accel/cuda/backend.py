@@ -12,7 +12,7 @@ import torch
 
 from sagellm.accel.cuda.library_attention import LIBRARIES, LibraryAttention, StepAttention
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.cuda.support import FEATURES, check_machine, check_support
+from sagellm.accel.cuda.support import FEATURES, check_fp8, check_machine, check_support, on_device
 from sagellm.accel.cuda.transfers import BlockTransfers
 from sagellm.accel.cuda.weights import DeviceWeights
 from sagellm.core import (
@@ -84,6 +84,10 @@ class CudaForwardBackend(ForwardBackendProtocol):
         check_support(spec, device, quantizer, shard)
         if linears not in ("plain", "fp8"):
             raise UnsupportedModelError(f"the option linears is {linears!r}; it is plain or fp8")
+        if linears == "fp8":
+            check_fp8(device, "the option linears=fp8")
+            if device.type == "cuda" and dtype != torch.bfloat16:
+                raise UnsupportedModelError(f"the option linears=fp8 needs a model in bfloat16, not {dtype}")
         if attention_kernels not in ("triton", *LIBRARIES):
             raise UnsupportedModelError(
                 f"the option attention_kernels is {attention_kernels!r}; it is triton, {', '.join(LIBRARIES)}"
@@ -96,7 +100,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
         self._has_graphs = graphs and device.type == "cuda" and self._kernels is None
         from sagellm.accel.cuda.decoder import CudaDecoder  # it imports triton, which is here
 
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(device):
             reader = DeviceWeights(weights, dtype, device)
             self._model = CudaDecoder(spec, reader, has_fp8_linears=linears == "fp8")
         self._kv: PagedKV | None = None
@@ -109,17 +113,22 @@ class CudaForwardBackend(ForwardBackendProtocol):
         """Allocate KV, and the inputs of graphs. Raises OutOfMemoryError, UnsupportedModelError."""
         if len(layouts) != 1:
             raise UnsupportedModelError(f"the backend cuda keeps one group of KV, not {len(layouts)}")
+        with on_device(self._device):
+            self._allocate(layouts[0], num_blocks[0])
+
+    def _allocate(self, layout: KVLayout, num_blocks: int) -> None:
         self._kv = self._transfers = self._graphs = None  # a second call replaces what the first allocated
-        layout = layouts[0]
+        if layout.group.dtype == "float8_e4m3fn":
+            check_fp8(self._device, "KV in fp8")
         if self._kernels is not None:
             self._library = self._kernels(self._spec, layout, self._dtype)
-        self._kv = kv = PagedKV(layout, num_blocks[0], self._device)
+        self._kv = kv = PagedKV(layout, num_blocks, self._device)
         self._transfers = BlockTransfers(kv.bytes)
         self._metrics.kv_bytes = kv.bytes.nbytes
         if self._has_graphs:
             from sagellm.accel.cuda.graphs import BUCKETS, DecodeBuffers, DecodeGraphs
 
-            most = min(-(-self._spec.geometry.max_model_len // layout.block_size), num_blocks[0])
+            most = min(-(-self._spec.geometry.max_model_len // layout.block_size), num_blocks)
             buffers = DecodeBuffers(BUCKETS[-1], most, self._spec.attention[0], self._device)
             self._graphs = DecodeGraphs(buffers, lambda step: self._model.forward(step, kv))
 
@@ -149,9 +158,10 @@ class CudaForwardBackend(ForwardBackendProtocol):
         """Return float32 logits (rows, vocab) of the wanted tokens, valid until the next step."""
         kv = self._ready()
         started_ns = time.perf_counter_ns()
-        logits = None if self._graphs is None else self._graphs.run(batch)
-        if logits is None:
-            logits = self._model.forward(self._step(batch), kv)
+        with on_device(self._device):
+            logits = None if self._graphs is None else self._graphs.run(batch)
+            if logits is None:
+                logits = self._model.forward(self._step(batch), kv)
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns

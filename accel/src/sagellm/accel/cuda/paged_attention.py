@@ -78,10 +78,14 @@ def plan_attention(tables: torch.Tensor, num_new: Ints, lengths: Ints, spec: Att
 def _device_tiles(
     tiles: Tiles, parts: list[torch.Tensor], spec: AttentionSpec, device: torch.device
 ) -> DeviceTiles:
+    sequences, firsts, item_tiles, item_begins = parts
     num_items = len(tiles.item_tiles)
     most = num_programs(device) if tiles.split else num_items
     return DeviceTiles(
-        *parts,
+        sequences=sequences,
+        firsts=firsts,
+        item_tiles=item_tiles,
+        item_begins=item_begins,
         num_tiles=len(tiles.sequences),
         num_programs=min(num_items, most),
         tile_tokens=tiles.tile_tokens,

@@ -7,6 +7,7 @@ import triton
 
 from sagellm.accel.cuda import sampling_kernels as kernels
 from sagellm.accel.cuda.kernel import next_power_of_2
+from sagellm.accel.cuda.support import on_device
 
 _BLOCK = 128
 _TILE_BLOCKS = 32
@@ -21,10 +22,16 @@ def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
     (negative: none), and a uniform number in [0, 1). -1 means that no token can be drawn, because a logit is
     NaN or infinite or all are masked. Waits for nothing.
     """
-    rows, vocab_size = logits.shape
+    rows = len(logits)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
-        return tokens
+    if rows:
+        with on_device(logits.device):
+            _launch(logits.float().contiguous(), settings, tokens)
+    return tokens
+
+
+def _launch(logits: torch.Tensor, settings: torch.Tensor, tokens: torch.Tensor) -> None:
+    rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     maxima = logits.new_empty(rows, num_blocks)
     masses = logits.new_empty(rows, num_blocks, dtype=torch.float64)
@@ -65,4 +72,3 @@ def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
         TILE=_TILE,
         num_warps=8,
     )
-    return tokens

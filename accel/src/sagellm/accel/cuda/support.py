@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -32,6 +33,7 @@ FEATURES = frozenset(
 """The entries of `ModelSpec.features`, and formats of KV, that the kernels support."""
 
 _LEAST_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY_FOR_FP8 = (8, 9)
 _LARGEST_HEAD = 256
 
 
@@ -75,3 +77,17 @@ def check_machine(device: torch.device, *, is_interpreted: bool) -> None:
             f"its kernels need compute capability {'.'.join(map(str, _LEAST_CAPABILITY))}; "
             f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
         )
+
+
+def check_fp8(device: torch.device, what: str) -> None:
+    """Raise UnsupportedModelError unless a device has FP8 (E4M3); `what` is what needs it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY_FOR_FP8:
+        raise UnsupportedModelError(
+            f"{what} needs compute capability {'.'.join(map(str, _LEAST_CAPABILITY_FOR_FP8))}; "
+            f"{torch.cuda.get_device_name(device)} has less"
+        )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, on which kernels are launched and streams are made."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

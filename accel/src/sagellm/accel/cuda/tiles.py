@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,9 @@ class Tiles:
     split: int
 
 
-def tiles_of(which: Ints, num_new: Ints, lengths: Ints, *, tile_tokens: int, split: int) -> Tiles:
+def tiles_of(
+    which: npt.NDArray[np.integer[Any]], num_new: Ints, lengths: Ints, *, tile_tokens: int, split: int
+) -> Tiles:
     """Cut the rows of the sequences `which` into tiles of `tile_tokens` and these into items."""
     counts, ends = num_new[which], lengths[which]
     per_sequence = -(-counts // tile_tokens)

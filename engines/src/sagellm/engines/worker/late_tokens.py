@@ -109,7 +109,7 @@ class LateTokens:
             host = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
             tokens = host.copy_(tokens, non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(self._device))
         return LateStep(step, rows, ends, self._state.generation[seats], tokens, arrived)
 
     def finish(self, late: LateStep) -> StepOutput:
