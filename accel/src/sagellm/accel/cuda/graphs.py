@@ -52,7 +52,9 @@ class DecodeBuffers:
         # One piece, so that what the host plans is one copy: lengths, first items, tiles of items.
         self._planned = ints(2 * num_rows + 1 + self.num_items)
         self._staged = torch.zeros_like(self._planned, device="cpu", pin_memory=device.type == "cuda")
-        self._is_copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._is_copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._order = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._firsts, self._ones = ints(num_rows), torch.ones_like(self._order)
         self._space = split_space(self.num_items, 1, spec, device)
@@ -166,7 +168,7 @@ class DecodeGraphs:
         """Run the step of nothing but padding, to compile its kernels, then record it."""
         self._buffers.clear()
         step = self._buffers.step(bucket)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

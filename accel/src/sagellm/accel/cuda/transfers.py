@@ -22,10 +22,13 @@ class BlockTransfers:
         self._memory = memory  # (blocks, bytes of a block) uint8
         self._is_cuda = memory.device.type == "cuda"
         if self._is_cuda:
-            self._stream = torch.cuda.Stream(memory.device)
+            self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
             shape = (_STAGED_BLOCKS, memory.shape[1])
             self._staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            self._are_free = [torch.cuda.Event() for _ in range(_STAGED_BLOCKS)]
+            self._are_free = [
+                torch.cuda.Event()  # type: ignore[no-untyped-call]
+                for _ in range(_STAGED_BLOCKS)
+            ]
 
     def read(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
         """Copy blocks to host memory."""

@@ -108,7 +108,7 @@ class LateTokens:
         if self._device.type == "cuda":
             host = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
             tokens = host.copy_(tokens, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(torch.cuda.current_stream(self._device))
         return LateStep(step, rows, ends, self._state.generation[seats], tokens, arrived)
 
