@@ -192,3 +192,23 @@ def test_what_it_cannot_run_is_refused_with_the_reason(qwen3):
         backends(qwen3, linears="int2")
     with pytest.raises(UnsupportedModelError, match="no parts of a model"):
         backends(qwen3, shard=Shard(0, 2))
+
+
+def test_a_decode_padded_for_a_graph_has_the_same_logits(qwen3):
+    from sagellm.accel.cuda.graphs import DecodeBuffers
+
+    _, found = backends(qwen3, graphs=False)
+    model, kv, spec = found._model, found._kv, found._spec
+    buffers = DecodeBuffers(8, NUM_BLOCKS, spec.attention[0], DEVICE)
+    assert [buffers.fits(each) for each in STEPS] == [False, True, False, True]
+    for each in STEPS:
+        expected = found.forward(each)
+        if not buffers.fits(each):
+            continue
+        for bucket in (8, 4):  # the larger one leaves behind what the smaller one must not read
+            before = kv.bytes.clone()
+            buffers.fill(each, bucket)
+            torch.testing.assert_close(model.forward(buffers.step(bucket), kv)[:3], expected)
+            assert torch.equal(kv.bytes, before), "rows of padding store nothing"
+    buffers.clear()
+    assert model.forward(buffers.step(2), kv).isfinite().all()
