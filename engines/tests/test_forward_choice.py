@@ -23,6 +23,7 @@ from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.loading import open_checkpoint
 from sagellm.engines.models import Qwen3Family
 from sagellm.engines.modules import Modules
+from sagellm.engines.testing import make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -93,6 +94,7 @@ def test_auto_takes_torch_where_no_other_can_and_keeps_every_reason(registry, op
     chosen = choose(registry, windowed(opened), "auto")
     assert chosen.name == "torch"
     assert chosen.refusals.pop("acme:broken").startswith("forward_backend 'broken' of acme")
+    assert chosen.refusals.pop("sagellm-accel:native")  # the checkpoint's heads have an odd size
     assert chosen.refusals == {
         "acme:PlainOnly": "it lacks sliding_window, which Qwen3ForCausalLM needs",
         "acme:float16_only": "it computes in float16, not torch.float32",
@@ -151,3 +153,16 @@ def test_auto_skips_a_backend_that_cannot_keep_kv_as_configured(registry, opened
 def test_a_kv_format_that_no_backend_has_is_refused_with_the_reason(checkpoint):
     with pytest.raises(UnsupportedModelError, match="lacks kv_int8"):
         LLMEngine(str(checkpoint), forward_backend="torch", kv_cache_dtype="int8", num_blocks=8)
+
+
+def test_a_named_attention_backend_is_not_ignored_by_one_that_has_its_own(tmp_path):
+    path = str(make_checkpoint(tmp_path / "qwen2", family="qwen2"))
+    for given, taken in (({}, "sagellm-accel:native"), ({"forward_attention": "naive"}, "torch")):
+        engine = LLMEngine(path, num_blocks=8, **given)
+        reason = engine.client.core.info.refusals.get("sagellm-accel:native", "")
+        is_native = engine.config.forward.backend.name == taken
+        assert is_native or "it was not built" in reason or "lacks" in reason
+        engine.close()
+    assert reason == "it lacks attention_backends, which the configuration asks for"
+    with pytest.raises(UnsupportedModelError, match="lacks attention_backends"):
+        LLMEngine(path, num_blocks=8, forward_backend="native", forward_attention="naive")
