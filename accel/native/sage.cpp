@@ -4,6 +4,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <new>
+
 #include "attention.h"
 #include "linear.h"
 #include "load.h"
@@ -77,6 +79,13 @@ void sage_beat_with(SageHandle* handle, void (*beat)(void)) { handle->model.beat
 
 void sage_time_into(SageHandle* handle, int64_t* phase_ns) { handle->model.time_into(phase_ns); }
 
-void sage_step(SageHandle* handle, const SageStep* step) { handle->model.step(*step); }
+int sage_step(SageHandle* handle, const SageStep* step) {
+  try {
+    handle->model.step(*step);
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  }
+  return SAGE_OK;
+}
 
 int64_t sage_activation_bytes(const SageHandle* handle) { return handle->model.activation_bytes(); }

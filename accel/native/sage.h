@@ -98,7 +98,8 @@ SAGE_API void sage_set_kv(SageHandle*, const SageKV*);
 SAGE_API void sage_beat_with(SageHandle*, void (*beat)(void));
 // SAGE_NUM_PHASES sums that steps add to; null: none.
 SAGE_API void sage_time_into(SageHandle*, int64_t* phase_ns);
-SAGE_API void sage_step(SageHandle*, const SageStep*);
+// SAGE_OK, or ENOMEM if there is no memory for the activations: then nothing was computed.
+SAGE_API int sage_step(SageHandle*, const SageStep*);
 SAGE_API int64_t sage_activation_bytes(const SageHandle*);
 
 #ifdef __cplusplus

@@ -171,7 +171,11 @@ class NativeForwardBackend(ForwardBackendProtocol):
             logits=logits.data_ptr(),
             num_threads=torch.get_num_threads(),
         )
-        self._functions.sage_step(self._model.handle, ctypes.byref(step))
+        if self._functions.sage_step(self._model.handle, ctypes.byref(step)):
+            raise OutOfMemoryError(
+                f"no memory for the activations of {step.num_tokens} tokens; lower "
+                "scheduler.max_num_batched_tokens or kv.num_blocks"
+            )
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
