@@ -28,7 +28,7 @@ class ModelRunner:
 
     def initialize_kv_caches(self, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
-        check_room(self._layout, num_blocks, self._device)
+        check_room(self._layout, num_blocks, self.device)
         self.backend.initialize_kv_caches([self._layout], [num_blocks])
 
     def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:
