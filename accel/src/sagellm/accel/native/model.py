@@ -129,9 +129,9 @@ class NativeModel:
         return head
 
     def _head_matrix(self, decoder: DecoderSpec, head: LinearSpec | None) -> Matrix:
-        if head is not None:
-            return self._matrix(head)
-        return Matrix(parts=(LinearSpec(decoder.embedding),), kind=self._kind)  # rows of it are also read
+        """Return the head: int8 with any quantizer, as it is the largest matrix of a small model."""
+        parts = (LinearSpec(decoder.embedding) if head is None else head,)
+        return Matrix(parts=parts, kind=self._kind if self._quantizer is None else WeightKind.INT8)
 
     def _num_bytes(
         self,

@@ -131,7 +131,8 @@ class ChosenProvider:
         values = self._values()
         if self._config is not None:
             names = {each.name for each in fields(self._config)}
-            arguments = (self._config(**{name: values.pop(name) for name in names & values.keys()}),)
+            given = {name: values.pop(name) for name in names & values.keys()}
+            arguments = (self._config(**given) if given else None,)  # None: the provider's own default
         passed = {name: each for name, each in keywords.items() if self._takes_all or self.takes(name)}
         return call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
 
