@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from random import Random
 from typing import Any
 
@@ -19,6 +19,7 @@ from sagellm.core.testing.scheduler_pass import SchedulerPassContract
 from sagellm.kvmgr.scheduler_ir import (
     BaseSchedulerIR,
     PrefixHit,
+    RequestRows,
     ScheduleIR,
     ScheduleRequest,
     SchedulerPassProtocol,
@@ -290,6 +291,9 @@ RULES = {
     "masks other rows": "InvalidInputError: a mask over the pending rows has 1 values; it must have 2",
     "decides something unknown": "a decision is of a known kind",
     "decides by a list": "rows are positions",
+    "replaces its state": NOTHING_ELSE,
+    "decides by no tuple": "decisions are a tuple",
+    "decides something that is not a word": "a decision is of a known kind",
     "decides by a string": "a decision is a Decision",
     "writes to a row": "FrozenInstanceError",
     "writes to a column": "ValueError: assignment destination is read-only",
@@ -316,6 +320,28 @@ def test_a_faulty_pass_is_rejected_with_its_name_and_the_rule(fault: str) -> Non
 def test_a_pass_that_drops_what_an_earlier_one_decided_is_named(fault: Callable[[ScheduleIR], Any]) -> None:
     with pytest.raises(EngineError, match="'number 1' broke the rule 'what earlier passes decided stands'"):
         scheduler(decide_orders_and_caps, fault).schedule(**state())
+
+
+class Bribed(ScheduleIR):
+    """Says other caps than those that were decided."""
+
+    def caps(self, part: Any) -> Any:
+        return np.zeros(len(getattr(self, part)), np.int32)
+
+
+def test_nothing_but_the_decisions_of_a_pass_is_taken_over() -> None:
+    def bribe(ir: ScheduleIR) -> ScheduleIR:
+        bribed = Bribed(**{each.name: getattr(ir, each.name) for each in fields(ir)})
+        return bribed.order_pending([1, 0]).lower(max_num_seqs=3)
+
+    ir = BaseSchedulerIR().apply_pass(Rewrite(bribe, "bribed"), make_ir(TWO_OF_EACH))
+    assert type(ir) is ScheduleIR
+    assert (ir.admission.tolist(), ir.max_num_seqs, ir.caps("pending").min()) == ([1, 0], 3, 2**31 - 1)
+
+
+def test_the_lowest_priority_of_all_is_preempted_first() -> None:
+    rows = [running("low", priority=-(2**31)), running("high", priority=2**31 - 1), running("middle")]
+    assert RequestRows.of(rows).by_rank().tolist() == [1, 2, 0]
 
 
 def test_a_pass_that_raises_a_limit_is_told_what_is_possible() -> None:

@@ -176,7 +176,8 @@ class RequestRows(Sequence[ScheduleRequest]):
         """Return the positions in order of rank: priority, then arrival, then position."""
         import numpy as np
 
-        return np.lexsort((self.arrived_time, -self.priority))
+        urgency = self.priority.astype(np.int64)  # the lowest int32 has no negative
+        return np.lexsort((self.arrived_time, -urgency))
 
     def _column(self, name: str) -> Any:
         column = self._gathered.get(name)
@@ -629,7 +630,7 @@ class _BrokenRule(Exception):
 
 
 def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
-    """Return `after` with its new decisions signed by the pass called `name`, if the pass kept its contract.
+    """Return `before` with the new decisions of `after`, signed by the pass called `name`.
 
     Every scheduler runs it after every pass. Raises EngineError with the names of the pass and of the
     rule that it broke. O(rows decided on).
@@ -644,12 +645,15 @@ def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
     except _BrokenRule as broken:
         raise EngineError(f"scheduler pass {name!r} {broken}") from None
     if not new:
-        return after
+        return before
     signed = tuple(replace(decision, made_by=name) for decision in new)
-    return replace(after, decisions=before.decisions + signed)
+    lowered: dict[str, Any] = {each.target: each.value for each in new if each.kind == "lower"}
+    return replace(before, decisions=before.decisions + signed, **lowered)
 
 
 def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...]:
+    if not isinstance(after.decisions, tuple):
+        raise _BrokenRule("decisions are a tuple", f"it returned {type(after.decisions).__name__}")
     num_old = len(before.decisions)
     kept, new = after.decisions[:num_old], after.decisions[num_old:]
     if [*map(id, kept)] != [*map(id, before.decisions)]:
@@ -659,7 +663,7 @@ def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...
 
 def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...]) -> None:
     """Compare everything but the decisions with the input and the effects of `lower`."""
-    for name in ("pending", "running", "probe"):
+    for name in ("pending", "running", "probe", "state"):
         if getattr(after, name) is not getattr(before, name):
             raise _BrokenRule("a pass changes nothing but decisions", f"it replaced {name}")
     lowered = {str(each.target): each.value for each in new if each.kind == "lower"}
@@ -676,7 +680,7 @@ def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...
 def _check(decision: Decision, before: ScheduleIR) -> None:
     if not isinstance(decision, Decision):
         raise _BrokenRule("a decision is a Decision", f"it added {type(decision).__name__}")
-    targets = _TARGETS.get(decision.kind)
+    targets = _TARGETS.get(decision.kind) if isinstance(decision.kind, str) else None
     if targets is None:
         raise _BrokenRule(
             "a decision is of a known kind", f"it is {decision.kind!r}, not one of {sorted(_TARGETS)}"

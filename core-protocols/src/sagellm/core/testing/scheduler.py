@@ -97,6 +97,9 @@ FAULTS: dict[str, Callable[[ScheduleIR], Any]] = {
     "masks other rows": lambda ir: ir.defer(ir.pending.priority[:1] == ir.pending.priority[:1], "later"),
     "decides something unknown": lambda ir: _plant(ir, "skip", "pending", _rows_of(ir)),
     "decides by a list": lambda ir: _plant(ir, "defer", "pending", [0], "later"),
+    "replaces its state": lambda ir: replace(ir, state=[*(ir.state or ()), 1]),
+    "decides by no tuple": lambda ir: replace(ir, decisions=None),  # type: ignore[arg-type]
+    "decides something that is not a word": lambda ir: _plant(ir, [], "pending", _rows_of(ir)),
     "decides by a string": lambda ir: replace(ir, decisions=(*ir.decisions, "defer all")),  # type: ignore[arg-type]
     "writes to a row": lambda ir: _write(ir.pending[0], "priority", 9),
     "writes to a column": lambda ir: ir.running.priority.fill(9),
