@@ -178,6 +178,11 @@ def test_a_factory_that_fails_is_named():
         chosen(fail).make()
 
 
+def test_a_factory_that_returns_nothing_is_named():
+    with pytest.raises(PluginError, match="mine of acme 1: its factory returned None"):
+        chosen(lambda **_: None).make()
+
+
 def test_every_installed_provider_says_its_options():
     registry = PluginRegistry.load()
     for entry in registry.providers():

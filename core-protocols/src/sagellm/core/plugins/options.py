@@ -11,7 +11,7 @@ from inspect import Parameter, isclass, signature, unwrap
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sagellm.core.errors import ConfigError, nearest
+from sagellm.core.errors import ConfigError, PluginError, nearest
 from sagellm.core.plugins.failure import call_plugin
 from sagellm.core.plugins.provider import KINDS
 
@@ -134,7 +134,10 @@ class ChosenProvider:
             given = {name: values.pop(name) for name in names & values.keys()}
             arguments = (self._config(**given) if given else None,)  # None: the provider's own default
         passed = {name: each for name, each in keywords.items() if self._takes_all or self.takes(name)}
-        return call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
+        made = call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
+        if made is None:
+            raise PluginError(f"{self.label}: its factory returned None; it must return the provider")
+        return made
 
     def _is_passed(self, name: str) -> bool:
         return name in self._passed or name.startswith("_")
