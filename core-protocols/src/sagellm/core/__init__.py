@@ -147,6 +147,7 @@ _NAMES = {
     """,
     "protocols.step": """
         BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks
+        verify_output
     """,
     "protocols.topology": """
         CPU Cache GPU Link NetworkInterface NullTopology NumaNode Topology TopologyMetrics TopologyProtocol

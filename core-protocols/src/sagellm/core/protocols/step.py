@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NewType
 
+from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId, SequenceId
 from sagellm.core.tokens import TokenIds
 
@@ -159,4 +160,115 @@ class StepOutput:
             tokens=Runs(none[:0], none),
             num_accepted=none,
             errors=dict.fromkeys(range(len(none)), error),
+        )
+
+
+class _BrokenRule(Exception):
+    """Says which rule an executor broke, and how."""
+
+    def __init__(self, rule: str, how: str) -> None:
+        super().__init__(f"broke the rule {rule!r}: {how}")
+
+
+def verify_output(name: str, step: StepInput, output: object, *, vocab_size: int) -> StepOutput:
+    """Return `output` if it answers `step`.
+
+    Raises EngineError with the name of the executor and of the rule that it broke. About five array
+    operations for a step without drafts, errors and log-probabilities.
+    """
+    try:
+        if not isinstance(output, StepOutput):
+            raise _BrokenRule("an executor returns a StepOutput", f"it returned {type(output).__name__}")
+        if output.step != step.step:
+            raise _BrokenRule(
+                "outputs come in the order of their steps",
+                f"it returned {output.step!r} for step {step.step}",
+            )
+        if _is_plain(step, output, vocab_size):
+            return output
+        _check_rows(output.errors, "error", len(step.seats))
+        _check_tokens(step, output, vocab_size)
+        for what, found in (("log-probabilities", output.logprobs), ("scores", output.scores)):
+            _check_rows(found, what, len(step.seats))
+    except _BrokenRule as broken:
+        raise EngineError(f"{name} {broken}") from None
+    return output
+
+
+def _is_plain(step: StepInput, output: StepOutput, vocab_size: int) -> bool:
+    """Whether an output is one token for each sampled row, all in the vocabulary, and nothing else."""
+    import numpy as np
+
+    if step.drafts is not None or output.errors != {} or output.logprobs != {} or output.scores != {}:
+        return False
+    try:
+        ids, counts = output.tokens.ids, output.tokens.counts
+        return bool(
+            ids.dtype == counts.dtype == np.int32
+            and counts.shape == output.num_accepted.shape == step.seats.shape
+            and ids.shape == (np.count_nonzero(counts),)
+            and not np.count_nonzero(counts != step.is_sampled)
+            and not np.count_nonzero(ids.view(np.uint32) >= vocab_size)  # a negative one is huge
+        )
+    except AttributeError:  # not arrays
+        return False
+
+
+def _check_rows(found: Mapping[int, Any], what: str, num_rows: int) -> None:
+    if not isinstance(found, Mapping):
+        raise _BrokenRule(f"{what} come by row", f"it returned {type(found).__name__}")
+    for row, value in found.items():
+        if type(row) is not int or not 0 <= row < num_rows:
+            raise _BrokenRule(
+                "rows are those of the step", f"it returned {what} of {row!r} of {num_rows} rows"
+            )
+        if what == "error" and not isinstance(value, BaseException):
+            raise _BrokenRule("an error is an exception", f"that of row {row} is {value!r}")
+
+
+def _check_tokens(step: StepInput, output: StepOutput, vocab_size: int) -> None:
+    import numpy as np
+
+    if not isinstance(output.tokens, Runs):
+        raise _BrokenRule("tokens are Runs", f"it returned {type(output.tokens).__name__}")
+    ids, counts, num_rows = output.tokens.ids, output.tokens.counts, len(step.seats)
+    _check_integers("ids", ids, np.size(ids))
+    _check_integers("counts", counts, num_rows)
+    _check_integers("num_accepted", output.num_accepted, num_rows)
+    _check_counts(step, output)
+    if int(counts.sum()) != len(ids):
+        raise _BrokenRule("counts cover all tokens", f"they cover {counts.sum()} of {len(ids)}")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if np.count_nonzero(outside):
+        raise _BrokenRule(
+            "a token is in the vocabulary", f"it returned {ids[outside][0]}; there are {vocab_size} tokens"
+        )
+
+
+def _check_counts(step: StepInput, output: StepOutput) -> None:
+    import numpy as np
+
+    counts = output.tokens.counts
+    least: npt.NDArray[np.bool_] = step.is_sampled
+    if output.errors:
+        least = least.copy()
+        least[list(output.errors)] = False
+    most = least if step.drafts is None else least * (1 + step.drafts.counts)
+    is_wrong = (counts < least) | (counts > most)
+    if np.count_nonzero(is_wrong):
+        row = int(np.flatnonzero(is_wrong)[0])
+        raise _BrokenRule(
+            "a sampled row has one token and those of accepted drafts, any other none",
+            f"row {row} has {counts[row]}; possible is {int(least[row])} … {int(most[row])}",
+        )
+    if step.drafts is not None and np.count_nonzero(output.num_accepted != np.maximum(counts, 1) - 1):
+        raise _BrokenRule("one token more than accepted drafts", "num_accepted does not fit the tokens")
+
+
+def _check_integers(name: str, values: object, length: int) -> None:
+    shape, kind = getattr(values, "shape", None), getattr(getattr(values, "dtype", None), "kind", "")
+    if shape != (length,) or kind not in ("i", "u"):
+        raise _BrokenRule(
+            "tokens and counts are arrays of integers",
+            f"{name} is a {type(values).__name__} of shape {shape}; it must be integers of shape ({length},)",
         )

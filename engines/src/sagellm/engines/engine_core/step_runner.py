@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +23,7 @@ from sagellm.core import (
     StepInput,
     StepOutput,
     WriteBlocks,
+    verify_output,
 )
 from sagellm.engines.engine_core.seats import Seats
 
@@ -82,12 +82,17 @@ class StepRunner:
     steps. What later steps computed from a failed one is dropped and planned again.
     """
 
-    def __init__(self, executor: ExecutorProtocol, seats: Seats, clock: Clock) -> None:
+    def __init__(
+        self, executor: ExecutorProtocol, seats: Seats, clock: Clock, *, label: str, vocab_size: int
+    ) -> None:
+        """Create a runner. `label` is how errors name the executor."""
         self._executor = executor
+        self._label, self._vocab_size = label, vocab_size
         self._seats = seats
         self._clock = clock
         self._flights: deque[_Flight] = deque()
         self._kv_ops: list[KVOp] = []  # of a step that was interrupted
+        self._lost: set[int] = set()  # steps that failed in the executor; their outputs may still come
         self._num_steps = 0
         self.last_ns = 0  # from the submission of the last collected step to its end
         self._last: StepInput | None = None
@@ -183,6 +188,7 @@ class StepRunner:
             self._executor.submit(step)
         except BaseException:  # KeyboardInterrupt: repeat what the worker may not have seen
             self._flights.pop()
+            self._lost.add(step.step)
             self._seats.tell_again(step)
             self._kv_ops = [*step.kv_ops]
             raise
@@ -191,18 +197,26 @@ class StepRunner:
         return _Flight(step, generations, self._clock.now_ns())
 
     def _receive(self, flight: _Flight) -> StepOutput:
-        """Return a step's output, the oldest that the executor has; drop the step if that fails."""
+        """Return a step's output, the oldest that the executor has; drop the step if that fails.
+
+        Raises EngineError, which names the executor, for an output that does not answer the step.
+        """
         if flight.output is None:
+            output = None
             try:
                 output = self._executor.collect()
-                while output.step < flight.step.step:  # of a step whose collection failed
+                while getattr(output, "step", None) in self._lost:
                     output = self._executor.collect()
+                verify_output(self._label, flight.step, output, vocab_size=self._vocab_size)
             except KeyboardInterrupt:  # the step continues
                 raise
             except BaseException:
-                with suppress(ValueError):
-                    self._flights.remove(flight)
+                self._lost.add(flight.step.step)
+                gone = flight.step.step, getattr(output, "step", None)  # the latter was delivered too early
+                self._flights = deque(each for each in self._flights if each.step.step not in gone)
                 raise
+            if self._lost:  # outputs come in order: those of earlier steps no longer come
+                self._lost = {number for number in self._lost if number > output.step}
             flight.output = output
             self.last_ns, self._last = self._clock.now_ns() - flight.submitted_ns, flight.step
         return flight.output
