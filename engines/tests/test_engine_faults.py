@@ -4,9 +4,12 @@ block is lost, and the engine goes on.
 
 from __future__ import annotations
 
+import sys
+
+import numpy as np
 import pytest
 
-from sagellm.core import PluginRegistry, hookimpl
+from sagellm.core import PluginRegistry, ScheduleIR, SchedulerPassProtocol, hookimpl
 from sagellm.engines import SamplingParams
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
 
@@ -164,7 +167,7 @@ def test_a_scheduler_that_never_schedules_is_an_error_and_no_hang(make_engine, a
     engine = make_engine(scheduler="null")
     (output,) = engine.generate([[5, 6, 7]], GREEDY)
     assert output.outputs[0].finish_reason == "error"
-    assert "the scheduler chose nothing" in (output.outputs[0].error or "")
+    assert "the scheduler chose nothing; name another one" in (output.outputs[0].error or "")
     assert not engine.has_unfinished_requests()
     all_blocks_are_back(engine)
 
@@ -182,4 +185,62 @@ def test_a_request_that_pins_keep_out_ends_alone_and_says_so(make_engine, all_bl
     assert "16 are pinned; unpin some" in finished[long].outputs[0].error
     assert all(finished[each].outputs[0].finish_reason == "length" for each in short)
     engine.client.core.kv.cache.unpin(pinned)
+    assert all_blocks_are_back(engine)
+
+
+class Holding(SchedulerPassProtocol):
+    """Keeps every sequence from advancing, in one way or another, until `until` on the engine's clock."""
+
+    name = "holding"
+
+    def __init__(self, how: str, until: float = float("inf")) -> None:
+        self.how, self.until = how, until
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        if ir.now >= self.until:
+            return ir
+        if self.how == "defer":
+            return ir.defer(range(len(ir.pending)), "not yet")
+        return ir.lower(**{self.how: 0})
+
+
+@pytest.mark.parametrize("how", ["defer", "max_num_seqs", "max_num_batched_tokens", "available_memory"])
+def test_passes_that_hold_everything_back_are_told(make_engine, all_blocks_are_back, monkeypatch, how):
+    monkeypatch.setattr("sagellm.engines.engine_core.core._MAX_HELD_NS", 0)
+    engine = make_engine()
+    engine.client.core.scheduler._ir.add_optimization_pass(Holding(how))
+    (output,) = engine.generate([[5, 6, 7]], GREEDY)
+    assert "passes decided: holding: " in (output.outputs[0].error or "")
+    assert all_blocks_are_back(engine)
+
+
+def test_a_pass_may_hold_requests_back_for_a_while(make_engine, expected, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.engine_core.core._MAX_IDLE_STEPS", 3)
+    engine = make_engine()
+    until = engine.client.core._clock.now_ns() / 1e9 + 0.1
+    engine.client.core.scheduler._ir.add_optimization_pass(Holding("defer", until))
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
+
+
+BAD_DRAFTS = {
+    "negative tokens": lambda asked: [[-1, 5] for _ in asked],
+    "tokens beyond the vocabulary": lambda asked: [[10**6] for _ in asked],
+    "huge numbers": lambda asked: [[10**30] for _ in asked],
+    "long lists": lambda asked: [[1] * 10**5 for _ in asked],
+    "too few": lambda asked: [[1]] * (len(asked) - 1),
+    "too many": lambda asked: [[1]] * (len(asked) + 1),
+    "fractions": lambda asked: [[1.5, float("nan")] for _ in asked],
+    "texts": lambda asked: ["abc" for _ in asked],
+    "nothing": lambda asked: None,
+    "arrays": lambda asked: [np.array([1, 2, 3]) for _ in asked],
+    "an exception": lambda asked: 1 // 0,
+    "an exit": lambda asked: sys.exit(3),
+}
+
+
+@pytest.mark.parametrize("what", BAD_DRAFTS)
+def test_no_draft_changes_a_token(make_engine, all_blocks_are_back, expected, what):
+    engine = make_engine(num_blocks=48, block_size=4)
+    engine.client.core.scheduler._propose = BAD_DRAFTS[what]
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
     assert all_blocks_are_back(engine)

@@ -146,6 +146,7 @@ def build_core(  # noqa: PLR0913
         now_ns=runtime.clock.now_ns,
         propose=propose,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=vocab_size,
     )
     return EngineCore(
         CoreParts(

@@ -51,10 +51,13 @@ from sagellm.engines.worker.worker import Worker
 logger = get_logger(__name__)
 
 _MAX_IDLE_STEPS = 1000
-"""Steps in a row without work, while sequences wait, after which the scheduler counts as broken."""
+"""Steps in a row in which no sequence advances after which the scheduler counts as broken."""
 
-_FETCH_WAIT_NS = 100_000
-"""Between two polls of the tiers while there is nothing else to do."""
+_MAX_HELD_NS = 60 * 10**9
+"""How long the decisions of passes may keep every sequence from advancing."""
+
+_IDLE_WAIT_NS = 100_000
+"""Between two steps while there is nothing to do but wait for a tier or a pass."""
 
 _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
@@ -106,6 +109,7 @@ class EngineCore(EngineProtocol):
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._num_steps = self._num_idle_steps = 0
+        self._idle_since_ns = 0
         self._num_preemptions_seen = 0
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
@@ -129,14 +133,16 @@ class EngineCore(EngineProtocol):
                 self.steps.submit(planned, self._copies())
             elif not self.steps.num_in_flight:
                 if self.kv.num_fetches:
-                    self._clock.sleep_ns(_FETCH_WAIT_NS)
+                    self._clock.sleep_ns(_IDLE_WAIT_NS)
                     return outputs
                 if (head := self.scheduler.shut_out()) is not None:
                     outputs.add(self._fail(head.sequence_id, self._no_room(head)))
-            self._require_progress(planned)
+            has_advanced = False
             for result in self.steps.collect(0 if planned is None else self.steps.depth):
+                has_advanced |= len(result.seats) > 0
                 with self._trace.span("advance"):
                     self._advance(result, outputs)
+            self._require_progress(planned, has_advanced=has_advanced or len(outputs) > 0)
             self._measure_prefill()
         except KeyboardInterrupt:
             raise
@@ -252,15 +258,30 @@ class EngineCore(EngineProtocol):
             available=available,
         )
 
-    def _require_progress(self, planned: PlannedStep | None) -> None:
-        is_busy = planned is not None or self.steps.num_in_flight or not self.has_unfinished()
-        self._num_idle_steps = 0 if is_busy else self._num_idle_steps + 1
-        if self._num_idle_steps >= _MAX_IDLE_STEPS:
+    def _require_progress(self, planned: PlannedStep | None, *, has_advanced: bool) -> None:
+        """Raise EngineError if no sequence has advanced for too long. Passes may wait for the clock."""
+        decisions = self.scheduler.decisions
+        is_free = planned is not None and not decisions
+        if has_advanced or is_free or not self.has_unfinished():
             self._num_idle_steps = 0
+            return
+        now_ns = self._clock.now_ns()
+        if self._num_idle_steps == 0:
+            self._idle_since_ns = now_ns
+        self._num_idle_steps += 1
+        if self._num_idle_steps >= _MAX_IDLE_STEPS and (
+            not decisions or now_ns - self._idle_since_ns >= _MAX_HELD_NS
+        ):
+            num_steps, self._num_idle_steps = self._num_idle_steps, 0
+            whose = "the scheduler chose nothing; name another one in scheduler.name"
+            if decisions:
+                whose = f"passes decided: {'; '.join(map(str, decisions))}; see scheduler.passes"
             raise EngineError(
-                f"the scheduler chose nothing in {_MAX_IDLE_STEPS} steps while {self.scheduler.num_waiting} "
-                f"sequences wait and {self.scheduler.num_running} run; name another one in scheduler.name"
+                f"no sequence advanced in {num_steps} steps while {self.scheduler.num_waiting} "
+                f"wait and {self.scheduler.num_running} run: {whose}"
             )
+        if decisions and planned is None:
+            self._clock.sleep_ns(_IDLE_WAIT_NS)
 
     def _advance(self, result: StepResult, outputs: StepTokens) -> None:
         """Append the results of a collected step to the outputs, and end the sequences that are over."""

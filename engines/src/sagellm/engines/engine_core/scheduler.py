@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import (
+    Decision,
     OutOfBlocksError,
     PrefixHit,
     RequestRows,
@@ -22,6 +23,7 @@ from sagellm.core import (
     SequenceId,
     TokenIds,
     UnknownRequestError,
+    get_logger,
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
@@ -30,6 +32,7 @@ from sagellm.engines.engine_core.step_runner import PlannedStep
 from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
 
 Ints = npt.NDArray[np.int32]
+logger = get_logger(__name__)
 
 MAX_SCORED_POSITIONS = 256
 """Positions of prompts that one step scores; each has a row of logits as long as the vocabulary."""
@@ -46,7 +49,7 @@ class Scheduler:
     decision starts from exact numbers again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         ir: SchedulerIRProtocol,
         kv: KVCacheManager,
@@ -55,6 +58,7 @@ class Scheduler:
         now_ns: Callable[[], int],
         propose: DraftProposer | None = None,
         max_num_batched_tokens: int = 1 << 30,
+        vocab_size: int = 1 << 31,
     ) -> None:
         self._ir = ir
         self._kv = kv
@@ -63,11 +67,13 @@ class Scheduler:
         self._now_ns = now_ns
         self._propose = propose
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._vocab_size = vocab_size
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
         self.num_preemptions = 0
+        self.decisions: Seq[Decision] = ()  # of passes, about the last step
 
     @property
     def num_waiting(self) -> int:
@@ -111,6 +117,7 @@ class Scheduler:
         plan = self._ir.schedule(
             pending_requests=waiting, running_requests=running, available_memory=available_blocks
         )
+        self.decisions = plan.decisions
         if len(waiting):
             self._batching.measure(
                 plan,
@@ -263,18 +270,28 @@ class Scheduler:
         return PlannedStep(seats=planned.seats[is_kept], num_new=num_new[is_kept]) if is_kept.any() else None
 
     def _with_drafts(self, planned: PlannedStep, propose: DraftProposer) -> PlannedStep:
-        """Add drafts to decoding sequences, as far as token budget, length and free blocks allow."""
+        """Add drafts to decoding sequences, as far as token budget, length and free blocks allow.
+
+        A proposer only guesses: if it fails, the step has no drafts.
+        """
         table, seats = self._seats, planned.seats
         is_decode = (planned.num_new == 1) & (table.num_in_flight[seats] == 0)
         is_decode &= table.num_computed[seats] + 1 == table.num_tokens[seats]
         rows = np.flatnonzero(is_decode)
         budget = self._max_num_batched_tokens - planned.num_tokens
         drafts: list[Seq[int]] = [()] * len(seats)
-        proposed = propose([table.token_ids(Seat(seat)) for seat in seats[rows].tolist()])
-        for row, draft in zip(rows.tolist(), proposed, strict=True):
+        asked = [table.token_ids(Seat(seat)) for seat in seats[rows].tolist()]
+        most = np.minimum(budget, (table.max_total - 1 - table.num_tokens)[seats[rows]])
+        try:
+            proposed = _checked_drafts(propose(asked), most.tolist(), self._vocab_size)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            logger.exception("the draft proposer failed; the step has no drafts")
+            return planned
+        for row, whole in zip(rows.tolist(), proposed, strict=True):
             seat = Seat(int(seats[row]))
-            num_tokens = int(table.num_tokens[seat])
-            draft = draft[: max(0, min(budget, int(table.max_total[seat]) - 1 - num_tokens))]
+            num_tokens, draft = int(table.num_tokens[seat]), whole[: max(0, budget)]
             if not draft:
                 continue
             try:
@@ -288,3 +305,17 @@ class Scheduler:
             return planned
         ids = np.array([token for draft in drafts for token in draft], np.int32)
         return PlannedStep(seats=seats, num_new=planned.num_new + counts, drafts=Runs(ids, counts))
+
+
+def _checked_drafts(proposed: Iterable[Seq[int]], most: Seq[int], vocab_size: int) -> list[list[int]]:
+    """Return the drafts, each cut to its entry of `most`. Raises ValueError unless all are tokens."""
+    drafts = []
+    for draft, length in zip(proposed, most, strict=True):
+        ids = np.asarray(draft[: max(0, length)])
+        is_empty = not ids.size
+        if not is_empty and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise ValueError(f"a draft is {ids!r}; it must be a sequence of token ids")
+        if not is_empty and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(f"a draft has the tokens {ids.min()} … {ids.max()}; there are {vocab_size}")
+        drafts.append([] if is_empty else ids.tolist())
+    return drafts
