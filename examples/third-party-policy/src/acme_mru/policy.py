@@ -8,7 +8,7 @@ from sagellm.core import CachedNode, EvictionCandidate, EvictionMetrics, Evictio
 
 
 class MRUEvictionPolicy(EvictionPolicyProtocol):
-    """Evicts what was used last, of equals the newer one. O(log n) a call, amortised."""
+    """Evicts what was used last, of equals the newer one. O(log n) per call, amortized."""
 
     def __init__(self) -> None:
         self._leaves: dict[int, tuple[int, CachedNode]] = {}  # with the key under which each is in the heap

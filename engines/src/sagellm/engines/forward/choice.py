@@ -74,7 +74,10 @@ def make_backend(
             continue
         return ChosenBackend(backend=backend, name=name.removeprefix("sagellm-engines:"), refusals=refused)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-    raise UnsupportedModelError(f"forward.backend is {wanted!r}, which cannot run the model ({reasons})")
+    raise UnsupportedModelError(
+        f"forward.backend is {wanted!r}, which cannot run the model ({reasons}); 'torch' runs every "
+        "model that a built-in family describes, 'auto' takes the first backend that can"
+    )
 
 
 def _check_features(factory: object, spec: ModelSpec, extra: Collection[str] = ()) -> None:
