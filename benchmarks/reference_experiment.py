@@ -83,7 +83,7 @@ def run_ours(requests: Sequence[TraceRequest], capacity: int, *, is_cached: bool
 
 
 def statistics(replay: CacheReplay) -> dict[str, int]:
-    """Return all that cache and pool counted of the requests; what they hold now is no part of it."""
+    """Return all that cache and pool counted of the requests; not what they hold now."""
     cache, pool = replay.kv.cache.metrics(), replay.kv.pool.metrics()
     return {
         "num_lookups": cache.num_lookups,

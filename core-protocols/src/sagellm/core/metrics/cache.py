@@ -15,7 +15,7 @@ from sagellm.core.errors import InvalidInputError
 def _ratio(part: float, whole: float, what: str) -> float:
     """Divide two counts. Raises InvalidInputError when the part is negative or exceeds the whole."""
     if part < 0 or part > whole:
-        raise InvalidInputError(f"{what}: {part} of {whole} is no share; it must be between 0 and {whole}")
+        raise InvalidInputError(f"{what}: {part} of {whole} is not a share; it must be between 0 and {whole}")
     return part / whole if whole else 0.0
 
 

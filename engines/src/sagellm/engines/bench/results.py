@@ -67,7 +67,7 @@ def load_result(path: Path) -> Result:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a result") from error
     if not isinstance(found, dict) or not isinstance(found.get("figures"), dict):
-        raise ConfigError(f"{path} is no result of `bench`; --save writes one")
+        raise ConfigError(f"{path} was not written by `bench --save`")
     return found
 
 
