@@ -42,7 +42,7 @@ CASES = [(32, 16_384), (256, 16_384), (1024, 16_384), (256, 1024), (256, 65_536)
 
 
 class TokenPerRow(ExecutorProtocol):
-    """Returns token 1 for each sampled row, and adds up the time that this takes."""
+    """Returns token 0 for each sampled row, and adds up the time that this takes."""
 
     def __init__(self) -> None:
         self.spent_ns = 0
@@ -58,7 +58,7 @@ class TokenPerRow(ExecutorProtocol):
         step = self.step
         assert step is not None, "submitted"
         counts = step.is_sampled.astype(np.int32)
-        tokens = Runs(np.ones(counts.sum(), np.int32), counts)
+        tokens = Runs(np.zeros(counts.sum(), np.int32), counts)
         output = StepOutput(step=step.step, tokens=tokens, num_accepted=np.zeros(len(step.seats), np.int32))
         self.spent_ns += time.perf_counter_ns() - begun_ns
         return output

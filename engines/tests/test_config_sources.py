@@ -81,6 +81,7 @@ def test_flag_beats_environment_beats_files_beats_default(place, tmp_path):
         "memory_fraction": f"file {named}",
         "pool": f"file {local}",
         "allocator": f"file {user}",
+        "dtype": "default",
         "tiers": "default",
         "fetch": "default",
         "store_key": "default",

@@ -157,12 +157,13 @@ def test_a_kv_format_that_no_backend_has_is_refused_with_the_reason(checkpoint):
 
 def test_a_named_attention_backend_is_not_ignored_by_one_that_has_its_own(tmp_path):
     path = str(make_checkpoint(tmp_path / "qwen2", family="qwen2"))
-    for given, taken in (({}, "sagellm-accel:native"), ({"forward_attention": "naive"}, "torch")):
+    for given, taken in (({}, "sagellm-accel:native"), ({"attention_backend": "naive"}, "torch")):
         engine = LLMEngine(path, num_blocks=8, **given)
-        reason = engine.client.core.info.refusals.get("sagellm-accel:native", "")
-        is_native = engine.config.forward.backend.name == taken
+        info = engine.client.core.info
+        reason = info.refusals.get("sagellm-accel:native", "")
+        is_native = info.settings["forward.backend"] == taken
         assert is_native or "it was not built" in reason or "lacks" in reason
         engine.close()
     assert reason == "it lacks attention_backends, which the configuration asks for"
     with pytest.raises(UnsupportedModelError, match="lacks attention_backends"):
-        LLMEngine(path, num_blocks=8, forward_backend="native", forward_attention="naive")
+        LLMEngine(path, num_blocks=8, forward_backend="native", attention_backend="naive")

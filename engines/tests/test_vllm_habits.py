@@ -52,7 +52,6 @@ def test_the_asynchronous_engine_takes_the_same(checkpoint):
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size is 2; it can only be 1 here: .*one device"),
         ({"trust_remote_code": True}, "never run"),
         ({"swap_space": 4}, r"kv_tiers=\{'host': '4GiB'\}"),
-        ({"kv_cache_dtype": "fp8"}, "kv.dtype"),
         ({"num_gpu_blocks_override": 100}, "set num_blocks"),
         ({"gpu_memory_utilisation": 0.5}, r"Did you mean 'gpu_memory_utilization'"),
         ({"tensor_parallel_size": True}, "is True"),

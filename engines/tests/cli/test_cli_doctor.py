@@ -89,7 +89,7 @@ def test_a_library_that_does_not_import_is_a_finding_with_its_name():
 def test_a_real_run_tells_all_subjects(sage):
     titles = [section["title"] for section in sage("doctor", "--json").json["sections"]]
     assert titles == [
-        "software", "devices", "cpu", "threads", "products", "memory", "plugins", "model", "hub",
+        "software", "devices", "cpu", "threads", "native", "products", "memory", "plugins", "model", "hub",
         "configuration",
     ]  # fmt: skip
 

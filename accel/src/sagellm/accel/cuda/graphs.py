@@ -112,7 +112,8 @@ class DecodeBuffers:
 
     def step(self, bucket: int) -> StepTensors:
         """Return the first rows of the buffers as a step."""
-        lengths, begins, items = self._planned.split([self.num_rows, self.num_rows + 1, self.num_items])
+        sizes = [self.num_rows, self.num_rows + 1, self.num_items]
+        lengths, begins, items = self._planned.split(sizes)  # type: ignore[no-untyped-call]
         order, firsts = self._order[:bucket], self._firsts[:bucket]
         tiles = DeviceTiles(
             sequences=order,

@@ -268,7 +268,7 @@ def border(  # noqa: PLR0913
         weight = tl.maximum(weight, tl.max(tl.where(keys == border_key, weights, 0.0), 0))
     above = mass_above(border_key, source, least_key, min_p, TILE)
     room = (total - above - dropped_share * total) / tl.maximum(weight, 1e-300)
-    num_kept = tl.ceil(tl.minimum(tl.maximum(room, 1.0), num_ties.to(tl.float64))).to(tl.int32)
+    num_kept = tl.ceil(tl.minimum(tl.maximum(room, 1.0), num_ties.to(tl.float64))).to(tl.int32)  # type: ignore[attr-defined]
     return border_key, num_ties - num_kept
 
 

@@ -72,4 +72,4 @@ def upload(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     packed = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    return list(packed.split([len(array) for array in arrays]))
+    return list(packed.split([len(array) for array in arrays]))  # type: ignore[no-untyped-call]

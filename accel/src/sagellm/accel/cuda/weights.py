@@ -26,7 +26,7 @@ class DeviceWeights:
         """
         rows = [tensor.shape[0] for tensor in tensors]
         out = torch.empty(sum(rows), *tensors[0].shape[1:], dtype=self._dtype, device=self._device)
-        for tensor, place in zip(tensors, out.split(rows), strict=True):
+        for tensor, place in zip(tensors, out.split(rows), strict=True):  # type: ignore[no-untyped-call]
             self._fill(tensor, place)
         return out
 

@@ -49,6 +49,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
     library (amx, avx512, avx2) instead of the fastest; with `times_phases` metrics say where time goes.
     """
 
+    device_types = frozenset({"cpu"})
     features = frozenset(
         {
             *(

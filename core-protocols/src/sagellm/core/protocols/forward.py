@@ -56,6 +56,9 @@ class ForwardBackendProtocol(ABC):
     features: ClassVar[Collection[str] | None] = None
     """The supported subset of `ModelSpec.features`; None: the factory itself refuses what it cannot do."""
 
+    device_types: ClassVar[Collection[str] | None] = None
+    """The types of torch devices for which `auto` considers it; None: all, none: it has to be named."""
+
     @abstractmethod
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate the KV of each group: `num_blocks[i]` blocks of `layouts[i]`.

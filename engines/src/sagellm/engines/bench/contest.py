@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from sagellm.core import ttft_s
 from sagellm.engines.bench.errors import BenchmarkError
 from sagellm.engines.bench.figures import ErrorCount, ServeFigures, Spread, serve_figures, spread
-from sagellm.engines.bench.http import HTTPClient
+from sagellm.engines.bench.http_client import HTTPClient
 from sagellm.engines.bench.readings import KVUse, Reading, ServerWatch, kv_use, reader_of
 from sagellm.engines.bench.roofline import Limits as MachineLimits, RooflineFigures, roofline_figures
-from sagellm.engines.bench.server import find_model
+from sagellm.engines.bench.served_model import find_model
 from sagellm.engines.bench.sessions import Phase, SessionDriver, SessionRun
 from sagellm.engines.bench.watch import ClientLoad, ClientWatch
 from sagellm.engines.bench.workloads import HIGH_PRIORITY, WorkloadSettings, make_sessions

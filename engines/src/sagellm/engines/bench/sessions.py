@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from sagellm.core import TraceRequest
 from sagellm.engines.bench.driver import LoadDriver, LoadRun, PlannedRequest
-from sagellm.engines.bench.http import HTTPClient
+from sagellm.engines.bench.http_client import HTTPClient
 from sagellm.engines.bench.records import RequestRecord
 from sagellm.engines.bench.workloads import Session, Turn
 from sagellm.engines.traces.arrivals import arrival_times

@@ -156,7 +156,7 @@ def _measure(config: Any, settings: BenchmarkSettings) -> Result:
 
 def _machine_limits(config: Any) -> Limits:
     from sagellm.engines.bench.roofline import measure_limits
-    from sagellm.engines.loading.placement import resolve_device, resolve_dtype
+    from sagellm.engines.loading.device_and_dtype import resolve_device, resolve_dtype
 
     model = config.model
     return measure_limits(

@@ -34,7 +34,7 @@ class EngineSettings(TypedDict, total=False):
     """KV blocks; null: what memory allows, at most max_num_seqs of the longest sequences"""
     gpu_memory_utilization: float | None
     """share of the free memory for KV; null: 0.9 on a GPU, 0.5 on a CPU"""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"]
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
     """number format of KV: auto (that of the model), float32, bfloat16, float16, int8 or fp8"""
     kv_pool: str | Mapping[str, Any] | ProviderSpec
     """KV pool by name"""

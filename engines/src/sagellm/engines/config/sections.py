@@ -224,7 +224,7 @@ class ForwardConfig(Checked):
 
     backend: OneProvider = provider(
         "forward_backend",
-        "torch",
+        "auto",
         "forward backend by name; auto: the first installed one that can run the model",
     )
     attention: OneProvider = provider("attention_backend", "sdpa", "attention backend by name")

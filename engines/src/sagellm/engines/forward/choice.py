@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import (
     ForwardBackendProtocol,
@@ -17,6 +17,9 @@ from sagellm.core import (
 )
 from sagellm.engines.config.schema import AUTO
 from sagellm.engines.modules import Modules
+
+if TYPE_CHECKING:
+    import torch
 
 logger = get_logger(__name__)
 
@@ -39,11 +42,15 @@ def candidates(registry: PluginRegistry) -> list[str]:
     return [*sorted(names), _LAST]
 
 
-def refusals(registry: PluginRegistry, spec: ModelSpec) -> Iterator[tuple[str, str | None]]:
+def refusals(
+    registry: PluginRegistry, spec: ModelSpec, device: torch.device
+) -> Iterator[tuple[str, str | None]]:
     """Yield each candidate with the reason why it cannot run a model, None if its features suffice."""
     for name in candidates(registry):
         try:
-            _check_features(registry.resolve("forward_backend", name), spec)
+            factory = registry.resolve("forward_backend", name)
+            _check_device(factory, device)
+            _check_features(factory, spec)
             yield name, None
         except (UnsupportedModelError, PluginError) as error:
             yield name, str(error)
@@ -64,8 +71,14 @@ def make_backend(
     for each in chosen:
         name = each.name
         try:
-            _check_features(modules.registry.choose("forward_backend", each).factory, spec, extra_features)
+            factory = modules.registry.choose("forward_backend", each).factory
+            if wanted == AUTO:
+                _check_device(factory, given["device"])
+            _check_features(factory, spec, extra_features)
             backend = modules.make("forward_backend", each, spec, *args, **given)
+        except _OtherDeviceError as error:
+            refused[name] = str(error)
+            continue
         except (UnsupportedModelError, PluginError) as error:
             if wanted != AUTO and isinstance(error, PluginError):
                 raise
@@ -78,6 +91,18 @@ def make_backend(
         f"forward.backend is {wanted!r}, which cannot run the model ({reasons}); 'torch' runs every "
         "model that a built-in family describes, 'auto' takes the first backend that can"
     )
+
+
+class _OtherDeviceError(UnsupportedModelError):
+    """A backend is for other devices, which is not worth a warning."""
+
+
+def _check_device(factory: object, device: torch.device) -> None:
+    types = getattr(factory, "device_types", None)
+    if types is not None and device.type not in types:
+        raise _OtherDeviceError(
+            f"it is for {', '.join(sorted(types))}, not for {device.type}" if types else "it has to be named"
+        )
 
 
 def _check_features(factory: object, spec: ModelSpec, extra: Collection[str] = ()) -> None:

@@ -94,8 +94,8 @@ class LateTokens:
         input_ids.index_copy_(0, places, self._last.index_select(0, seats))
 
     def _is_late(self, seats: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        is_theirs = self._generation[seats] == self._state.generation[seats]
-        return (self._step_of[seats] > 0) & is_theirs
+        is_theirs: npt.NDArray[np.bool_] = self._generation[seats] == self._state.generation[seats]
+        return is_theirs & (self._step_of[seats] > 0)
 
     def launch(self, step: StepInput, rows: Places, logits: torch.Tensor) -> LateStep:
         """Draw a token for each sampled row, for the next step and, later, for the host."""
