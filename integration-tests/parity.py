@@ -61,14 +61,14 @@ class Case:
     block_size: int = 16
     max_num_batched_tokens: int = 512
     pool: str = "ample"  # or "tight": so small that preemption happens
-    attention: str = "sdpa"
+    forward: str = "auto"  # or "torch" with attention by name: "sdpa", "naive"
     num_prompts: int | None = None  # the first ones alone
 
     def __str__(self) -> str:
         cache = "cache" if self.prefix_caching else "nocache"
         return (
             f"{self.checkpoint}-{self.batch}-{cache}-b{self.block_size}-t{self.max_num_batched_tokens}"
-            f"-{self.pool}-{self.attention}"
+            f"-{self.pool}-{self.forward}"
         )
 
 
@@ -78,7 +78,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "block_size": (16, 8, 128),
     "max_num_batched_tokens": (512, 17, 1),
     "pool": ("tight", "ample"),
-    "attention": ("sdpa", "naive"),
+    "forward": ("auto", "sdpa", "naive"),
 }
 
 
@@ -223,6 +223,8 @@ def make_engine(case: Case, reference: Reference, **settings: Any) -> LLMEngine:
     longest_blocks = -(-longest // case.block_size)
     total_blocks = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // case.block_size) for prompt in prompts)
     blocks = longest_blocks if case.pool == "tight" else total_blocks
+    if case.forward != "auto":
+        settings |= {"forward_backend": "torch", "attention_backend": case.forward}
     return LLMEngine(
         model=str(reference.path),
         dtype="float32",
@@ -232,7 +234,6 @@ def make_engine(case: Case, reference: Reference, **settings: Any) -> LLMEngine:
         max_num_batched_tokens=case.max_num_batched_tokens,
         max_num_seqs=64,
         enable_prefix_caching=case.prefix_caching,
-        attention_backend=case.attention,
         **settings,
     )
 

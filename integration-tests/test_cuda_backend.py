@@ -209,6 +209,9 @@ def test_a_decode_padded_for_a_graph_has_the_same_logits(qwen3):
             before = kv.bytes.clone()
             buffers.fill(each, bucket)
             torch.testing.assert_close(model.forward(buffers.step(bucket), kv)[:3], expected)
-            assert torch.equal(kv.bytes, before), "rows of padding store nothing"
+            # Sums of more rows may differ in their last bits, and so may what the real rows store again.
+            changed = (kv.bytes != before).reshape(NUM_BLOCKS, -1).any(1).nonzero()[:, 0]
+            stored = each.slot_mapping // BLOCK_SIZE
+            assert set(changed.tolist()) <= set(stored.tolist()), "rows of padding store nothing"
     buffers.clear()
     assert model.forward(buffers.step(2), kv).isfinite().all()

@@ -17,6 +17,8 @@ from parity import (
     pairwise_cases,
 )
 
+from sagellm.accel.native import examine
+
 LLAMAS = [name for name in CHECKPOINTS if name.startswith("llama")]
 HALVES = [
     pytest.param(LLAMAS, id="llama"),
@@ -25,7 +27,9 @@ HALVES = [
 """Many checkpoints together: one near-tie of a prompt shows in several cases of its checkpoint."""
 
 SUITE = [
-    Case(name, pool="tight", block_size=8, max_num_batched_tokens=17, num_prompts=18) for name in CHECKPOINTS
+    Case(name, pool="tight", block_size=8, max_num_batched_tokens=17, num_prompts=18, forward=forward)
+    for name in CHECKPOINTS
+    for forward in (("auto", "sdpa") if name in ("qwen3", "mistral") else ("auto",))
 ]
 
 
@@ -52,6 +56,9 @@ def check_all(cases: list[Case], references: Any) -> None:
 
 def check(case: Case, reference: Reference) -> Comparison:
     engine = make_engine(case, reference)
+    info = engine.client.core.info
+    if case.forward == "auto" and "fallback" not in case.checkpoint and examine().variant is not None:
+        assert info.settings["forward.backend"] == "sagellm-accel:native", info.refusals
     comparison = compare(case, reference, engine)
     print(f"{case}: {comparison.num_tokens} tokens, {comparison.allowed} allowed differences")
     assert not comparison.wrong, "\n".join(comparison.wrong[:5])

@@ -13,7 +13,7 @@ from parity import Case, Reference, compare, make_engine
 from sagellm.core import AttentionBackendProtocol, InputBatch
 from sagellm.engines import LLMEngine
 
-CASE = Case("mistral", block_size=8, max_num_batched_tokens=512, pool="tight")
+CASE = Case("mistral", block_size=8, max_num_batched_tokens=512, pool="tight", forward="sdpa")
 
 
 @pytest.fixture(scope="module")

@@ -196,6 +196,7 @@ LOGGED = {
 """What is logged where requests go on without the module."""
 
 BASES = {
+    "forward_backend": "torch",
     "scheduler_pass": "null",
     "logits_processor": "null",
     "kv_pool": "paged",

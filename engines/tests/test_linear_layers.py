@@ -95,7 +95,9 @@ def test_float32_is_not_widened(widened_rows):
 def test_prefill_is_widened_in_all_layers_and_decode_in_none(tmp_path, widened_rows, family):
     path = make_checkpoint(tmp_path, family=family, dtype="bfloat16")
     prompt = list(range(5, 25))
-    with LLMEngine(model=str(path), num_blocks=16, enable_prefix_caching=False) as engine:
+    with LLMEngine(
+        model=str(path), num_blocks=16, enable_prefix_caching=False, forward_backend="torch"
+    ) as engine:
         widened_rows.clear()  # a family may be tried when it is loaded
         [output] = engine.generate([prompt], GREEDY)
     # Query, key and value, gate and up are fused in ours; the head sees one row.
@@ -106,6 +108,6 @@ def test_prefill_is_widened_in_all_layers_and_decode_in_none(tmp_path, widened_r
 def test_a_tied_head_scores_many_rows_widened(tmp_path, widened_rows):
     path = make_checkpoint(tmp_path, dtype="bfloat16")
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    with LLMEngine(model=str(path), num_blocks=16) as engine:
+    with LLMEngine(model=str(path), num_blocks=16, forward_backend="torch") as engine:
         engine.generate([list(range(5, 25))], params)
     assert widened_rows == [20] * 9  # two layers of four, and the head

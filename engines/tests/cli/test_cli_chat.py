@@ -18,6 +18,7 @@ from sagellm.engines.text import ChatMessage
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temperature", "0")
+FLAGS += ("--forward-backend", "torch")  # `auto` would say why it takes it: the heads have an odd size
 
 
 class FakeTerminal:

@@ -83,7 +83,7 @@ def make_backend(
             if wanted != AUTO and isinstance(error, PluginError):
                 raise
             refused[name] = str(error)
-            logger.warning("the forward backend %s is not used: %s", name, error)
+            logger.warning("the forward backend %s is not used: %s", name, refused[name])
             continue
         return ChosenBackend(backend=backend, name=name.removeprefix("sagellm-engines:"), refusals=refused)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
