@@ -39,11 +39,11 @@ engine = LLMEngine()
 (output,) = engine.generate(["The river"], SamplingParams(temperature=0.0, max_tokens=8))
 core = engine.client.core
 kv = core.runner.backend._kv
-kv.fill_(1.0)  # so that every page of it is there
+kv[:] = 1  # so that every page of it is there
 after = read_memory()
 print(json.dumps({
     "limit": before.limit_bytes, "available": before.available_bytes, "left": after.available_bytes,
-    "kv": kv.numel() * kv.element_size(), "reason": output.outputs[0].finish_reason,
+    "kv": kv.nbytes, "reason": output.outputs[0].finish_reason,
 }))
 """
 

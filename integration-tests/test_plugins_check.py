@@ -215,6 +215,7 @@ WITHOUT_CONTRACT = (
     "model_family",
 )
 UNCHECKED = {
+    "accel": ["forward_backend cuda", "forward_backend native"],
     "core-protocols": sorted(f"{kind} null" for kind in (*WITHOUT_CONTRACT, "kv_offload", "kv_saves")),
     "eviction-policy": ["eviction_policy belady"],
     "kv-pool": ["kv_offload tiered", "kv_saves file", "kv_tier redis"],

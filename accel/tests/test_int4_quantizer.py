@@ -11,8 +11,6 @@ PER_GROUP = QuantizationGranularity.PER_GROUP
 
 
 class TestInt4Quantizer(QuantizerContract):
-    max_error_steps = 7 / 0.72 - 7 + 0.05  # the largest weight, cut by the smallest scale that is tried
-
     def make(self, config: QuantizationConfig | None = None) -> QuantizerProtocol:
         return Int4Quantizer(config)
 

@@ -11,7 +11,7 @@ from sagellm.accel.int8 import fits_kernel, packed_product, sliced_product
 from sagellm.core import ConfigError, InvalidInputError, QuantizationOutput, QuantizerProtocol
 from sagellm.core.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
 
-HALF_A_STEP = QuantizerContract.max_error_steps
+HALF_A_STEP = 0.5 + QuantizerContract.ROUNDING
 PER_CHANNEL, PER_GROUP, PER_TENSOR = (
     QuantizationGranularity.PER_CHANNEL,
     QuantizationGranularity.PER_GROUP,

@@ -94,8 +94,6 @@ def test_every_lookup_of_a_null_cache_misses_and_every_block_stays_with_the_call
 
 
 class TestNullQuantizer(QuantizerContract):
-    max_error_steps = 0.0
-
     def make(self, config: QuantizationConfig | None = None) -> QuantizerProtocol:
         return NullQuantizer(config)
 

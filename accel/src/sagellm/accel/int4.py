@@ -23,6 +23,7 @@ class Int4Quantizer(IntegerQuantizer):
     """
 
     lowest, highest = -8, 7
+    most_error_steps = highest / _SHRINKS[-1] - highest + 0.05  # of the largest weight; scales are rounded up
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         super().__init__(config or QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sagellm.core.errors import ConfigError, InvalidInputError
 
@@ -96,6 +96,12 @@ class QuantizerProtocol(ABC):
     and calls `linear` in every step.
     """
 
+    most_error_steps: ClassVar[float] = 0.5
+    """How far a weight may be from what a round trip makes of it, in scales, with a clip ratio of 1.
+
+    More than half of one where scales are chosen so that the largest weights are cut.
+    """
+
     @abstractmethod
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
         """Quantize a matrix (out, in).
@@ -122,6 +128,8 @@ class QuantizerProtocol(ABC):
 
 class NullQuantizer(QuantizerProtocol):
     """Keeps weights as they are, with scales of one."""
+
+    most_error_steps = 0.0
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         self._config = config or QuantizationConfig()
