@@ -4,7 +4,8 @@
 #include "attention_float.h"
 #include "attention_plan.h"
 #if defined(__AMX_TILE__)
-#include "attention_amx.h"
+#include "attention_amx_bf16.h"
+#include "attention_amx_int8.h"
 #elif defined(__AVX512BF16__)
 #include "attention_bf16.h"
 #endif
@@ -24,12 +25,12 @@ struct KernelOf {
 #if defined(__AMX_TILE__)
 template <>
 struct KernelOf<KVKind::bf16> {
-  using type = AmxKernel<KVKind::bf16>;
+  using type = AmxBf16Kernel;
 };
 
 template <>
 struct KernelOf<KVKind::int8> {
-  using type = AmxKernel<KVKind::int8>;
+  using type = AmxInt8Kernel;
 };
 #elif defined(__AVX512BF16__)
 template <>

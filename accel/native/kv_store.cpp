@@ -1,11 +1,10 @@
 // Writes keys and values into their blocks.
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "attention.h"
+#include "lanes.h"
 
 namespace sage {
 namespace {
@@ -15,6 +14,23 @@ uint16_t as_bf16(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN stays NaN
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);  // to nearest even
+}
+
+// The scale makes the largest magnitude 127; a NaN in the row becomes the scale and so is not lost.
+void store_int8(const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
+  IntLanes most = zero_ints();
+  for (int64_t d = 0; d < head_dim; d += kLanes) most = larger(most, magnitude_bits(load_lanes(x + d)));
+  const int32_t bits = largest(most);
+  float magnitude;
+  std::memcpy(&magnitude, &bits, sizeof magnitude);
+  const float scale = magnitude / 127.0f;
+  const Lanes per_unit = same_lanes(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    // Cut before it becomes an integer: the inverse of a tiny magnitude is infinite.
+    const Lanes units = clamp(multiply(load_lanes(x + d), per_unit), -127.0f, 127.0f);
+    store_bytes(reinterpret_cast<int8_t*>(to) + d, to_int(units));
+  }
+  std::memcpy(scale_to, &scale, sizeof scale);
 }
 
 void store_row(KVKind kind, const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
@@ -29,14 +45,7 @@ void store_row(KVKind kind, const float* x, int64_t head_dim, unsigned char* to,
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d * 2), halves);
     }
   } else {
-    float largest = 0.0f;
-    for (int64_t d = 0; d < head_dim; ++d) largest = std::max(largest, std::fabs(x[d]));
-    const float scale = largest / 127.0f, per_unit = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int64_t d = 0; d < head_dim; ++d) {
-      const float unit = std::clamp(std::nearbyint(x[d] * per_unit), -127.0f, 127.0f);
-      to[d] = static_cast<unsigned char>(static_cast<int8_t>(unit));
-    }
-    std::memcpy(scale_to, &scale, sizeof scale);
+    store_int8(x, head_dim, to, scale_to);
   }
 }
 

@@ -1,32 +1,25 @@
-// Attention by AMX tiles, in bf16 with float32 sums, over bf16 KV and over int8 KV (whose values are exact in bf16).
+// Attention by AMX tiles, in bf16 with float32 sums, over bf16 KV.
 //
 // The queries of a KV head lie in tiles of 16. Products come out transposed, token by query, so that the softmax of 16
 // queries is done lane by lane; weights then turn into rows of queries for the product with the values.
 #pragma once
 #include <utility>
 
+#include "attention_amx_tile.h"
 #include "attention_bf16.h"
-#include "attention_tile.h"
 
 namespace sage::attention_detail {
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-template <KVKind kind>
-class AmxKernel {
+class AmxBf16Kernel {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 32);
     return kMaxQueries * padded * 2 + kTileTokens * padded * 2 + kTileTokens * head_dim * 2 + 2 * kProductBytes + kWeightBytes;
   }
 
-  AmxKernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
+  AmxBf16Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
       : kv_(kv), scoring_(scoring), head_dim_(head_dim), padded_(round_up(head_dim, 32)),
-        reads_keys_in_place_(kind == KVKind::bf16 && kv.block_size % 16 == 0 && head_dim % 32 == 0) {
+        reads_keys_in_place_(kv.block_size % 16 == 0 && head_dim % 32 == 0) {
     const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
     queries_ = reinterpret_cast<uint32_t*>(take(kMaxQueries * padded_ * 2));
     keys_ = take(kTileTokens * padded_ * 2);
@@ -35,13 +28,14 @@ class AmxKernel {
     weights_ = reinterpret_cast<uint32_t*>(take(kWeightBytes));
   }
 
-  ~AmxKernel() { _tile_release(); }
-  AmxKernel(const AmxKernel&) = delete;
-  AmxKernel& operator=(const AmxKernel&) = delete;
+  ~AmxBf16Kernel() { _tile_release(); }
+  AmxBf16Kernel(const AmxBf16Kernel&) = delete;
+  AmxBf16Kernel& operator=(const AmxBf16Kernel&) = delete;
 
   // Packs the queries of each tile as (pair of dimensions, query, 2).
   void set_queries(const Queries& queries) {
-    configure(queries);
+    is_narrow_ = queries.stride == 16;  // decodes: all fit one tile
+    config_.load(is_narrow_ ? queries.count : 16);
     for (int64_t h = 0; h < queries.num_heads; ++h) {
       for (int64_t at = 0; at < queries.stride; at += 16) {
         const int64_t q = h * queries.stride + at;
@@ -74,8 +68,6 @@ class AmxKernel {
   }
 
  private:
-  alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                            33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   static constexpr int64_t kProductBytes = kTileTokens * 16 * 4, kWeightBytes = 16 * kTileTokens * 2;
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
@@ -94,24 +86,6 @@ class AmxKernel {
     }
   }
 
-  // Decodes have few queries, which fit one tile: tiles 5 to 7 have a row for each of them and no more.
-  void configure(const Queries& queries) {
-    is_narrow_ = queries.stride == 16;
-    for (int tile = 5; tile < 8; ++tile) config_.rows[tile] = is_narrow_ ? static_cast<uint8_t>(queries.count) : 16;
-    // g++ takes the intrinsic to read 8 bytes only, and would drop what it does not see used.
-    asm volatile("" : : "r"(&config_) : "memory");
-    _tile_loadconfig(&config_);
-  }
-
-  static int64_t next_seen(const Queries& queries, const KVTile& tile, int64_t at, int64_t num_tiles) {
-    for (; at < num_tiles; ++at) {
-      for (int64_t i = at * 16; i < std::min(queries.count, at * 16 + 16); ++i) {
-        if (queries.high[i] > tile.first + tile.begin && queries.low[i] < tile.first + tile.end) return at;
-      }
-    }
-    return at;
-  }
-
   // Where each 16 tokens' keys are. Those that are not the sequence's may be anything: their products are not used.
   void find_keys(const KVTile& tile) {
     key_step_ = reads_keys_in_place_ ? kv_.token : padded_ * 2;
@@ -122,24 +96,15 @@ class AmxKernel {
         continue;
       }
       key_[u] = keys_ + u * 16 * key_step_;
-      for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) widen_key(tile.key[t], keys_ + t * key_step_);
+      for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) copy_key(tile.key[t], keys_ + t * key_step_);
     }
   }
 
-  // Copies or widens a key to bf16, with zeros behind.
-  void widen_key(const unsigned char* key, unsigned char* to) const {
+  // Copies a key, with zeros behind.
+  void copy_key(const unsigned char* key, unsigned char* to) const {
     for (int64_t d = 0; d < padded_; d += 32) {
       const bool whole = d + 32 <= head_dim_;
-      __m512i x;
-      if constexpr (kind == KVKind::int8) {
-        // The upper halves of floats are bf16: exact, as 8 bits fit its mantissa.
-        const __m512i a = _mm512_castps_si512(load_as_float<kind>(key, d));
-        const __m512i b = whole ? _mm512_castps_si512(load_as_float<kind>(key, d + 16)) : _mm512_setzero_si512();
-        x = _mm512_permutex2var_epi16(a, _mm512_load_si512(kUpperHalves), b);
-      } else {
-        x = _mm512_maskz_loadu_epi16(whole ? 0xffffffff : 0xffff, key + d * 2);
-      }
-      _mm512_storeu_si512(to + d * 2, x);
+      _mm512_storeu_si512(to + d * 2, _mm512_maskz_loadu_epi16(whole ? 0xffffffff : 0xffff, key + d * 2));
     }
   }
 
@@ -147,23 +112,10 @@ class AmxKernel {
   void pack_values(const KVTile& tile) {
     for (int64_t pair = first_ * 8; pair < round_up(last_, 2) * 8; ++pair) {
       ahead_->rows(is_narrow_ ? 1 : 4);
-      const unsigned char *even = tile.value[pair * 2], *odd = tile.value[pair * 2 + 1];
-      uint32_t* to = values_ + pair * head_dim_;
-      if constexpr (kind == KVKind::int8) {
-        for (int64_t d = 0; d < head_dim_; d += 16) {
-          const __m512i a = _mm512_castps_si512(load_as_float<kind>(even, d));
-          const __m512i b = _mm512_castps_si512(load_as_float<kind>(odd, d));
-          _mm512_storeu_si512(to + d, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b));
-        }
-      } else {
-        pack_pair(even, odd, head_dim_, to);
-      }
+      pack_pair(tile.value[pair * 2], tile.value[pair * 2 + 1], head_dim_, values_ + pair * head_dim_);
     }
     if (first_ % 2 != 0) std::memset(values_ + (first_ - 1) * 8 * head_dim_, 0, static_cast<size_t>(8 * head_dim_ * 4));
   }
-
-  // g++ does not know that tile loads read memory: what was written before must be there.
-  static void finish_writes() { asm volatile("" ::: "memory"); }
 
   // products (token, query) = keys . queries of one tile.
   void multiply_keys(int64_t query_tile, float* products) const {
@@ -234,12 +186,12 @@ class AmxKernel {
     const int64_t q = head * queries.stride + at * 16;
     float *m = queries.softmax.m + q, *acc = queries.softmax.acc + q * head_dim_;
     const Vec old_m = load(m);
-    const Vec top = all_seen ? score<true>(tile, low, high, products) : score<false>(tile, low, high, products);
+    const Vec top = all_seen ? score<true>(low, high, products) : score<false>(low, high, products);
     const Vec new_m = pick(less(add(old_m, all(kSlack)), top), top, old_m);
     const __mmask16 grown = _mm512_cmp_ps_mask(old_m, new_m, _CMP_NEQ_OQ) & real;
     if (grown != 0) rescale(queries.softmax.l + q, acc, grown, sub(old_m, new_m));
     store(m, new_m);
-    const Vec total = all_seen ? weigh<true>(tile, low, high, new_m, products) : weigh<false>(tile, low, high, new_m, products);
+    const Vec total = all_seen ? weigh<true>(low, high, new_m, products) : weigh<false>(low, high, new_m, products);
     store(queries.softmax.l + q, add(load(queries.softmax.l + q), total));
     multiply_values(acc);
   }
@@ -251,13 +203,11 @@ class AmxKernel {
 
   // Products become scores; returns the largest of each query.
   template <bool all_seen>
-  Vec score(const KVTile& tile, __m512i low, __m512i high, float* products) const {
+  Vec score(__m512i low, __m512i high, float* products) const {
     Vec top[2] = {all(kNone), all(kNone)};
-    if (kind == KVKind::bf16 && scoring_.soft_cap == 0.0f) return plain_top<all_seen>(low, high, products);
+    if (scoring_.soft_cap == 0.0f) return plain_top<all_seen>(low, high, products);
     for (int64_t t = first_ * 16; t < last_ * 16; ++t) {
-      Vec x = load(products + t * 16);
-      if constexpr (kind == KVKind::int8) x = mul(x, all(tile.key_scale[t]));
-      x = scoring_(x);
+      Vec x = scoring_(load(products + t * 16));
       if constexpr (!all_seen) x = pick(seen(t, low, high), x, all(kNone));
       store(products + t * 16, x);
       top[t % 2] = max(top[t % 2], x);
@@ -278,20 +228,10 @@ class AmxKernel {
     return max(all(kNone), mul(all(scoring_.scale), max(top[0], top[1])));
   }
 
-  // 2^x without the clamp of exp2 and within 3e-6: weights are rounded to bf16 anyway.
-  static Vec weight_of(Vec x) {
-    const Vec n = round(x), f = sub(x, n);
-    Vec p = all(9.582851e-3f);
-    p = fma(p, f, all(5.590643e-2f));
-    p = fma(p, f, all(0.24024099f));
-    p = fma(p, f, all(0.6931242f));
-    return times_power_of_two(fma(p, f, all(1.0f)), n);
-  }
-
   // Scores become bf16 weights, (query, token); returns the sum of each query's.
   template <bool all_seen>
-  Vec weigh(const KVTile& tile, __m512i low, __m512i high, Vec m, const float* products) {
-    const bool plain = kind == KVKind::bf16 && scoring_.soft_cap == 0.0f;
+  Vec weigh(__m512i low, __m512i high, Vec m, const float* products) {
+    const bool plain = scoring_.soft_cap == 0.0f;
     const Vec scale = all(plain ? scoring_.scale : 1.0f);
     Vec total[2] = {zero(), zero()};
     for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
@@ -305,7 +245,6 @@ class AmxKernel {
             p[k] = weight_of(_mm512_fmsub_ps(load(products + (t + k) * 16), scale, m));
             if constexpr (!all_seen) p[k] = pick(seen(t + k, low, high), p[k], zero());
             total[k] = add(total[k], p[k]);
-            if constexpr (kind == KVKind::int8) p[k] = mul(p[k], all(tile.value_scale[t + k]));
           }
         }
         pairs[pair] = interleaved(p[0], p[1]);
@@ -321,32 +260,6 @@ class AmxKernel {
     alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
-  }
-
-  static void transpose(__m512i (&x)[16]) {
-    __m512i y[16];
-    for (int64_t i = 0; i < 8; ++i) {
-      y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-      y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-    }
-    for (int64_t i = 0; i < 4; ++i) {
-      x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
-      x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
-      x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
-      x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
-    }
-    for (int64_t i = 0; i < 4; ++i) {
-      y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-      y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-      y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-      y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-    }
-    for (int64_t i = 0; i < 4; ++i) {
-      x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-      x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-      x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
-      x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
-    }
   }
 
   void rescale(float* l, float* acc, __mmask16 grown, Vec change) const {

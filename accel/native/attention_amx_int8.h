@@ -1,0 +1,403 @@
+// Attention by AMX tiles over int8 KV, in integers: keys and values go into the products as they are stored.
+//
+// Queries and weights are numbers of 16 bits with a scale of their own, cut into two bytes, upper and lower, which are two
+// columns (queries) or rows (weights) of the products. Sums of 256 * upper + lower are exact, so that they are the same
+// whatever other queries there are. 8 bits would do for the bytes of KV, but not for weights: a softmax over many tokens
+// consists of small ones.
+#pragma once
+#include <utility>
+
+#include "attention_amx_tile.h"
+
+namespace sage::attention_detail {
+
+class AmxInt8Kernel {
+ public:
+  static int64_t scratch_bytes(int64_t head_dim) {
+    const int64_t padded = round_up(head_dim, 64);
+    return kMaxQueries * (padded * 2 + 4) + 2 * kTileTokens * padded + 2 * kProductBytes + kWeightBytes + 2 * 16 * padded * 4;
+  }
+
+  AmxInt8Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
+      : kv_(kv), scoring_(scoring), head_dim_(head_dim), padded_(round_up(head_dim, 64)),
+        reads_keys_in_place_(kv.block_size % 16 == 0) {
+    const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
+    queries_ = take(kMaxQueries * padded_ * 2);
+    query_units_ = reinterpret_cast<float*>(take(kMaxQueries * 4));
+    keys_ = take(kTileTokens * padded_);
+    values_ = take(kTileTokens * padded_);
+    for (int32_t*& products : products_) products = reinterpret_cast<int32_t*>(take(kProductBytes));
+    weights_ = take(kWeightBytes);
+    sums_ = reinterpret_cast<int32_t*>(take(2 * 16 * padded_ * 4));
+  }
+
+  ~AmxInt8Kernel() { _tile_release(); }
+  AmxInt8Kernel(const AmxInt8Kernel&) = delete;
+  AmxInt8Kernel& operator=(const AmxInt8Kernel&) = delete;
+
+  // Cuts the queries into bytes and packs those of each tile as (part, four dimensions, query, 4).
+  void set_queries(const Queries& queries) {
+    is_narrow_ = queries.count <= 8;
+    config_.load(is_narrow_ ? 2 * queries.count : 16);
+    for (int64_t h = 0; h < queries.num_heads; ++h) {
+      for (int64_t at = 0; at < queries.stride; at += 16) {
+        const int64_t q = h * queries.stride + at;
+        pack_queries(queries.query + q, std::min<int64_t>(16, queries.count - at), query_units_ + q, queries_ + q * padded_ * 2);
+      }
+    }
+  }
+
+  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+    ahead_ = &ahead;
+    first_ = tile.begin / 16;
+    last_ = (tile.end + 15) / 16;
+    const int64_t num_tiles = queries.stride / 16, first_tile = head * num_tiles;
+    int64_t at = next_seen(queries, tile, 0, num_tiles);
+    if (at == num_tiles) return;
+    find_keys(tile);
+    multiply_keys(first_tile + at, products_[0]);
+    pack_values(tile);
+    for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
+      // The next products run while this softmax does.
+      const int64_t next = next_seen(queries, tile, at + 1, num_tiles);
+      if (next < num_tiles) multiply_keys(first_tile + next, products_[turn ^ 1]);
+      add_products(queries, head, at, tile, products_[turn]);
+      at = next;
+    }
+    ahead.rows(2 * kTileTokens);
+  }
+
+ private:
+  // (part, token, query); narrow: (token, part, 8 queries)
+  static constexpr int64_t kProductBytes = 2 * kTileTokens * 16 * 4;
+  static constexpr int64_t kWeightBytes = 2 * 16 * kTileTokens;  // (part, query, token)
+  static constexpr float kLargestQuery = 127 * 256 + 127;  // both parts have a sign
+  static constexpr float kLargestWeight = 255 * 256 + 255;
+  static constexpr float kSmallest = 1e-33f;
+  // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
+  // be brought to the new one.
+  static constexpr float kSlack = 8.0f;
+
+  // Parts are 16 columns each, or 8 of one tile where that is enough.
+  int64_t part_columns() const { return is_narrow_ ? 8 : 16; }
+  int64_t parts_of_query_tile() const { return is_narrow_ ? 1 : 2; }
+  const unsigned char* packed_queries(int64_t query_tile) const { return queries_ + query_tile * 16 * padded_ * 2; }
+
+  void pack_queries(const float* const* query, int64_t count, float* units, unsigned char* to) const {
+    std::memset(to, 0, static_cast<size_t>(16 * padded_ * 2));
+    const int64_t lower = is_narrow_ ? 8 * 4 : 16 * padded_;  // bytes from an upper to a lower part
+    for (int64_t i = 0; i < count; ++i) {
+      const float highest = largest_magnitude(query[i]);
+      const Vec per_unit = all(units_per(highest, kLargestQuery));
+      units[i] = highest / kLargestQuery * scoring_.scale;
+      for (int64_t d = 0; d < head_dim_; d += 16) {
+        const __m512i x = _mm512_cvtps_epi32(mul(load(query[i] + d), per_unit));
+        const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+        unsigned char* at = to + d * 16 + i * 4;
+        put_quads(_mm512_cvtepi32_epi8(above), at);
+        put_quads(_mm512_cvtepi32_epi8(x), at + lower);
+      }
+    }
+  }
+
+  // Positive floats sort as integers do, and NaN, which must not get lost, comes last.
+  static __m512i larger(__m512i most, Vec positive) { return _mm512_max_epi32(most, _mm512_castps_si512(positive)); }
+  static float largest(__m512i most) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most)))); }
+
+  // The factor that brings the largest of some numbers to `limit`. The inverse of what is smaller would be infinite.
+  static float units_per(float largest, float limit) { return largest > kSmallest ? limit / largest : 0.0f; }
+
+  float largest_magnitude(const float* x) const {
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t d = 0; d < head_dim_; d += 16) most = larger(most, magnitude(load(x + d)));
+    return largest(most);
+  }
+
+  // Four dimensions each into the next rows of a tile.
+  static void put_quads(__m128i bytes, unsigned char* to) {
+    alignas(16) int32_t quads[4];
+    _mm_store_si128(reinterpret_cast<__m128i*>(quads), bytes);
+    for (int64_t i = 0; i < 4; ++i) std::memcpy(to + i * 64, quads + i, 4);
+  }
+
+  // Where each 16 tokens' keys are. Those that are not the sequence's may be anything, as may what follows the last
+  // dimension: it meets zeros in the queries.
+  void find_keys(const KVTile& tile) {
+    key_step_ = reads_keys_in_place_ ? kv_.token : padded_;
+    for (int64_t u = first_; u < last_; ++u) {
+      const int64_t known = std::max(tile.begin, u * 16);
+      if (reads_keys_in_place_) {
+        key_[u] = tile.key[known] - (known - u * 16) * kv_.token;
+        continue;
+      }
+      key_[u] = keys_ + u * 16 * key_step_;
+      for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) {
+        std::memcpy(keys_ + t * key_step_, tile.key[t], static_cast<size_t>(head_dim_));
+      }
+    }
+  }
+
+  // Packs values as (four tokens, dimension, 4), the fours in the order in which `store_weights` leaves weights.
+  void pack_values(const KVTile& tile) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int64_t u = first_; u < last_; ++u) {
+      for (int64_t k = 0; k < 4; ++k) {
+        ahead_->rows(is_narrow_ ? 4 : 8);
+        const unsigned char* const* token = tile.value + u * 16 + k * 4;
+        unsigned char* to = values_ + (k * 4 + u) * padded_ * 4;
+        for (int64_t d = 0; d < head_dim_; d += 64) {
+          const __mmask16 in_head = static_cast<__mmask16>((1u << std::min<int64_t>(16, (head_dim_ - d) / 4)) - 1);
+          // Fours of dimensions go where interleaving puts them back in order.
+          __m512i x[4];
+          for (int64_t i = 0; i < 4; ++i) {
+            x[i] = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(in_head, token[i] + d));
+          }
+          const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
+          const __m512i c = _mm512_unpackhi_epi8(x[0], x[1]), e = _mm512_unpackhi_epi8(x[2], x[3]);
+          _mm512_storeu_si512(to + d * 4, _mm512_unpacklo_epi16(a, b));
+          _mm512_storeu_si512(to + d * 4 + 64, _mm512_unpackhi_epi16(a, b));
+          _mm512_storeu_si512(to + d * 4 + 128, _mm512_unpacklo_epi16(c, e));
+          _mm512_storeu_si512(to + d * 4 + 192, _mm512_unpackhi_epi16(c, e));
+        }
+      }
+    }
+  }
+
+  // products = keys . parts of the queries of one tile
+  void multiply_keys(int64_t query_tile, int32_t* products) const {
+    finish_writes();
+    const unsigned char* query = packed_queries(query_tile);
+    for (int64_t u = first_; u < last_; u += 2) {
+      const int64_t v = std::min(u + 1, last_ - 1);
+      if (is_narrow_) {
+        multiply_keys_narrow(query, u, v, products);
+      } else {
+        multiply_keys_wide(query, u, v, products);
+      }
+    }
+  }
+
+  // Tiles 5 to 7 are narrow here.
+  void multiply_keys_narrow(const unsigned char* query, int64_t u, int64_t v, int32_t* products) const {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t d = 0; d < padded_; d += 64) {
+      _tile_loadd(4, query + d * 16, 64);
+      _tile_loadd(2, key_[u] + d, key_step_);
+      _tile_dpbssd(0, 2, 4);
+      _tile_loadd(3, key_[v] + d, key_step_);
+      _tile_dpbssd(1, 3, 4);
+      ahead_->rows(8);
+    }
+    _tile_stored(0, products + u * 256, 64);
+    _tile_stored(1, products + v * 256, 64);
+  }
+
+  void multiply_keys_wide(const unsigned char* query, int64_t u, int64_t v, int32_t* products) const {
+    const unsigned char* lower = query + 16 * padded_;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < padded_; d += 64) {
+      _tile_loadd(4, query + d * 16, 64);
+      _tile_loadd(6, key_[u] + d, key_step_);
+      _tile_dpbssd(0, 6, 4);
+      _tile_loadd(5, lower + d * 16, 64);
+      _tile_dpbssd(1, 6, 5);
+      _tile_loadd(7, key_[v] + d, key_step_);
+      _tile_dpbssd(2, 7, 4);
+      _tile_dpbssd(3, 7, 5);
+    }
+    _tile_stored(0, products + u * 256, 64);
+    _tile_stored(1, products + kTileTokens * 16 + u * 256, 64);
+    _tile_stored(2, products + v * 256, 64);
+    _tile_stored(3, products + kTileTokens * 16 + v * 256, 64);
+  }
+
+  // Brings a tile's products into the softmax of one tile of queries.
+  void add_products(const Queries& queries, int64_t head, int64_t at, const KVTile& tile, const int32_t* products) {
+    const int64_t count = std::min<int64_t>(16, queries.count - at * 16), q = head * queries.stride + at * 16;
+    alignas(64) int32_t dots[16 * kTileTokens];  // (query, token)
+    for (int64_t u = first_; u < last_; ++u) {
+      if (is_narrow_) {
+        join_narrow(products + u * 256, count, dots + u * 16);
+      } else {
+        join_wide(products + u * 256, dots + u * 16);
+      }
+    }
+    float units[16];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t n = at * 16 + i;
+      units[i] = weigh(queries, q + i, queries.low[n] - tile.first, queries.high[n] - tile.first, tile, dots + i * kTileTokens,
+                       weights_ + i * kTileTokens);
+    }
+    multiply_values();
+    add_sums(units, count, queries.softmax.acc + q * head_dim_);
+  }
+
+  // 16 tokens' products of 8 queries: 256 * upper + lower part, transposed to (query, kTileTokens).
+  static void join_narrow(const int32_t* products, int64_t count, int32_t* to) {
+    __m512i few[4], rest[4];  // four queries each: (4 tokens, a query of each in 128 bits)
+    for (int64_t i = 0; i < 4; ++i) {
+      const __m512i a = join_two(products + i * 16), b = join_two(products + (i + 8) * 16);  // tokens i, i + 4; i + 8, i + 12
+      few[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+      rest[i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    }
+    transpose_quarters(few);
+    for (int64_t i = 0; i < 4; ++i) _mm512_store_si512(to + i * kTileTokens, few[i]);
+    if (count <= 4) return;
+    transpose_quarters(rest);
+    for (int64_t i = 0; i < 4; ++i) _mm512_store_si512(to + (i + 4) * kTileTokens, rest[i]);
+  }
+
+  // A token's products of 8 queries, and those of the fourth token after it.
+  static __m512i join_two(const int32_t* products) {
+    const auto eight = [products](int64_t at) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(products + at)); };
+    const __m512i upper = _mm512_inserti64x4(_mm512_castsi256_si512(eight(0)), eight(64), 1);
+    const __m512i lower = _mm512_inserti64x4(_mm512_castsi256_si512(eight(8)), eight(72), 1);
+    return joined(upper, lower);
+  }
+
+  static void join_wide(const int32_t* products, int32_t* to) {
+    __m512i x[16];
+    for (int64_t t = 0; t < 16; ++t) {
+      x[t] = joined(_mm512_load_si512(products + t * 16), _mm512_load_si512(products + kTileTokens * 16 + t * 16));
+    }
+    transpose(x);
+    for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileTokens, x[i]);
+  }
+
+  static __m512i joined(__m512i upper, __m512i lower) { return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower); }
+
+  // One query's products of a tile become weights of 16 bits, times the scales of the values. Tokens [low, high) are
+  // seen. Returns the unit of the weights.
+  float weigh(const Queries& queries, int64_t q, int64_t low, int64_t high, const KVTile& tile, const int32_t* dots,
+              unsigned char* weights) const {
+    Vec x[4], top = all(kNone);
+    __mmask16 seen[4];
+    const Vec unit = all(query_units_[q]);
+    for (int64_t u = 0; u < 4; ++u) {
+      seen[u] = lanes_between(std::max(low, tile.begin) - u * 16, std::min(high, tile.end) - u * 16);
+      x[u] = mul(mul(_mm512_cvtepi32_ps(_mm512_load_si512(dots + u * 16)), load(tile.key_scale + u * 16)), unit);
+      if (scoring_.soft_cap != 0.0f) x[u] = mul(all(scoring_.soft_cap), tanh(x[u]));
+      top = _mm512_mask_max_ps(top, seen[u], top, x[u]);
+    }
+    float &m = queries.softmax.m[q], &l = queries.softmax.l[q];
+    const float highest = maximum(top);
+    if (highest > m + kSlack) {
+      rescale(exp2(m - highest), l, queries.softmax.acc + q * head_dim_);
+      m = highest;
+    }
+    Vec total = zero();
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t u = 0; u < 4; ++u) {
+      const Vec p = _mm512_maskz_mov_ps(seen[u], weight_of(sub(x[u], all(m))));
+      total = add(total, p);
+      x[u] = _mm512_maskz_mul_ps(seen[u], p, load(tile.value_scale + u * 16));
+      most = larger(most, x[u]);
+    }
+    l += sum(total);
+    return store_weights(x, largest(most), weights);
+  }
+
+  static __mmask16 lanes_between(int64_t low, int64_t high) {
+    const auto below = [](int64_t lane) { return (1u << std::clamp<int64_t>(lane, 0, 16)) - 1; };
+    return static_cast<__mmask16>(below(high) & ~below(low));
+  }
+
+  void rescale(float decay, float& l, float* acc) const {
+    l *= decay;
+    for (int64_t d = 0; d < head_dim_; d += 16) store(acc + d, mul(load(acc + d), all(decay)));
+  }
+
+  // Cuts weights into bytes. Fours of tokens come out transposed: token 16 u + 4 k + i at 16 k + 4 u + i.
+  float store_weights(const Vec (&x)[4], float largest, unsigned char* to) const {
+    const Vec per_unit = all(units_per(largest, kLargestWeight));
+    __m512i w[4];
+    for (int64_t u = 0; u < 4; ++u) w[u] = _mm512_cvtps_epi32(mul(x[u], per_unit));
+    const __m512i a = _mm512_packus_epi32(w[0], w[1]), b = _mm512_packus_epi32(w[2], w[3]), byte = _mm512_set1_epi16(255);
+    _mm512_store_si512(to, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
+    _mm512_store_si512(to + lower_row() * kTileTokens,
+                       _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
+    return largest / kLargestWeight;
+  }
+
+  // Rows from an upper to a lower part of weights and of their sums.
+  int64_t lower_row() const { return is_narrow_ ? config_.rows[5] / 2 : 16; }
+
+  // sums (part, query, dimension) = parts of the weights . values
+  void multiply_values() const {
+    finish_writes();
+    if (is_narrow_) {
+      _tile_loadd(7, weights_, 64);
+      for (int64_t d = 0; d < head_dim_; d += 32) multiply_values_narrow(d, std::min(d + 16, head_dim_ - 16));
+    } else {
+      _tile_loadd(4, weights_, 64);
+      _tile_loadd(5, weights_ + kWeightBytes / 2, 64);
+      for (int64_t d = 0; d < head_dim_; d += 32) multiply_values_wide(d, std::min(d + 16, head_dim_ - 16));
+    }
+  }
+
+  // Of 16 dimensions from d and from e on. Unlike weights, values have a sign.
+  void multiply_values_narrow(int64_t d, int64_t e) const {
+    const int64_t step = padded_ * 4;
+    ahead_->rows(8);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_loadd(2, values_ + d * 4, step);
+    _tile_dpbusd(5, 7, 2);
+    _tile_loadd(3, values_ + e * 4, step);
+    _tile_dpbusd(6, 7, 3);
+    _tile_stored(5, sums_ + d, step);
+    _tile_stored(6, sums_ + e, step);
+  }
+
+  void multiply_values_wide(int64_t d, int64_t e) const {
+    const int64_t step = padded_ * 4;
+    int32_t* lower = sums_ + 16 * padded_;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(6, values_ + d * 4, step);
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 5, 6);
+    _tile_loadd(7, values_ + e * 4, step);
+    _tile_dpbusd(2, 4, 7);
+    _tile_dpbusd(3, 5, 7);
+    _tile_stored(0, sums_ + d, step);
+    _tile_stored(1, lower + d, step);
+    _tile_stored(2, sums_ + e, step);
+    _tile_stored(3, lower + e, step);
+  }
+
+  void add_sums(const float* units, int64_t count, float* acc) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t *upper = sums_ + i * padded_, *lower = upper + lower_row() * padded_;
+      const Vec unit = all(units[i]);
+      for (int64_t d = 0; d < head_dim_; d += 16) {
+        const __m512i sum = joined(_mm512_load_si512(upper + d), _mm512_load_si512(lower + d));
+        store(acc + i * head_dim_ + d, fma(_mm512_cvtepi32_ps(sum), unit, load(acc + i * head_dim_ + d)));
+      }
+    }
+  }
+
+  const KV& kv_;
+  Scoring scoring_;
+  int64_t head_dim_, padded_;
+  TileConfig config_;
+  Prefetch* ahead_ = nullptr;
+  bool is_narrow_ = false;
+  bool reads_keys_in_place_;
+  int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any
+  unsigned char* queries_;
+  float* query_units_;
+  unsigned char *keys_, *values_;
+  int32_t* products_[2];
+  unsigned char* weights_;
+  int32_t* sums_;
+  const unsigned char* key_[4];
+};
+
+}  // namespace sage::attention_detail
