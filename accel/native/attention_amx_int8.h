@@ -73,7 +73,7 @@ class AmxInt8Kernel {
   static constexpr int64_t kWeightBytes = 2 * 16 * kTileTokens;  // (part, query, token)
   static constexpr float kLargestQuery = 127 * 256 + 127;  // both parts have a sign
   static constexpr float kLargestWeight = 255 * 256 + 255;
-  static constexpr float kSmallest = 1e-33f;
+  static constexpr float kSmallest = 1e-33f;  // what has a smaller maximum counts as 0: its inverse could be infinite
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
   static constexpr float kSlack = 8.0f;
@@ -88,7 +88,7 @@ class AmxInt8Kernel {
     const int64_t lower = is_narrow_ ? 8 * 4 : 16 * padded_;  // bytes from an upper to a lower part
     for (int64_t i = 0; i < count; ++i) {
       const float highest = largest_magnitude(query[i]);
-      const Vec per_unit = all(units_per(highest, kLargestQuery));
+      const Vec per_unit = all(highest > kSmallest ? kLargestQuery / highest : 0.0f);
       units[i] = highest / kLargestQuery * scoring_.scale;
       for (int64_t d = 0; d < head_dim_; d += 16) {
         const __m512i x = _mm512_cvtps_epi32(mul(load(query[i] + d), per_unit));
@@ -101,16 +101,16 @@ class AmxInt8Kernel {
   }
 
   // Positive floats sort as integers do, and NaN, which must not get lost, comes last.
-  static __m512i larger(__m512i most, Vec positive) { return _mm512_max_epi32(most, _mm512_castps_si512(positive)); }
-  static float largest(__m512i most) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most)))); }
-
-  // The factor that brings the largest of some numbers to `limit`. The inverse of what is smaller would be infinite.
-  static float units_per(float largest, float limit) { return largest > kSmallest ? limit / largest : 0.0f; }
+  template <bool is_positive>
+  static Vec larger(Vec a, Vec b) {
+    if constexpr (!is_positive) return max(a, b);
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  }
 
   float largest_magnitude(const float* x) const {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t d = 0; d < head_dim_; d += 16) most = larger(most, magnitude(load(x + d)));
-    return largest(most);
+    Vec most[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t d = 0; d < head_dim_; d += 16) most[0] = larger<true>(most[0], magnitude(load(x + d)));
+    return _mm_cvtss_f32(maxima<true>(most));
   }
 
   // Four dimensions each into the next rows of a tile.
@@ -226,12 +226,8 @@ class AmxInt8Kernel {
         join_wide(products + u * 256, dots + u * 16);
       }
     }
-    float units[16];
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t n = at * 16 + i;
-      units[i] = weigh(queries, q + i, queries.low[n] - tile.first, queries.high[n] - tile.first, tile, dots + i * kTileTokens,
-                       weights_ + i * kTileTokens);
-    }
+    alignas(16) float units[16];
+    for (int64_t i = 0; i < count; i += 4) weigh(queries, at * 16 + i, q + i, std::min<int64_t>(4, count - i), tile, dots, units, i);
     multiply_values();
     add_sums(units, count, queries.softmax.acc + q * head_dim_);
   }
@@ -270,57 +266,95 @@ class AmxInt8Kernel {
 
   static __m512i joined(__m512i upper, __m512i lower) { return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower); }
 
-  // One query's products of a tile become weights of 16 bits, times the scales of the values. Tokens [low, high) are
-  // seen. Returns the unit of the weights.
-  float weigh(const Queries& queries, int64_t q, int64_t low, int64_t high, const KVTile& tile, const int32_t* dots,
-              unsigned char* weights) const {
-    Vec x[4], top = all(kNone);
-    __mmask16 seen[4];
-    const Vec unit = all(query_units_[q]);
-    for (int64_t u = 0; u < 4; ++u) {
-      seen[u] = lanes_between(std::max(low, tile.begin) - u * 16, std::min(high, tile.end) - u * 16);
-      x[u] = mul(mul(_mm512_cvtepi32_ps(_mm512_load_si512(dots + u * 16)), load(tile.key_scale + u * 16)), unit);
-      if (scoring_.soft_cap != 0.0f) x[u] = mul(all(scoring_.soft_cap), tanh(x[u]));
-      top = _mm512_mask_max_ps(top, seen[u], top, x[u]);
+  // The products of up to four queries of a tile become weights of 16 bits, times the scales of the values; each query's
+  // have a unit of their own. `n`: the first query's number in its head, `q`: in all, `i`: in the tile of queries.
+  void weigh(const Queries& queries, int64_t n, int64_t q, int64_t count, const KVTile& tile, const int32_t* dots, float* units,
+             int64_t i) const {
+    alignas(64) float scores[4 * kTileTokens];
+    __mmask16 seen[4][4];
+    Vec top[4] = {all(kNone), all(kNone), all(kNone), all(kNone)}, total[4] = {zero(), zero(), zero(), zero()};
+    Vec most[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t k = 0; k < count; ++k) {
+      set_seen(queries.low[n + k], queries.high[n + k], tile, seen[k]);
+      top[k] = score(query_units_[q + k], tile, dots + (i + k) * kTileTokens, seen[k], scores + k * kTileTokens);
     }
-    float &m = queries.softmax.m[q], &l = queries.softmax.l[q];
-    const float highest = maximum(top);
-    if (highest > m + kSlack) {
-      rescale(exp2(m - highest), l, queries.softmax.acc + q * head_dim_);
-      m = highest;
+    raise_maxima(queries.softmax, q, count, maxima<false>(top));
+    for (int64_t k = 0; k < count; ++k) {
+      float* row = scores + k * kTileTokens;
+      for (int64_t u = 0; u < 4; ++u) {
+        const Vec p = _mm512_maskz_mov_ps(seen[k][u], weight_of(sub(load(row + u * 16), all(queries.softmax.m[q + k]))));
+        total[k] = add(total[k], p);
+        const Vec weight = _mm512_maskz_mul_ps(seen[k][u], p, load(tile.value_scale + u * 16));
+        most[k] = larger<true>(most[k], weight);
+        store(row + u * 16, weight);
+      }
     }
-    Vec total = zero();
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t u = 0; u < 4; ++u) {
-      const Vec p = _mm512_maskz_mov_ps(seen[u], weight_of(sub(x[u], all(m))));
-      total = add(total, p);
-      x[u] = _mm512_maskz_mul_ps(seen[u], p, load(tile.value_scale + u * 16));
-      most = larger(most, x[u]);
-    }
-    l += sum(total);
-    return store_weights(x, largest(most), weights);
+    // The arrays have room for all 16 queries of a tile.
+    float* l = queries.softmax.l + q;
+    _mm_storeu_ps(l, _mm_add_ps(_mm_loadu_ps(l), sums(total[0], total[1], total[2], total[3])));
+    const __m128 largest = maxima<true>(most);
+    _mm_store_ps(units + i, _mm_div_ps(largest, _mm_set1_ps(kLargestWeight)));
+    const __mmask8 is_any = _mm_cmp_ps_mask(largest, _mm_set1_ps(kSmallest), _CMP_GT_OQ);
+    alignas(16) float per_unit[4];
+    _mm_store_ps(per_unit, _mm_maskz_div_ps(is_any, _mm_set1_ps(kLargestWeight), largest));
+    for (int64_t k = 0; k < count; ++k) store_weights(scores + k * kTileTokens, all(per_unit[k]), weights_ + (i + k) * kTileTokens);
   }
 
-  static __mmask16 lanes_between(int64_t low, int64_t high) {
-    const auto below = [](int64_t lane) { return (1u << std::clamp<int64_t>(lane, 0, 16)) - 1; };
-    return static_cast<__mmask16>(below(high) & ~below(low));
+  // Which of a tile's tokens [low, high) in the sequence are.
+  static void set_seen(int64_t low, int64_t high, const KVTile& tile, __mmask16 (&seen)[4]) {
+    const auto below = [&tile](int64_t position) {
+      const int64_t token = std::clamp(position - tile.first, tile.begin, tile.end);
+      return token >= 64 ? ~uint64_t{0} : (uint64_t{1} << token) - 1;
+    };
+    const uint64_t bits = below(high) & ~below(low);
+    for (int64_t u = 0; u < 4; ++u) seen[u] = static_cast<__mmask16>(bits >> (u * 16));
   }
 
-  void rescale(float decay, float& l, float* acc) const {
-    l *= decay;
-    for (int64_t d = 0; d < head_dim_; d += 16) store(acc + d, mul(load(acc + d), all(decay)));
+  // Products become scores; returns the largest of each 16th token.
+  Vec score(float unit, const KVTile& tile, const int32_t* dots, const __mmask16 (&seen)[4], float* scores) const {
+    Vec top = all(kNone);
+    for (int64_t u = 0; u < 4; ++u) {
+      Vec x = mul(mul(_mm512_cvtepi32_ps(_mm512_load_si512(dots + u * 16)), load(tile.key_scale + u * 16)), all(unit));
+      if (scoring_.soft_cap != 0.0f) x = mul(all(scoring_.soft_cap), tanh(x));
+      top = _mm512_mask_max_ps(top, seen[u], top, x);
+      store(scores + u * 16, x);
+    }
+    return top;
+  }
+
+  void raise_maxima(const Softmax& softmax, int64_t q, int64_t count, __m128 highest) const {
+    const __m128 m = _mm_loadu_ps(softmax.m + q);
+    const __mmask8 grown = _mm_cmp_ps_mask(highest, _mm_add_ps(m, _mm_set1_ps(kSlack)), _CMP_GT_OQ);
+    for (unsigned rest = grown & ((1u << count) - 1); rest != 0; rest &= rest - 1) {
+      const int64_t k = __builtin_ctz(rest);
+      alignas(16) float top[4];
+      _mm_store_ps(top, highest);
+      const float decay = exp2(softmax.m[q + k] - top[k]);
+      float* acc = softmax.acc + (q + k) * head_dim_;
+      softmax.l[q + k] *= decay;
+      softmax.m[q + k] = top[k];
+      for (int64_t d = 0; d < head_dim_; d += 16) store(acc + d, mul(load(acc + d), all(decay)));
+    }
+  }
+
+  // The largest of each of four vectors
+  template <bool is_positive>
+  static __m128 maxima(const Vec (&x)[4]) {
+    const auto halves = [](Vec a, Vec b) { return larger<is_positive>(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    const __m512d ab = _mm512_castps_pd(halves(x[0], x[1])), cd = _mm512_castps_pd(halves(x[2], x[3]));
+    Vec most = larger<is_positive>(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    most = larger<is_positive>(most, _mm512_shuffle_f32x4(most, most, 0x4e));
+    return _mm512_castps512_ps128(larger<is_positive>(most, _mm512_shuffle_f32x4(most, most, 0xb1)));
   }
 
   // Cuts weights into bytes. Fours of tokens come out transposed: token 16 u + 4 k + i at 16 k + 4 u + i.
-  float store_weights(const Vec (&x)[4], float largest, unsigned char* to) const {
-    const Vec per_unit = all(units_per(largest, kLargestWeight));
+  void store_weights(const float* x, Vec per_unit, unsigned char* to) const {
     __m512i w[4];
-    for (int64_t u = 0; u < 4; ++u) w[u] = _mm512_cvtps_epi32(mul(x[u], per_unit));
+    for (int64_t u = 0; u < 4; ++u) w[u] = _mm512_cvtps_epi32(mul(load(x + u * 16), per_unit));
     const __m512i a = _mm512_packus_epi32(w[0], w[1]), b = _mm512_packus_epi32(w[2], w[3]), byte = _mm512_set1_epi16(255);
     _mm512_store_si512(to, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
     _mm512_store_si512(to + lower_row() * kTileTokens,
                        _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
-    return largest / kLargestWeight;
   }
 
   // Rows from an upper to a lower part of weights and of their sums.
