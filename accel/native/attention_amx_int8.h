@@ -80,24 +80,40 @@ class AmxInt8Kernel {
 
   // Parts are 16 columns each, or 8 of one tile where that is enough.
   int64_t part_columns() const { return is_narrow_ ? 8 : 16; }
-  int64_t parts_of_query_tile() const { return is_narrow_ ? 1 : 2; }
   const unsigned char* packed_queries(int64_t query_tile) const { return queries_ + query_tile * 16 * padded_ * 2; }
 
   void pack_queries(const float* const* query, int64_t count, float* units, unsigned char* to) const {
-    std::memset(to, 0, static_cast<size_t>(16 * padded_ * 2));
-    const int64_t lower = is_narrow_ ? 8 * 4 : 16 * padded_;  // bytes from an upper to a lower part
+    alignas(16) float per_unit[16];
     for (int64_t i = 0; i < count; ++i) {
       const float highest = largest_magnitude(query[i]);
-      const Vec per_unit = all(highest > kSmallest ? kLargestQuery / highest : 0.0f);
+      per_unit[i] = highest > kSmallest ? kLargestQuery / highest : 0.0f;
       units[i] = highest / kLargestQuery * scoring_.scale;
-      for (int64_t d = 0; d < head_dim_; d += 16) {
-        const __m512i x = _mm512_cvtps_epi32(mul(load(query[i] + d), per_unit));
-        const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-        unsigned char* at = to + d * 16 + i * 4;
-        put_quads(_mm512_cvtepi32_epi8(above), at);
-        put_quads(_mm512_cvtepi32_epi8(x), at + lower);
-      }
     }
+    alignas(64) unsigned char rows[2 * 16 * 64] = {};  // of parts of queries, 64 dimensions
+    for (int64_t d = 0; d < padded_; d += 64) {
+      for (int64_t i = 0; i < count; ++i) {
+        cut_query(query[i] + d, std::min<int64_t>(64, head_dim_ - d), all(per_unit[i]), rows + i * 64);
+      }
+      transpose_rows(rows, to + d * 16);
+      if (!is_narrow_) transpose_rows(rows + 16 * 64, to + (d + padded_) * 16);
+    }
+  }
+
+  // Some of a query's dimensions become upper and lower bytes, with zeros behind.
+  void cut_query(const float* x, int64_t count, Vec per_unit, unsigned char* to) const {
+    for (int64_t d = 0; d < 64; d += 16) {
+      const __m512i units = d < count ? _mm512_cvtps_epi32(mul(load(x + d), per_unit)) : _mm512_setzero_si512();
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(units, _mm512_set1_epi32(128)), 8);
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + d), _mm512_cvtepi32_epi8(upper));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + part_columns() * 64 + d), _mm512_cvtepi32_epi8(units));
+    }
+  }
+
+  static void transpose_rows(const unsigned char* rows, unsigned char* to) {
+    __m512i x[16];
+    for (int64_t i = 0; i < 16; ++i) x[i] = _mm512_load_si512(rows + i * 64);
+    transpose(x);
+    for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + i * 64, x[i]);
   }
 
   // Positive floats sort as integers do, and NaN, which must not get lost, comes last.
@@ -111,13 +127,6 @@ class AmxInt8Kernel {
     Vec most[4] = {zero(), zero(), zero(), zero()};
     for (int64_t d = 0; d < head_dim_; d += 16) most[0] = larger<true>(most[0], magnitude(load(x + d)));
     return _mm_cvtss_f32(maxima<true>(most));
-  }
-
-  // Four dimensions each into the next rows of a tile.
-  static void put_quads(__m128i bytes, unsigned char* to) {
-    alignas(16) int32_t quads[4];
-    _mm_store_si128(reinterpret_cast<__m128i*>(quads), bytes);
-    for (int64_t i = 0; i < 4; ++i) std::memcpy(to + i * 64, quads + i, 4);
   }
 
   // Where each 16 tokens' keys are. Those that are not the sequence's may be anything, as may what follows the last

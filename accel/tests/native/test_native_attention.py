@@ -440,6 +440,64 @@ def test_long_keys_and_values_do_not_overflow(lib: ctypes.CDLL, variant: str, ki
         assert error(out, paged.reference(parts, query)) < 1e-2
 
 
+EIGHT_BITS = [
+    # (kv_heads, group, head_dim), block size, (window, soft cap)
+    ((2, 1, 64), 8, (0, 0.0)),
+    ((1, 2, 96), 16, (90, 0.0)),
+    ((1, 8, 128), 32, (0, 5.0)),
+    ((1, 16, 128), 16, (0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("heads", "block_size", "limits"), EIGHT_BITS)
+def test_outliers_in_a_query_and_in_values_leave_the_rest_exact(
+    lib: ctypes.CDLL, variant: str, heads: tuple[int, int, int], block_size: int, limits: tuple[int, float]
+) -> None:
+    kv_heads, group, head_dim = heads
+    case = Case(
+        kind="int8", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim,
+        block_size=block_size, window=limits[0], soft_cap=limits[1],
+    )  # fmt: skip
+    paged = Paged(lib, case, 200)
+    sequences = [paged.add(length) for length in (1, 17, 333, 129)]
+    parts = [(s, rows, s.length) for s, rows in zip(sequences, (1, 1, 2, 40), strict=True)]
+    query = paged.queries(44)
+    query[:, :, 3] *= 30  # takes most of the 16 bits from the other dimensions, and all but a few weights are tiny
+    # An outlier 30 times as large makes the queries' steps 10 times as coarse in proportion to the rest.
+    found = error(paged.attend(parts, query), paged.reference(parts, query))
+    assert found < 10 * tolerance(variant, "int8")
+
+
+def test_tokens_of_tiny_weight_count_as_much_as_in_sum_they_weigh(lib: ctypes.CDLL, variant: str) -> None:
+    case = Case(kind="int8", num_heads=1, num_kv_heads=1, head_dim=64)
+    paged = Paged(lib, case, 300)
+    length = 4096
+    blocks = np.array([paged.free.pop() for _ in range(length // 16)], dtype=np.int32)
+    keys = np.zeros((length, 1, 64), dtype=np.float32)
+    keys[0, 0, 0] = 1.0
+    values = np.ones((length, 1, 64), dtype=np.float32)
+    values[0] = -1e-3
+    at = np.arange(length)
+    paged.store(blocks[at // 16].astype(np.int64) * 16 + at % 16, keys, values)
+    sequence = Stored(blocks, paged.stored(blocks, length, 0), paged.stored(blocks, length, 1))
+    query = np.zeros((1, 1, 64), dtype=np.float32)
+    query[0, 0, 0] = 8 * np.log(4096)  # the scale is 1/8: the first token weighs as much as all others together
+    parts = [(sequence, 1, length)]
+    out = paged.attend(parts, query)
+    assert out[0, 0, 0] == pytest.approx(0.5, abs=1e-2)
+    assert error(out, paged.reference(parts, query)) < tolerance(variant, "int8")
+
+
+def test_a_value_that_is_not_a_number_is_not_lost(lib: ctypes.CDLL) -> None:
+    paged = Paged(lib, Case(kind="int8"), 8)
+    sequence, other = paged.add(40), paged.add(40)
+    token = np.full((1, 2, 64), np.nan, dtype=np.float32)
+    paged.store(np.array([int(sequence.blocks[1]) * 16 + 3]), np.zeros_like(token), token)
+    out = paged.attend([(sequence, 1, 40), (other, 1, 40)], paged.queries(2))
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_values_are_rounded_to_nearest(lib: ctypes.CDLL, kind: str) -> None:
     paged = Paged(lib, Case(kind=kind, num_kv_heads=1, num_heads=1, head_dim=16), 1)
