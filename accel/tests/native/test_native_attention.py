@@ -257,8 +257,8 @@ def error(out: Floats, expected: NDArray[np.float64]) -> float:
 # bf16 (8 bits) are off by at most 2^-9 in each factor of sums whose errors cancel in part.
 FLOAT_ERROR = 3e-6
 ROUNDED_ERROR = 1.5e-2
-# Those that compute in integers cut queries to 1/32,639 of their largest dimension and weights to 1/65,535 of a tile's
-# largest, off by half of that: 1.5e-5 of a query of one dimension, some 4e-5 of one whose dimensions are alike.
+# Those that compute in integers cut queries to 1/32,639 of their largest dimension and weights to 1/65,535
+# of a tile's largest, and are off by half of that: some 2e-5 of scores and of weights that are alike.
 SPLIT_ERROR = 1e-4
 
 
@@ -462,8 +462,8 @@ def test_outliers_in_a_query_and_in_values_leave_the_rest_exact(
     sequences = [paged.add(length) for length in (1, 17, 333, 129)]
     parts = [(s, rows, s.length) for s, rows in zip(sequences, (1, 1, 2, 40), strict=True)]
     query = paged.queries(44)
-    query[:, :, 3] *= 30  # takes most of the 16 bits from the other dimensions, and all but a few weights are tiny
-    # An outlier 30 times as large makes the queries' steps 10 times as coarse in proportion to the rest.
+    query[:, :, 3] *= 30  # so that the other dimensions have 11 bits, and most weights are tiny
+    # Its size makes the queries' steps some 10 times as coarse.
     found = error(paged.attend(parts, query), paged.reference(parts, query))
     assert found < 10 * tolerance(variant, "int8")
 
@@ -481,7 +481,8 @@ def test_tokens_of_tiny_weight_count_as_much_as_in_sum_they_weigh(lib: ctypes.CD
     paged.store(blocks[at // 16].astype(np.int64) * 16 + at % 16, keys, values)
     sequence = Stored(blocks, paged.stored(blocks, length, 0), paged.stored(blocks, length, 1))
     query = np.zeros((1, 1, 64), dtype=np.float32)
-    query[0, 0, 0] = 8 * np.log(4096)  # the scale is 1/8: the first token weighs as much as all others together
+    # As scores are an eighth of the products, the first token weighs as much as all others together.
+    query[0, 0, 0] = 8 * np.log(4096)
     parts = [(sequence, 1, length)]
     out = paged.attend(parts, query)
     assert out[0, 0, 0] == pytest.approx(0.5, abs=1e-2)
