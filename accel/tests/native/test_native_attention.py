@@ -258,8 +258,9 @@ def error(out: Floats, expected: NDArray[np.float64]) -> float:
 FLOAT_ERROR = 3e-6
 ROUNDED_ERROR = 1.5e-2
 # Those that compute in integers cut queries to 1/32,639 of their largest dimension and weights to 1/65,535
-# of a tile's largest, and are off by half of that: some 2e-5 of scores and of weights that are alike.
-SPLIT_ERROR = 1e-4
+# of a tile's largest, and are off by half of that: some 2e-5 of scores and of weights that are alike. The
+# worst of many rows is one whose values cancel, so that it is several times smaller than they are.
+SPLIT_ERROR = 3e-4
 
 
 def tolerance(variant: str, kind: str) -> float:
