@@ -12,7 +12,7 @@ namespace sage::attention_detail {
 // computed: so every row's sums are taken in one order, whether it is decoded, verified or part of any chunk.
 constexpr int64_t kTileTokens = 64;
 constexpr int64_t kSplitTokens = 256;
-constexpr int64_t kMaxQueries = 128;  // of one item of work, those of all its heads together
+constexpr int64_t kMaxQueries = 256;  // of one item of work, those of all its heads together
 constexpr int64_t kQueryStep = 16;    // the queries of a head begin at multiples of this
 constexpr int64_t kMaxHeadDim = 256;
 constexpr float kNone = -1e30f;  // maximum over no tokens; finite, so that differences are never NaN
