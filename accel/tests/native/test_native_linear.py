@@ -251,6 +251,7 @@ SHAPES = {
     "group 32": Shape(40, 256, group=32),
     "group 96": Shape(33, 200, group=96),
     "deep": Shape(70, 2304),
+    "so deep that k is cut": Shape(40, 6400),
     "one group": Shape(40, 100, group=100),
 }
 
@@ -274,7 +275,9 @@ def test_a_chunk_of_rows_too_large_for_the_caches_is_cut(pack: Any, kind: str) -
 
 @kinds
 @pytest.mark.parametrize(
-    "shape", [Shape(80, 1216), Shape(64, 320, group=32, is_gated=True, has_bias=True)], ids=["plain", "gated"]
+    "shape",
+    [Shape(80, 1216), Shape(64, 320, group=32, is_gated=True, has_bias=True), Shape(70, 6400)],
+    ids=["plain", "gated", "cut"],
 )
 def test_a_product_has_the_same_bits_alone_and_batched(pack: Any, kind: str, shape: Shape) -> None:
     linear = pack(kind, shape)
