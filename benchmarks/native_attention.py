@@ -11,24 +11,16 @@ from __future__ import annotations
 import argparse
 import ctypes
 import mmap
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from common import foreign_cores, output_flags, publish
 
-NATIVE = Path(__file__).parents[1] / "accel"
-FLAGS = {
-    "avx2": "-mavx2 -mfma -mf16c -mbmi2",
-    "avx512": "-march=znver3 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 "
-    "-mavx512vbmi -mavx512vbmi2",
-    "amx": "-march=sapphirerapids",
-}
+from sagellm.accel.native.library import VARIANTS, load
+
 KINDS = {"bf16": (0, 2), "f16": (1, 2), "int8": (2, 1), "f32": (3, 4)}
 HEADS, KV_HEADS, DIM, BLOCK = 16, 8, 128, 32
 
@@ -81,17 +73,11 @@ Shape = structure("Shape", "num_heads num_kv_heads head_dim f:scale window f:sof
 Rows = structure("Rows", "blocks first_row num_rows length")
 
 
-def build(variant: str, folder: Path) -> ctypes.CDLL:
-    """Compile the attention of one variant."""
-    target = folder / f"{variant}.so"
-    sources = [NATIVE / "native" / name for name in ("attention.cpp", "kv_store.cpp", "attention_c.cpp")]
-    sources.append(NATIVE / "tests/native/plain_team.cpp")
-    options = ["-std=c++17", "-O3", *FLAGS[variant].split(), "-fPIC", "-shared", "-pthread"]
-    command = ["g++", *options, f"-I{NATIVE / 'native'}", "-o", str(target), *map(str, sources)]
-    subprocess.run(command, check=True)
-    library = ctypes.CDLL(str(target))
-    library.sage_attention_scratch_bytes.restype = ctypes.c_int64
-    return library
+def functions_of(variant: str) -> ctypes.CDLL:
+    """Load a variant and say what the functions for attention alone return."""
+    functions = load(variant).functions
+    functions.sage_attention_scratch_bytes.restype = ctypes.c_int64
+    return functions
 
 
 def pages(num_bytes: int) -> torch.Tensor:
@@ -213,7 +199,7 @@ def read_bandwidth(seconds: float) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", nargs="+", default=["amx"], choices=FLAGS)
+    parser.add_argument("--variants", nargs="+", default=["amx"], choices=VARIANTS)
     parser.add_argument("--kinds", nargs="+", default=["bf16", "int8"], choices=KINDS)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -228,25 +214,24 @@ def main() -> None:
     lines = [f"read bandwidth {bandwidth:.1f} GB/s; busy cores of others {others}", ""]
     lines.append(f"{'ms a layer (GB/s, or TF)':36}" + "".join(f"{name:>20}" for name in names))
     cells: dict[str, dict[str, float]] = {}
-    with TemporaryDirectory() as folder:
-        libraries = {v: build(v, Path(folder)) for v in options.variants}
-        for case in CASES:
-            if options.only not in case.name:
-                continue
-            row = cells[case.name] = {}
-            line = f"{case.name:36}"
-            for name in names:
-                if name == "torch SDPA":
-                    ms, item = best(prepare_torch(case, options.budget), options.seconds), 2
-                else:
-                    variant, kind = name.split()
-                    native = Native(libraries[variant], kind, options.threads, options.budget)
-                    ms, item = best(native.prepare(case), options.seconds), KINDS[kind][1]
-                row[name] = round(ms, 4)
-                rate = case.kv_tokens * 2 * KV_HEADS * DIM * item / ms / 1e6
-                text = f"{rate:.1f}" if case.rows == 1 else f"{case.flops / ms / 1e9:.2f} TF"
-                line += f"{f'{ms:.3f} ({text})':>20}"
-            lines.append(line)
+    libraries = {v: functions_of(v) for v in options.variants}
+    for case in CASES:
+        if options.only not in case.name:
+            continue
+        row = cells[case.name] = {}
+        line = f"{case.name:36}"
+        for name in names:
+            if name == "torch SDPA":
+                ms, item = best(prepare_torch(case, options.budget), options.seconds), 2
+            else:
+                variant, kind = name.split()
+                native = Native(libraries[variant], kind, options.threads, options.budget)
+                ms, item = best(native.prepare(case), options.seconds), KINDS[kind][1]
+            row[name] = round(ms, 4)
+            rate = case.kv_tokens * 2 * KV_HEADS * DIM * item / ms / 1e6
+            text = f"{rate:.1f}" if case.rows == 1 else f"{case.flops / ms / 1e9:.2f} TF"
+            line += f"{f'{ms:.3f} ({text})':>20}"
+        lines.append(line)
     figures = {"read_gb_s": round(bandwidth, 1), "foreign_cores": others, "ms": cells}
     publish("native_attention", "\n".join(lines), options, **figures)
 

@@ -1,7 +1,7 @@
 """Products of the native library beside torch's, with weights that no cache holds.
 
 For each shape, kind of weight and number of rows: milliseconds (min, median, p99), GB/s, TFLOP/s and their
-shares of the read bandwidth and the matrix rate that the same run measured. `--library` takes one build.
+shares of the read bandwidth and the matrix rate that the same run measured.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import argparse
 import ctypes
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from common import foreign_cores, report, spread
+
+from sagellm.accel.native.library import VARIANTS, best_or_named
 
 # Qwen3-0.6B: outputs, inputs, whether half of the outputs is a gate
 SHAPES = {
@@ -31,13 +32,11 @@ COLD_BYTES = 300 << 20
 POINTER, INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
-def load(path: Path) -> ctypes.CDLL:
-    """Open a build of the native library and say what its functions return."""
-    library = ctypes.CDLL(str(path))
-    library.sage_linear_create.restype = POINTER
-    library.sage_read_rate.restype = ctypes.c_double
-    library.sage_matrix_rate.restype = ctypes.c_double
-    return library
+def functions_of(variant: str | None) -> ctypes.CDLL:
+    """Load a variant, or the fastest, and say what the functions for single products return."""
+    functions = best_or_named(variant).functions
+    functions.sage_linear_create.restype = POINTER
+    return functions
 
 
 def address(array: np.ndarray[Any, Any]) -> ctypes.c_void_p:
@@ -45,13 +44,11 @@ def address(array: np.ndarray[Any, Any]) -> ctypes.c_void_p:
 
 
 def limits(library: ctypes.CDLL, threads: int) -> dict[str, float]:
-    """Measure read bandwidth (1 GiB) and the rates of bf16 and int8 products, best of 5."""
-    memory = np.ones((1 << 30) + 64, np.uint8)
-    start = POINTER(-(-memory.ctypes.data // 64) * 64)
+    """Measure read bandwidth (1 GiB) and the rates of bf16 and int8 products."""
     return {
-        "read_bytes_per_s": max(library.sage_read_rate(start, INT64(1 << 30), threads) for _ in range(5)),
-        "bf16_flop_per_s": max(library.sage_matrix_rate(0, threads) for _ in range(5)),
-        "int8_op_per_s": max(library.sage_matrix_rate(1, threads) for _ in range(5)),
+        "read_bytes_per_s": library.sage_read_bandwidth(1 << 30, threads, 1.0),
+        "bf16_flop_per_s": library.sage_matrix_rate(0, threads, 0.2),
+        "int8_op_per_s": library.sage_matrix_rate(1, threads, 0.2),
     }
 
 
@@ -154,9 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--library", type=Path, required=True, help="libsage_amx.so, libsage_avx512.so or libsage_avx2.so"
-    )
+    parser.add_argument("--variant", choices=VARIANTS, help="default: the fastest")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gate_up", "down", "qkv", "o"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["bf16", "int8", "int4"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 32, 128, 512])
@@ -166,10 +161,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     foreign = foreign_cores()
-    figures = measure(load(options.library), options)
+    figures = measure(functions_of(options.variant), options)
     report(
         "native_linear",
-        library=options.library.name,
+        variant=best_or_named(options.variant).variant,
         threads=options.threads,
         foreign_cores=foreign,
         **figures,

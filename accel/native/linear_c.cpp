@@ -27,15 +27,15 @@ Memory allocate(int64_t bytes) {
 
 }  // namespace
 
-struct SageLinear {
+struct SagePacked {
   sage::Weight weight;
   Memory data;
   std::unique_ptr<float[]> bias;
 };
 
 // `bias` (n) or null. Freed by sage_linear_free.
-SAGE_EXPORT SageLinear* sage_linear_create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias) {
-  auto linear = std::make_unique<SageLinear>();
+SAGE_EXPORT SagePacked* sage_linear_create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias) {
+  auto linear = std::make_unique<SagePacked>();
   const auto weight_kind = static_cast<sage::WeightKind>(kind);
   linear->data = allocate(sage::weight_bytes(weight_kind, n, k, group));
   if (bias != nullptr) {
@@ -46,10 +46,10 @@ SAGE_EXPORT SageLinear* sage_linear_create(int32_t kind, int32_t is_gated, int64
   return linear.release();
 }
 
-SAGE_EXPORT void sage_linear_free(SageLinear* linear) { delete linear; }
+SAGE_EXPORT void sage_linear_free(SagePacked* linear) { delete linear; }
 
 // Outputs [begin, begin + count) from `rows`, of the type of the kind; `scales` for int8 and int4.
-SAGE_EXPORT void sage_linear_pack(SageLinear* linear, int64_t begin, int64_t count, const void* rows, int64_t stride,
+SAGE_EXPORT void sage_linear_pack(SagePacked* linear, int64_t begin, int64_t count, const void* rows, int64_t stride,
                                   const float* scales) {
   const sage::Weight& w = linear->weight;
   switch (w.kind) {
@@ -60,21 +60,21 @@ SAGE_EXPORT void sage_linear_pack(SageLinear* linear, int64_t begin, int64_t cou
   }
 }
 
-SAGE_EXPORT int64_t sage_linear_bytes(const SageLinear* linear) {
+SAGE_EXPORT int64_t sage_linear_bytes(const SagePacked* linear) {
   const sage::Weight& w = linear->weight;
   return sage::weight_bytes(w.kind, w.n, w.k, w.group);
 }
 
 SAGE_EXPORT int64_t sage_linear_pack_granularity() { return sage::pack_granularity(); }
 
-SAGE_EXPORT void sage_linear_unpack_row(const SageLinear* linear, int64_t output, float* row) {
+SAGE_EXPORT void sage_linear_unpack_row(const SagePacked* linear, int64_t output, float* row) {
   sage::unpack_row(linear->weight, output, row);
 }
 
 // Products with `num_calls` weights of one shape, one after the other in one team (a benchmark's cold weights): the
 // same `x` (rows, k) each time, and `out` (rows, n or n / 2) float32. `seconds` (num_calls), or null: how long each
 // took, activations included.
-SAGE_EXPORT void sage_linear_multiply(SageLinear* const* linears, int64_t num_calls, const float* x, int64_t rows,
+SAGE_EXPORT void sage_linear_multiply(SagePacked* const* linears, int64_t num_calls, const float* x, int64_t rows,
                                       int32_t into, float* out, int64_t stride, int32_t num_threads, double* seconds) {
   const sage::Weight& first = linears[0]->weight;
   const Memory memory = allocate(sage::input_bytes(first.kind, rows, first.k, first.group));

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-NATIVE = Path(__file__).parents[2] / "native"
-VARIANTS = ("avx2", "avx512", "amx")
+from sagellm.accel.native.library import NativeLibrary
+
 KINDS = ("bfloat16", "float16", "int8", "float32")
-FLAGS = {
-    "avx2": "-mavx2 -mfma -mf16c -mbmi2",
-    "avx512": "-march=znver3 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 "
-    "-mavx512vbmi -mavx512vbmi2",
-    "amx": "-march=sapphirerapids",
-}
-NEEDED = {
-    "avx2": ("avx2", "fma", "f16c"),
-    "avx512": ("avx512_bf16", "avx512_vnni"),
-    "amx": ("amx_bf16", "amx_int8", "amx_tile"),
-}
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "float32": 4}
 
 Floats = NDArray[np.float32]
@@ -65,26 +49,6 @@ class Rows(ctypes.Structure):
         ("blocks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "length")),
     ]
-
-
-@cache
-def library(variant: str) -> ctypes.CDLL | None:
-    """Build one variant; None where there is no compiler or the CPU lacks it."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if shutil.which("g++") is None or not all(flag in flags.split() for flag in NEEDED[variant]):
-        return None
-    target = Path(mkdtemp()) / f"attention_{variant}.so"
-    sources = [NATIVE / name for name in ("attention.cpp", "kv_store.cpp", "attention_c.cpp")]
-    sources.append(Path(__file__).parent / "plain_team.cpp")
-    options = ["-std=c++17", "-O2", *FLAGS[variant].split(), "-fPIC", "-shared", "-pthread", f"-I{NATIVE}"]
-    subprocess.run(["g++", *options, "-o", str(target), *map(str, sources)], check=True)
-    loaded = ctypes.CDLL(str(target))
-    loaded.sage_attention_scratch_bytes.restype = ctypes.c_int64
-    if variant == "amx":
-        arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Linux asks once for a process
-        assert ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-    shutil.rmtree(target.parent)
-    return loaded
 
 
 def address(array: NDArray[Any]) -> ctypes.c_void_p:
@@ -189,6 +153,19 @@ class Paged:
         """Random queries, (rows, heads, head_dim)."""
         return self.rng.standard_normal((num_rows, self.case.num_heads, self.case.head_dim), dtype=np.float32)
 
+    def attend_in_groups(
+        self, parts: Sequence[tuple[Stored, int, int]], query: Floats, *, threads: int
+    ) -> Floats:
+        """Run one call for each group that the library finds."""
+        starts = np.cumsum([0, *(rows for _, rows, _ in parts)])
+        by_start = dict(zip(starts.tolist(), parts, strict=False))
+        out = np.full_like(query, np.nan)
+        for group, shared_blocks in groups_of(self.lib, parts, self.case.block_size, threads):
+            chosen = [by_start[first] for first in group]
+            at = np.concatenate([np.arange(first, first + by_start[first][1]) for first in group])
+            out[at] = self.attend(chosen, query[at], threads=threads, shared_blocks=shared_blocks)
+        return out
+
     def attend(
         self,
         parts: Sequence[tuple[Stored, int, int]],
@@ -220,6 +197,30 @@ class Paged:
             outs.append(attention(self.case, sequence, length, query[first : first + num_rows]))
             first += num_rows
         return np.concatenate(outs)
+
+
+class Group(ctypes.Structure):
+    """sage::AttentionGroup"""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("begin", "end", "shared_blocks")]
+
+
+def groups_of(
+    lib: ctypes.CDLL, parts: Sequence[tuple[Stored, int, int]], block_size: int, threads: int
+) -> list[tuple[list[int], int]]:
+    """Return each group's sequences, by their first rows, and the blocks that they share."""
+    rows, groups, first = (Rows * len(parts))(), (Group * len(parts))(), 0
+    for i, (sequence, num_rows, length) in enumerate(parts):
+        rows[i] = Rows(sequence.blocks.ctypes.data, first, num_rows, length)
+        first += num_rows
+    lib.sage_group_by_prefix.restype = ctypes.c_int64
+    count = lib.sage_group_by_prefix(
+        rows, ctypes.c_int64(len(parts)), ctypes.c_int64(block_size), ctypes.c_int32(threads), groups
+    )
+    return [
+        ([row.first_row for row in rows[group.begin : group.end]], group.shared_blocks)
+        for group in groups[:count]
+    ]
 
 
 def as_floats(raw: NDArray[np.uint8], kind: str) -> Floats:
@@ -273,21 +274,17 @@ def tolerance(variant: str, kind: str) -> float:
     return errors.get((variant, kind), FLOAT_ERROR)
 
 
-@pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest) -> str:
-    """One after another, the variants that this machine can compile and run."""
-    name = str(request.param)
-    if library(name) is None:
-        pytest.skip(f"no g++ or no {FLAGS[name]} here")
-    return name
+@pytest.fixture
+def variant(library: NativeLibrary) -> str:
+    """The name of the variant under test."""
+    return library.variant
 
 
 @pytest.fixture
-def lib(variant: str) -> ctypes.CDLL:
-    """The library of one variant."""
-    loaded = library(variant)
-    assert loaded is not None
-    return loaded
+def lib(library: NativeLibrary) -> ctypes.CDLL:
+    """Its functions."""
+    library.functions.sage_attention_scratch_bytes.restype = ctypes.c_int64
+    return library.functions
 
 
 MIXED = [(1, 1), (70, 1), (300, 3), (521, 1), (200, 130), (90, 17), (40, 40)]
@@ -405,6 +402,68 @@ def test_a_prefix_is_read_once_within_a_window(lib: ctypes.CDLL) -> None:
     parts = [(first, 1, 1000), (second, 2, 700)]  # the first sees nothing of the prefix's first split
     query = paged.queries(3)
     assert np.array_equal(paged.attend(parts, query, shared_blocks=40), paged.attend(parts, query))
+
+
+def tables(*prefixes: tuple[str, int], length: int = 1300, rows: int = 1) -> list[tuple[Stored, int, int]]:
+    """Sequences in blocks of 16: each begins with `blocks` blocks of a named prefix, the rest is its own."""
+    nothing = np.zeros((0, 1, 1), dtype=np.float32)
+    names = sorted({name for name, _ in prefixes})
+    parts = []
+    for i, (name, shared) in enumerate(prefixes):
+        blocks = np.arange(82, dtype=np.int32) + 1000 * (10 + i)
+        blocks[:shared] = np.arange(shared) + 1000 * names.index(name)
+        parts.append((Stored(blocks, nothing, nothing), rows, length))
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "expected"),
+    [
+        ([("a", 40)] * 3, [([0, 1, 2], 40)]),
+        ([("a", 40), ("a", 64), ("a", 64)], [([0, 1, 2], 40)]),
+        ([("a", 15)] * 9, [([*range(9)], 0)]),  # less than a split
+        ([("a", 16)] * 2, [([0, 1], 0)]),  # one of two threads would read while the other waits
+        ([("a", 64), ("b", 64)], [([0, 1], 0)]),
+        ([("a", 64), ("b", 64), ("a", 64), ("c", 80), ("a", 64)], [([1, 3], 0), ([0, 2, 4], 64)]),
+        ([("a", 64), ("b", 64)] * 3, [([0, 2, 4], 64), ([1, 3, 5], 64)]),
+        ([("a", 16), ("b", 64)] * 3, [([0, 2, 4], 0), ([1, 3, 5], 64)]),  # too little for a call of its own
+        ([("a", 16)] * 2 + [("a", 80)] * 4, [([0, 1], 0), ([2, 3, 4, 5], 80)]),  # deeper saves more
+        ([], []),
+    ],
+)
+def test_sequences_are_grouped_by_a_prefix_that_is_worth_reading_once(lib, prefixes, expected):
+    found = groups_of(lib, tables(*prefixes), 16, 2)
+    assert [(sorted(seqs), shared) for seqs, shared in found if seqs] == expected
+
+
+def test_chunks_go_with_the_first_group(lib):
+    chunk, *_ = tables(("b", 64), rows=17)
+    drafts = tables(*[("a", 64)] * 3, rows=2)
+    ((seqs, shared),) = groups_of(lib, [drafts[0], chunk, *drafts[1:]], 16, 2)
+    assert (sorted(seqs), shared) == ([0, 2, 19, 21], 64)
+
+
+def test_few_sequences_on_many_threads_are_left_apart(lib):
+    parts = tables(*[("a", 32)] * 8)
+    assert [shared for _, shared in groups_of(lib, parts, 16, 15)] == [32]
+    assert [shared for _, shared in groups_of(lib, parts, 16, 16)] == [0]
+
+
+@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_share_prefixes_change_no_bit(lib, variant, kind, block_size):
+    paged = Paged(lib, Case(kind=kind, block_size=block_size), 400)
+    shared = {16: (35, 70), 24: (25, 45)}[block_size]  # both end within a split
+    first, second = paged.add(700), paged.add(1200)
+    parts = [(first, 1, 700), (second, 3, 1200), (paged.add(300), 1, 300), (paged.add(260), 100, 260)]
+    for i in range(3):
+        parts.append((paged.add(600 + 150 * i, first, shared[0]), 1 + i, 600 + 150 * i))
+        parts.append((paged.add(1150 + 7 * i, second, shared[1]), 2, 1150 + 7 * i))
+    query = paged.queries(sum(rows for _, rows, _ in parts))
+    assert sorted(blocks for _, blocks in groups_of(lib, parts, block_size, 2)) == [0, *shared]
+    plain = paged.attend(parts, query, threads=2)
+    assert np.array_equal(paged.attend_in_groups(parts, query, threads=2), plain)
+    assert error(plain, paged.reference(parts, query)) < tolerance(variant, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

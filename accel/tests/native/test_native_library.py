@@ -35,8 +35,16 @@ def test_a_variant_needs_all_its_flags(built):
     assert library.refusal("amx", zen4, built) == "this CPU lacks amx_tile, amx_bf16, amx_int8"
 
 
-def test_a_variant_that_was_not_built_says_why(tmp_path):
+def test_a_variant_that_was_not_built_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "PACKAGED", tmp_path)
     assert "found no C++ compiler" in str(library.refusal("avx2", ZEN3, tmp_path))
+
+
+def test_a_folder_of_other_libraries_can_be_named(tmp_path):
+    assert library.library_folder({}) == Path(library.__file__).parent
+    assert library.library_folder({"SAGELLM_NATIVE_FOLDER": str(tmp_path)}) == tmp_path.resolve()
+    refusal = str(library.refusal("avx2", ZEN3, tmp_path))
+    assert refusal == f"{tmp_path}, which SAGELLM_NATIVE_FOLDER names, has no libsage_avx2.so"
 
 
 def test_flags_are_read_from_the_kernel(tmp_path):
@@ -94,6 +102,14 @@ def test_a_compiler_that_fails_leaves_no_library(tmp_path, monkeypatch, capfd):
     assert build.build(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
     assert "cannot compile the variant avx2" in capfd.readouterr().err
+
+
+def test_a_library_with_a_sanitizer_is_not_built_into_the_package(monkeypatch, capsys):
+    build = load_build()
+    monkeypatch.setattr("sys.argv", ["build.py", "--sanitize", "thread"])
+    with pytest.raises(SystemExit):
+        build.main()
+    assert "--sanitize needs --into" in capsys.readouterr().err
 
 
 def test_build_and_library_know_the_same_variants():

@@ -3,85 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from sagellm.accel.native.library import NativeLibrary
+
 Floats = NDArray[np.float32]
 
-NATIVE = Path(__file__).parents[2] / "native"
-SOURCES = ("linear.cpp", "linear_pack.cpp", "linear_input.cpp", "linear_c.cpp")
-# The library's own pool of threads, where there is one.
-TEAM = NATIVE / "team.cpp" if (NATIVE / "team.cpp").exists() else Path(__file__).with_name("plain_team.cpp")
 KINDS = {"bf16": 0, "int8": 1, "int4": 2, "f32": 3}
 
-AVX2 = ("avx2", "fma", "f16c")
-AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx512bf16")
-VARIANTS = {"avx2": AVX2, "avx512": AVX512, "amx": (*AVX512, "amx-tile", "amx-bf16", "amx-int8")}
 
-
-class Native(ctypes.CDLL):
-    """A loaded build of the library."""
-
-    variant: str
-
-
-def _cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return {flag.replace("_", "-") for flag in line.split()} | {
-                flag.replace("_", "") for flag in line.split()
-            }
-    return set()
-
-
-def _build(variant: str) -> Path:
-    """Compile one variant, or take what an earlier run compiled from the same sources."""
-    sources = [NATIVE / name for name in SOURCES] + [TEAM]
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*NATIVE.glob("*.h"), *sources]):
-        digest.update(path.read_bytes())
-    library = Path(tempfile.gettempdir()) / f"sagellm-linear-{digest.hexdigest()}" / f"{variant}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=library.parent)) / library.name
-    # g++ 12's own AVX-512 headers draw both "uninitialized" warnings.
-    command = ["g++", "-O3", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-uninitialized"]
-    command += [
-        "-Wno-maybe-uninitialized",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-pthread",
-        f"-I{NATIVE}",
-    ]
-    command += [f"-m{flag}" for flag in VARIANTS[variant]]
-    subprocess.run([*command, *map(str, sources), "-o", str(unfinished)], check=True)
-    unfinished.rename(library)
-    return library
-
-
-@pytest.fixture(scope="module", params=list(VARIANTS))
-def native(request: pytest.FixtureRequest) -> Native:
-    variant: str = request.param
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to build the native library with")
-    if missing := set(VARIANTS[variant]) - _cpu_flags():
-        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
-    library = Native(str(_build(variant)))
-    library.variant = variant
-    library.sage_linear_create.restype = ctypes.c_void_p
-    library.sage_linear_pack_granularity.restype = ctypes.c_int64
+@pytest.fixture
+def native(library: NativeLibrary) -> NativeLibrary:
+    """The variant under test."""
+    library.functions.sage_linear_create.restype = ctypes.c_void_p
+    library.functions.sage_linear_pack_granularity.restype = ctypes.c_int64
     return library
 
 
@@ -99,7 +40,7 @@ def _groups(k: int, group: int) -> list[slice]:
 class Linear:
     """A packed weight beside what it stands for (n, k)."""
 
-    library: Native
+    library: NativeLibrary
     kind: str
     handle: ctypes.c_void_p
     values: Floats
@@ -116,7 +57,7 @@ class Linear:
         x = np.ascontiguousarray(x)
         out = np.full((len(x), self.width), np.nan, np.float32) if onto is None else onto.copy()
         handles = (ctypes.c_void_p * 1)(self.handle.value)
-        self.library.sage_linear_multiply(
+        self.library.functions.sage_linear_multiply(
             handles, ctypes.c_int64(1), x.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(len(x)),
             int(onto is not None), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.width),
             threads, None,
@@ -126,7 +67,7 @@ class Linear:
     def unpacked(self) -> Floats:
         rows = np.empty_like(self.values)
         for output, row in enumerate(rows):
-            self.library.sage_linear_unpack_row(
+            self.library.functions.sage_linear_unpack_row(
                 self.handle, ctypes.c_int64(output), row.ctypes.data_as(ctypes.c_void_p)
             )
         return rows
@@ -172,8 +113,9 @@ class Shape:
     has_bias: bool = False
 
 
-def _pack(library: Native, kind: str, shape: Shape, seed: int = 0) -> Linear:
+def _pack(library: NativeLibrary, kind: str, shape: Shape, seed: int = 0) -> Linear:
     """A random weight, packed in two pieces as two threads would."""
+    functions = library.functions
     random = np.random.default_rng(seed)
     n, k = shape.n, shape.k
     bias = random.standard_normal(n).astype(np.float32) if shape.has_bias else None
@@ -197,7 +139,7 @@ def _pack(library: Native, kind: str, shape: Shape, seed: int = 0) -> Linear:
             rows = (values.view(np.uint32) >> 16).astype(np.uint16)
     bias_pointer = None if bias is None else bias.ctypes.data_as(ctypes.c_void_p)
     handle = ctypes.c_void_p(
-        library.sage_linear_create(
+        functions.sage_linear_create(
             KINDS[kind],
             int(shape.is_gated),
             ctypes.c_int64(n),
@@ -206,10 +148,12 @@ def _pack(library: Native, kind: str, shape: Shape, seed: int = 0) -> Linear:
             bias_pointer,
         )
     )
-    half = min(n, n // 2 // library.sage_linear_pack_granularity() * library.sage_linear_pack_granularity())
+    half = min(
+        n, n // 2 // functions.sage_linear_pack_granularity() * functions.sage_linear_pack_granularity()
+    )
     for begin, end in ((half, n), (0, half)):
         part, part_scales = np.ascontiguousarray(rows[begin:end]), np.ascontiguousarray(scales[begin:end])
-        library.sage_linear_pack(
+        functions.sage_linear_pack(
             handle, ctypes.c_int64(begin), ctypes.c_int64(end - begin), part.ctypes.data_as(ctypes.c_void_p),
             ctypes.c_int64(k), part_scales.ctypes.data_as(ctypes.c_void_p),
         )  # fmt: skip
@@ -217,7 +161,7 @@ def _pack(library: Native, kind: str, shape: Shape, seed: int = 0) -> Linear:
 
 
 @pytest.fixture
-def pack(native: Native) -> Iterator[Any]:
+def pack(native: NativeLibrary) -> Iterator[Any]:
     packed: list[Linear] = []
 
     def pack_one(kind: str, shape: Shape) -> Linear:
@@ -226,7 +170,7 @@ def pack(native: Native) -> Iterator[Any]:
 
     yield pack_one
     for linear in packed:
-        native.sage_linear_free(linear.handle)
+        native.functions.sage_linear_free(linear.handle)
 
 
 def _rows(num_rows: int, k: int) -> Floats:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from native_build import load_build
 
 NATIVE = Path(__file__).parents[2] / "native"
 PROGRAM = Path(__file__).with_name("team_test.cpp")
 
 
 def run(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> None:
-    cxx = shutil.which("g++") or shutil.which("clang++")
+    cxx = load_build().compiler()
     if cxx is None or not NATIVE.exists():
         pytest.skip("no C++ compiler, or no sources, to build the program from")
     target = folder / "team"

@@ -13,7 +13,17 @@ from pathlib import Path
 from sagellm.accel.native import structures
 from sagellm.core import UnsupportedModelError
 
-FOLDER = Path(__file__).resolve().parent
+VARIABLE = "SAGELLM_NATIVE_FOLDER"
+"""Names a folder of libraries that are loaded instead of the package's: a build with a sanitizer, say."""
+
+
+def library_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the libraries are: the named folder, or the package's."""
+    return Path(environ.get(VARIABLE) or Path(__file__).parent).resolve()
+
+
+PACKAGED = library_folder({})
+FOLDER = library_folder()
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")
@@ -76,6 +86,8 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 def refusal(variant: str, flags: frozenset[str], folder: Path = FOLDER) -> str | None:
     """Say why a variant cannot be loaded here; None if it can be tried."""
     if not (folder / _file(variant)).exists():
+        if folder != PACKAGED:
+            return f"{folder}, which {VARIABLE} names, has no {_file(variant)}"
         return "it was not built: installing sagellm-accel found no C++ compiler for x86-64 Linux"
     if missing := [flag for flag in VARIANTS[variant] if flag not in flags]:
         return f"this CPU lacks {', '.join(missing)}"
