@@ -2,6 +2,9 @@
 
 #include <sys/mman.h>
 #include <time.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include <algorithm>
 #include <cstdlib>
@@ -313,6 +316,17 @@ class Walk {
 
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__)
+// The sanitizer reports who touches what lies between two pieces.
+constexpr int64_t kGap = kAlignment;
+void allow(unsigned char* memory, int64_t num_bytes) { __asan_unpoison_memory_region(memory, num_bytes); }
+void forbid(unsigned char* memory, int64_t num_bytes) { __asan_poison_memory_region(memory, num_bytes); }
+#else
+constexpr int64_t kGap = 0;
+void allow(unsigned char*, int64_t) {}
+void forbid(unsigned char*, int64_t) {}
+#endif
+
 // Gives out one piece of memory after the other; without memory it only counts.
 class Layout {
  public:
@@ -320,7 +334,12 @@ class Layout {
 
   unsigned char* bytes(int64_t num_bytes) {
     unsigned char* piece = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += aligned(num_bytes);
+    const int64_t end = used_ + num_bytes, next = aligned(num_bytes) + used_ + kGap;
+    if (memory_ != nullptr) {
+      allow(piece, num_bytes);
+      forbid(memory_ + end, next - end);
+    }
+    used_ = next;
     return piece;
   }
   float* floats(int64_t count) { return reinterpret_cast<float*>(bytes(count * sizeof(float))); }
