@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import NUM_OUTPUT_TOKENS, Comparison, Reference
 from transformers import AutoModelForCausalLM
 
 from sagellm.accel.native import examine
@@ -73,6 +74,21 @@ def test_a_cached_prefix_and_preemption_change_no_token(qwen2):
     made = engine(qwen2, num_blocks=11)  # too few for all at once
     assert generate(made, PROMPTS) == expected
     assert generate(made, PROMPTS[:1]) == expected[:1]  # its prefix is cached by now
+
+
+def test_requests_with_one_system_prompt_have_the_tokens_of_transformers(tmp_path):
+    """Blocks that the cache shares are read once for all eight."""
+    reference = Reference.build(tmp_path, "qwen2")
+    system = [3 + (11 * i * i + i) % 500 for i in range(300)]
+    prompts = [[*system, *(7 + (i * j) % 400 for j in range(5 + 3 * i))] for i in range(8)]
+    made = engine(reference.path, num_blocks=256, max_model_len=512)
+    generate(made, [system])  # from now on its blocks are cached
+    comparison = Comparison()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    for prompt, output in zip(prompts, made.generate(prompts, params), strict=True):
+        comparison.add(reference, prompt, list(output.outputs[0].token_ids), "shared system prompt")
+        assert output.num_cached_tokens >= 256
+    assert comparison.is_exact, comparison.wrong
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

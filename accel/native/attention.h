@@ -1,6 +1,7 @@
 // Attention over paged KV: decodes, chunks of prompts and drafts in one call. One implementation per build.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "team.h"
 
@@ -39,9 +40,18 @@ void store_kv(const KV&, int64_t layer, int64_t kv_head, int64_t head_dim, int64
 int64_t attention_scratch_bytes(const AttentionShape&, const KV&, const AttentionRows*, int64_t num_seqs, int team_size);
 
 // query, out: (rows, num_heads, head_dim) float32. KV of all rows is stored already. Every member of the team
-// calls it; it ends with a barrier. A row's result has the same bits whatever other sequences there are, except where
-// sequences share a prefix that is read once (`shared_blocks` leading blocks, the same for all; 0: none).
+// calls it; it ends with a barrier. `shared_blocks` leading blocks, the same for all decodes and drafts, are read once
+// for all of these. A row's result has the same bits whatever other sequences there are and however much is shared.
 void attend(Team&, const AttentionShape&, const KV&, int64_t layer, const AttentionRows*, int64_t num_seqs,
             int64_t shared_blocks, const float* query, float* out, unsigned char* scratch);
+
+// Sequences [begin, end) of a call, to be attended together.
+struct AttentionGroup {
+  int64_t begin, end, shared_blocks;
+};
+
+// Reorders sequences so that decodes and drafts lie beside those with which they share so long a prefix that it is
+// worth reading it for all of them together. Returns groups that hold each sequence once.
+std::vector<AttentionGroup> group_by_prefix(AttentionRows*, int64_t num_seqs, int64_t block_size, int team_size);
 
 }  // namespace sage

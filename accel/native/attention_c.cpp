@@ -1,6 +1,8 @@
 // Attention over plain pointers, for tests and benchmarks.
 #include "attention.h"
 
+#include <algorithm>
+
 #define SAGE_EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace sage;
@@ -30,4 +32,12 @@ SAGE_EXPORT void sage_store_kv(const KV* kv, int64_t layer, int64_t num_kv_heads
       store_kv(*kv, layer, h, head_dim, slots[t], keys + at, values + at);
     }
   }
+}
+
+// Reorders `seqs` and writes up to `num_seqs` groups; returns how many.
+SAGE_EXPORT int64_t sage_group_by_prefix(AttentionRows* seqs, int64_t num_seqs, int64_t block_size,
+                                         int32_t num_threads, AttentionGroup* groups) {
+  const std::vector<AttentionGroup> found = group_by_prefix(seqs, num_seqs, block_size, num_threads);
+  std::copy(found.begin(), found.end(), groups);
+  return static_cast<int64_t>(found.size());
 }

@@ -50,18 +50,21 @@ float from_bf16(uint16_t bits) {
 // Rows [begin, end) of the step's tokens.
 struct Tile {
   int64_t begin, end;
-  int64_t first_seq, num_seqs;  // in the list of all tiles' sequences
+  int64_t first_seq, num_seqs;         // in the list of all tiles' sequences
+  std::vector<AttentionGroup> groups;  // of these sequences
   int64_t rows() const { return end - begin; }
 };
 
 // Cuts the tokens of a step into tiles, and its sequences with them.
 class Tiles {
  public:
-  explicit Tiles(const SageStep& step) : tables_(step.num_seqs * step.table_stride) {
+  Tiles(const SageStep& step, int64_t block_size) : tables_(step.num_seqs * step.table_stride) {
     std::copy_n(step.block_tables, tables_.size(), tables_.begin());
-    tiles_.push_back({0, 0, 0, 0});
+    tiles_.push_back({0, 0, 0, 0, {}});
     for (int64_t seq = 0; seq < step.num_seqs; seq++)
       add(tables_.data() + seq * step.table_stride, step.query_lens[seq], step.seq_lens[seq]);
+    for (Tile& tile : tiles_) tile.groups = group_by_prefix(seqs_.data() + tile.first_seq, tile.num_seqs, block_size,
+                                                         step.num_threads);
   }
 
   const std::vector<Tile>& tiles() const { return tiles_; }
@@ -82,7 +85,7 @@ class Tiles {
 
   void open() {
     const int64_t begin = tiles_.back().end;
-    tiles_.push_back({begin, begin, static_cast<int64_t>(seqs_.size()), 0});
+    tiles_.push_back({begin, begin, static_cast<int64_t>(seqs_.size()), 0, {}});
   }
 
   std::vector<int32_t> tables_;
@@ -279,8 +282,9 @@ class Walk {
   void attend(const SageLayer& layer, int64_t index, const Tile& tile) {
     const AttentionShape shape = {table_.num_heads, table_.num_kv_heads, table_.head_dim, layer.scale,
                                   layer.window, layer.soft_cap};
-    sage::attend(team_, shape, model_.kv_, index, tiles_.seqs_of(tile), tile.num_seqs, 0, at_.query, at_.attended,
-                 at_.attention);
+    for (const AttentionGroup& group : tile.groups)
+      sage::attend(team_, shape, model_.kv_, index, tiles_.seqs_of(tile) + group.begin, group.end - group.begin,
+                   group.shared_blocks, at_.query, at_.attended, at_.attention);
     end_of(SAGE_ATTEND);
   }
 
@@ -380,7 +384,7 @@ static Activations place(Layout& layout, const Needs& needs, const SageModel& ta
 }
 
 void Model::step(const SageStep& step) {
-  const Tiles tiles(step);
+  const Tiles tiles(step, kv_.block_size);
   const int64_t tile_rows = std::min(kTileRows, step.num_tokens);
   Needs needs;
   for (const SageLayer& layer : layers_) {

@@ -140,7 +140,7 @@ def make_decoder(variety: Variety, *, num_layers: int = 2, seed: int = 0) -> Dec
     )
     geometry = ModelGeometry(
         num_layers=num_layers, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_heads=HEADS,
-        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB, max_model_len=256,
+        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB, max_model_len=1024,
     )  # fmt: skip
     spec = ModelSpec(
         architecture="Test",

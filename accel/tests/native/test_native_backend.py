@@ -212,6 +212,40 @@ def test_a_step_of_more_tokens_than_a_tile_equals_smaller_steps(best):
     assert torch.equal(together, separate.repeat(14, 1))
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_sequences_that_share_a_prefix_have_the_bits_that_they_have_alone(variant, dtype, limit):
+    """Two prefixes are read once for four sequences each; one more has the first in blocks of its own."""
+    decoder, torch_dtype = make_decoder(VARIETIES["qwen3"]), getattr(torch, dtype)
+    halved = {key: decoders.rounded(value, torch_dtype) for key, value in decoder.weights.items()}
+    backend = make(decoder, dtype=torch_dtype, kv=dtype, variant=variant)
+    backend.initialize_kv_caches([decoders.layout_of(decoder.spec, dtype)], [1000])
+    free = iter(range(3, 1000))
+    shared = 520  # tokens: two whole splits and a rest
+    drafts = []
+    for prefix in range(2):
+        ids = [(prefix + 3 * i * i + i) % decoders.VOCAB for i in range(shared)]
+        blocks = [next(free) for _ in range(shared // 8)]
+        backend.forward(make_batch([Piece(ids, blocks, 0, shared)]))
+        drafts += [
+            Piece([*ids, 17 + k, 5, k, 2], [*blocks, next(free)], shared, shared + 1 + k) for k in range(4)
+        ]
+    own = [next(free) for _ in range(shared // 8 + 1)]
+    drafts.append(Piece(drafts[0].ids, own, shared, shared + 1))
+    backend.forward(make_batch([Piece(drafts[0].ids, own, 0, shared)]))
+    drafts = [*drafts[::2], *drafts[1::2]]
+    alone = [backend.forward(make_batch([each])) for each in drafts]
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = backend.forward(make_batch(drafts))
+    finally:
+        torch.set_num_threads(usual)
+    assert torch.equal(together, torch.cat(alone))
+    last = drafts[-1]
+    expected = decoders.reference_logits(decoder.spec, halved, last.ids[: last.stop])[last.start :]
+    assert error_of(alone[-1], expected) < limit
+
+
 def test_only_wanted_rows_have_logits(best):
     decoder = make_decoder(VARIETIES["own head"])
     whole = in_pieces(make(decoder), [])

@@ -34,6 +34,7 @@ class RopeTable:
         """Fill the rows of all positions below `num_positions`, and as many again."""
         if num_positions <= self._num_ready:
             return
+        assert num_positions <= len(self._cos), "engines refuse sequences longer than the model knows"
         begin, end = self._num_ready, min(len(self._cos), max(_MIN_ROWS, 2 * num_positions))
         angles = torch.arange(begin, end, dtype=torch.float32)[:, None] * self._inv_freq
         self._cos[begin:end] = angles.cos() * self._factor
