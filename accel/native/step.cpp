@@ -63,8 +63,10 @@ class Tiles {
     tiles_.push_back({0, 0, 0, 0, {}});
     for (int64_t seq = 0; seq < step.num_seqs; seq++)
       add(tables_.data() + seq * step.table_stride, step.query_lens[seq], step.seq_lens[seq]);
-    for (Tile& tile : tiles_) tile.groups = group_by_prefix(seqs_.data() + tile.first_seq, tile.num_seqs, block_size,
-                                                         step.num_threads);
+    for (Tile& tile : tiles_) {
+      AttentionRows* seqs = seqs_.data() + tile.first_seq;
+      tile.groups = group_by_prefix(seqs, tile.num_seqs, block_size, step.num_threads);
+    }
   }
 
   const std::vector<Tile>& tiles() const { return tiles_; }
