@@ -15,9 +15,10 @@ Peak memory is VmHWM of a process that was loaded and ran the prompt of 2,048 to
 time from the interpreter's start to the first token of a short prompt. Read bandwidth and matrix rate are
 measured before and after each engine. The result is kept in `benchmarks/results/forward-KIND-Ncore.json`.
 
-`--formats bf16 int8 int4` are our quantizers; vLLM gets compressed-tensors copies (W8A8, W4A16), llama.cpp
-converts to GGUF and quantizes to Q8_0 and Q4_0, by `gguf` and `llama_cpp` of its environment (`pip install
-llama-cpp-python gguf`). transformers runs bf16 alone.
+`--formats bf16 int8 int8-kv8 int4` are our quantizers, `int8-kv8` with KV in 8 bits; vLLM gets
+compressed-tensors copies (W8A8, W4A16; KV in FP8), llama.cpp converts to GGUF and quantizes to Q8_0 and
+Q4_0, by `gguf` and `llama_cpp` of its environment (`pip install llama-cpp-python gguf`). transformers runs
+bf16 alone. A measurement is not repeated once it has taken a minute.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from make_model import ensure
 from sagellm.core import PluginRegistry
 from sagellm.engines.machine import describe_machine
 
-FORMATS = ("bf16", "int8", "int4")
+FORMATS = ("bf16", "int8", "int8-kv8", "int4")
 SUPPORTED = {
     "sagellm": FORMATS,
     "vllm": FORMATS,
-    "llamacpp": FORMATS,
+    "llamacpp": ("bf16", "int8", "int4"),
     "transformers": ("bf16",),
 }
 _RUNNERS = Path(__file__).parent / "peers"
@@ -103,7 +104,7 @@ def _peer(text: str) -> tuple[str, str]:
 def _own_formats() -> tuple[str, ...]:
     """Return the formats that an installed quantizer makes, and bf16."""
     installed = {entry.provider.name for entry in PluginRegistry.load().providers("quantizer")}
-    return tuple(one for one in FORMATS if one == "bf16" or one in installed)
+    return tuple(one for one in FORMATS if one == "bf16" or one.partition("-")[0] in installed)
 
 
 def _measure(

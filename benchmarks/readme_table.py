@@ -269,7 +269,7 @@ def table(folder: Path = RESULTS) -> str:
 
 
 ENGINES = {"sagellm": "sageLLM", "vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers"}
-FORMATS = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
+FORMATS = {"bf16": "bf16", "int8": "int8", "int8-kv8": "int8, 8-bit KV", "int4": "int4"}
 MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "one request": lambda figures: figures["decode_tokens_per_s"]["median"],
     "32 requests": lambda figures: figures["batch_32_tokens_per_s"]["median"],

@@ -7,7 +7,12 @@ from typing import Any
 
 from forward_workload import Engine, run
 
-_QUANTIZERS = {"bf16": None, "int8": "int8", "int4": "int4"}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int8-kv8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"quantization": "int4"},
+}
 _KV_TOKENS = 32 * 400  # 32 sequences of 384 tokens, and what is cached beside them
 
 
@@ -20,9 +25,6 @@ class SageLLM:
         torch.set_num_threads(order["threads"])
         from sagellm.engines import LLMEngine, SamplingParams, __version__
 
-        settings: dict[str, Any] = {}
-        if (quantizer := _QUANTIZERS[order["format"]]) is not None:
-            settings["quantization"] = quantizer
         self._params = SamplingParams
         self._engine = LLMEngine(
             order["model"],
@@ -30,14 +32,12 @@ class SageLLM:
             num_blocks=_KV_TOKENS // 16,
             max_model_len=4096,
             max_num_batched_tokens=2048,
-            forward_backend="auto",
-            **settings,
+            **_SETTINGS[order["format"]],
         )
-        config = self._engine.config
         self.about = {
             "version": __version__,
             "torch": torch.__version__,
-            "backend": str(config.forward.backend),
+            "backend": str(self._engine.config.forward.backend),
         }
 
     def one(self, prompt: list[int], num_output: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""vLLM for CPUs, offline, prefix caching on; int8 is W8A8 and int4 is W4A16, as compressed-tensors.
+"""vLLM for CPUs, offline, prefix caching on; int8 is W8A8, int4 W4A16 (compressed-tensors), kv8 FP8.
 
 vLLM wants tcmalloc and Intel's OpenMP preloaded: set LD_PRELOAD where they are at hand.
 """
@@ -32,12 +32,14 @@ class VLLM:
         import vllm
 
         model = Path(order["model"])
-        if order["format"] != "bf16":
-            model = _quantized(model, Path(order["copies"]), order["format"])
+        weights, _, kv = order["format"].partition("-")
+        if weights != "bf16":
+            model = _quantized(model, Path(order["copies"]), weights)
         self._vllm = vllm
         self._llm = vllm.LLM(
             str(model),
             dtype="bfloat16",
+            kv_cache_dtype="fp8" if kv else "auto",
             max_model_len=4096,
             max_num_seqs=32,
             max_num_batched_tokens=4096,

@@ -11,12 +11,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 STARTED_S = time.perf_counter()
 _FIRST_ID, _LAST_ID = 3, 500  # ids that every copy of the vocabulary has
+_MOST_S = 60
 
 
 class Engine(Protocol):
@@ -52,10 +53,19 @@ def run(load: Callable[[dict[str, Any]], Engine]) -> None:
     os._exit(0)  # without the complaints of threads that are taken down
 
 
+def _repeat(rounds: int) -> Iterator[int]:
+    """Count rounds, until they have taken a minute."""
+    started = time.perf_counter()
+    for number in range(rounds):
+        if time.perf_counter() - started > _MOST_S:
+            return
+        yield number
+
+
 def _decode(engine: Engine, rounds: int, prompt: int = 128, output: int = 128) -> list[float]:
     engine.one(_prompt(f"warm decode {prompt}", prompt), 8)
     rates = []
-    for number in range(rounds):
+    for number in _repeat(rounds):
         times = engine.one(_prompt(f"decode {prompt} {number}", prompt), output)
         assert len(times) == output, f"{len(times)} tokens of {output}"
         rates.append((output - 1) / (times[-1] - times[0]))
@@ -74,7 +84,7 @@ def decode_256(engine: Engine, rounds: int) -> dict[str, Any]:
 
 def _ttft(engine: Engine, rounds: int, length: int) -> dict[str, Any]:
     engine.one(_prompt(f"warm {length}", length), 1)
-    times = [engine.one(_prompt(f"ttft {length} {number}", length), 1)[0] for number in range(rounds)]
+    times = [engine.one(_prompt(f"ttft {length} {number}", length), 1)[0] for number in _repeat(rounds)]
     return {f"ttft_{length}_s": spread(times)}
 
 
@@ -91,7 +101,7 @@ def ttft_2048(engine: Engine, rounds: int) -> dict[str, Any]:
 def ttft_cached(engine: Engine, rounds: int) -> dict[str, Any]:
     """Return the time to the first token of 2,048 tokens of which 1,920 were computed just before."""
     times = []
-    for number in range(rounds):
+    for number in _repeat(rounds):
         known = _prompt(f"known {number}", 1920)
         engine.one(known + _prompt(f"first end {number}", 128), 1)
         times.append(engine.one(known + _prompt(f"second end {number}", 128), 1)[0])
@@ -100,7 +110,7 @@ def ttft_cached(engine: Engine, rounds: int) -> dict[str, Any]:
 
 def _batch(engine: Engine, rounds: int, size: int) -> dict[str, Any]:
     rates = []
-    for number in range(rounds):
+    for number in _repeat(rounds):
         prompts = [_prompt(f"batch {size} {number} {one}", 256) for one in range(size)]
         started = time.perf_counter()
         num_tokens = engine.many(prompts, 128)
