@@ -196,13 +196,19 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "unpin": ("pins are listed until they are ended", "pins are listed until they are ended"),
     },
     "quantizer": {
-        "dequantize": ("a round trip stays within half a step", "a round trip stays within half a step"),
+        "dequantize": (
+            "a round trip stays within the error that is stated",
+            "a round trip stays within the error that is stated",
+        ),
         "linear": (
             "linear multiplies by what the output stands for",
             "linear multiplies by what the output stands for",
         ),
         "metrics": ("equal weights give equal outputs", "equal weights give equal outputs"),
-        "quantize": ("a round trip stays within half a step", "a round trip stays within half a step"),
+        "quantize": (
+            "a round trip stays within the error that is stated",
+            "a round trip stays within the error that is stated",
+        ),
     },
     "scheduler": {
         "add_optimization_pass": (

@@ -302,6 +302,8 @@ def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
 def _extra_features(config: EngineConfig, dtype_name: str, kv_dtype: str) -> set[str]:
     """Return what the configuration asks of a forward backend beyond what the model needs."""
     wanted = set() if kv_dtype == dtype_name else {f"kv_{kv_dtype}"}
+    if config.forward.deterministic:
+        wanted.add("batch_invariant")
     is_default = config.forward.attention == type(config.forward)().attention
     return wanted if is_default else wanted | {"attention_backends"}
 

@@ -61,6 +61,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
                 "mixed_rope",
                 "partial_rope",
             ),
+            "batch_invariant",
             *("rope_dynamic", "rope_linear", "rope_llama3", "rope_yarn"),
             *(f"kv_{dtype}" for dtype in _KV_KINDS),
         }

@@ -75,6 +75,8 @@ class EngineSettings(TypedDict, total=False):
     """attention backend by name"""
     executor: str | Mapping[str, Any] | ProviderSpec
     """where steps are computed, by name"""
+    deterministic: bool
+    """give each request the same bits alone and beside others; only backends that do so are taken"""
     logits_processors: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
     """logits processors by name, after the built-in ones, in order, separated by commas"""
     trace: str | os.PathLike[str] | None

@@ -229,6 +229,11 @@ class ForwardConfig(Checked):
     )
     attention: OneProvider = provider("attention_backend", "sdpa", "attention backend by name")
     executor: OneProvider = provider("executor", "inline", "where steps are computed, by name")
+    deterministic: bool = Field(
+        default=False,
+        description="give each request the same bits alone and beside others; "
+        "only backends that do so are taken",
+    )
 
 
 class SamplingConfig(Checked):

@@ -39,6 +39,7 @@ FLAT_NAMES: dict[str, str] = {
     "forward_backend": "forward.backend",
     "attention_backend": "forward.attention",
     "executor": "forward.executor",
+    "deterministic": "forward.deterministic",
     "logits_processors": "sampling.logits_processors",
     "trace": "trace.file",
     "topology": "comm.topology",
