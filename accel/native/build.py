@@ -60,7 +60,7 @@ def sources() -> list[Path]:
 
 
 def is_stale(library: Path) -> bool:
-    """Say whether a source is newer than a library, or there is no library."""
+    """Whether a library is missing, or older than one of its sources."""
     if not library.exists():
         return True
     newest = max(path.stat().st_mtime for path in (*SOURCES.glob("*.h"), *sources(), Path(__file__)))
@@ -103,7 +103,7 @@ def _compile(cxx: str, variant: str, library: Path, sanitizer: str | None) -> No
             sys.stderr.write(f"{cxx} cannot compile the variant {variant}:\n{result.stderr[-2000:]}\n")
             library.unlink(missing_ok=True)  # never an old one beside newer sources
         else:
-            unfinished.replace(library)  # whoever has the old file mapped keeps it
+            unfinished.replace(library)  # processes that have mapped the old file keep it
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ BLOCK = tl.constexpr(128)
 """Neighbours of which `block_statistics` keeps the maximum and the mass."""
 
 NUCLEUS_BLOCKS = tl.constexpr(64)
-"""Without top-k, candidates are what is no smaller than the maxima of this many blocks."""
+"""Without top-k, candidates are the logits that reach the maxima of this many blocks."""
 
 LOWEST_KEY = tl.constexpr(-(1 << 31))
 NO_KEY = tl.constexpr(1 << 40)
@@ -86,7 +86,7 @@ def select_candidates(  # noqa: PLR0913
     TILE_BLOCKS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> None:
-    """Collect what is no smaller than the k-th largest of the block maxima; a program per row."""
+    """Collect the logits that reach the k-th largest block maximum; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     setting = settings + row * NUM_SETTINGS
     temperature = tl.load(setting + TEMPERATURE).to(tl.float32)

@@ -109,7 +109,7 @@ def compare_results(results: Sequence[Result]) -> Comparison:
 
 
 def more_is_better(name: str) -> bool | None:
-    """Say which way a figure is better; None for one that is no matter of better or worse."""
+    """Whether a larger figure is better; None where neither direction is."""
     parts = name.split(".")
     figure = parts[-1]
     if figure in _SPREAD_PARTS:
