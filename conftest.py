@@ -16,7 +16,7 @@ import pytest
 from sagellm.core.conformance.aspects import aspect_of
 
 _KIT = "sagellm.core.testing"
-_REPEATING = ("cost", "random operations", "threads")
+_REPEATING = ("cost", "integrity", "random operations", "threads")
 _TURN = pytest.StashKey[Path]()
 
 
@@ -42,16 +42,21 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put those that measure time last, together, and trace what repeats its lines with one provider only."""
+    """Put those that measure time last, together, and trace what repeats its lines only once.
+
+    That is the kit's heavy tests for one provider, and of a test that is marked `repeats` the first case.
+    """
     is_traced = config.pluginmanager.hasplugin("_cov")
     seen = set()
     for item in items:
         aspect = _aspect_of(item)
         if aspect == "cost":
             item.add_marker("alone")
-        if is_traced and aspect in _REPEATING and item.name in seen:  # it would take three times as long
+        is_marked = item.get_closest_marker("repeats") is not None
+        name = (item.nodeid if is_marked else item.name).partition("[")[0]
+        if is_traced and (is_marked or aspect in _REPEATING) and name in seen:  # it would take twice as long
             item.add_marker(pytest.mark.no_cover)
-        seen.add(item.name)
+        seen.add(name)
     items.sort(key=_is_alone)
 
 

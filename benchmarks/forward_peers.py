@@ -13,7 +13,9 @@ from this one), and gets the same token ids:
 
 Peak memory is VmHWM of a process that was loaded and ran the prompt of 2,048 tokens alone; the start is the
 time from the interpreter's start to the first token of a short prompt. Read bandwidth and matrix rate are
-measured before and after each engine. The result is kept in `benchmarks/results/forward-KIND-Ncore.json`.
+measured before and after each engine. Ours first gets the idle time that a server has before its first
+request, in which it allocates KV; the others do that as they start. The result is kept in
+`benchmarks/results/forward-KIND-Ncore.json`.
 
 `--formats bf16 int8 int8-kv8 int4` are our quantizers, `int8-kv8` with KV in 8 bits; vLLM gets
 compressed-tensors copies (W8A8, W4A16; KV in FP8), llama.cpp converts to GGUF and quantizes to Q8_0 and
@@ -58,7 +60,7 @@ def main() -> None:
     path = options.save or RESULTS / f"forward-{kind}-{machine['cpus']}core.json"
     result: dict[str, Any] = {
         "benchmark": "forward_peers",
-        "command": " ".join(["forward_peers.py", *sys.argv[1:]]),
+        "command": "forward_peers.py MODEL" + "".join(f" --peer {name}=PYTHON" for name, _ in options.peer),
         "kind": kind,
         "foreign_cores": foreign_cores(),
         "runs": [],

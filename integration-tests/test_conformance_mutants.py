@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from mutants import breaking, failures
 
 from sagellm.core import KINDS, ExtraArg, PluginRegistry, ScheduleIR, SchedulerPassProtocol
+from sagellm.core.testing import kv_tier
 from sagellm.core.testing.installed import UncheckedError, factory_contract, installed_contract
 from sagellm.engines.sampling.processors import BadWords
 
@@ -309,8 +310,10 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("kind", "method", "fault", "rule"), MUTANTS)
 def test_a_broken_method_breaks_the_rule_that_it_should(
-    kind: str, method: str, fault: str, rule: str, trace_file: str
+    kind: str, method: str, fault: str, rule: str, trace_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    impatient = partial(kv_tier.run_to_end, max_polls=1_000)  # a tier that does nothing never answers
+    monkeypatch.setattr(kv_tier, "run_to_end", impatient)
     contract = factory_contract(
         kind, breaking(factory(kind), method, fault), sample=sample_of(kind, trace_file)
     )

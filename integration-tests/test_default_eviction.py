@@ -33,6 +33,7 @@ def saved(requests: list[TraceRequest], policy: str, num_blocks: int) -> tuple[f
     return points, dict(cache.metrics()["eviction_policy"].details)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("name", ["agent sessions", "one shot", "two tenants"])
 def test_the_default_is_never_far_under_lru(name):
     """Where the order alone that is learnt loses a point; with fewer prompts chance decides."""
@@ -45,6 +46,7 @@ def test_the_default_is_never_far_under_lru(name):
         assert reuse == lru, "it is LRU until it is known to save more"
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(("name", "gain"), [("nearly all", 5.0), ("one shot", 3.0)])
 def test_the_default_saves_more_where_some_come_back_and_most_do_not(name, gain):
     requests = LOADS[name](1, 1200)

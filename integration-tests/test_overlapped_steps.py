@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
+from sagellm.engines.sampling import draws
 from sagellm.engines.sampling.rows import BadLogitsError, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.testing import make_checkpoint
-from sagellm.engines.worker import late_tokens
 
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 10], [5, 6, 7, 8] * 5 + [1], [30] * 40, [77], [78, 79]]
 
@@ -55,7 +55,7 @@ def token_of(row, params):
 @pytest.fixture
 def draw(monkeypatch):
     counting = CountingDraw()
-    monkeypatch.setattr(late_tokens, "device_draw", lambda device: counting)
+    monkeypatch.setattr(draws, "device_draw", lambda device: counting)
     return counting
 
 
@@ -88,7 +88,7 @@ PLAIN = [
 def test_tokens_that_stay_on_the_device_are_those_of_steps_one_by_one(checkpoint, draw, monkeypatch):
     found = tokens_of(engine_of(checkpoint, "overlapped"), PLAIN)
     assert draw.num_steps > 10
-    monkeypatch.setattr(late_tokens, "device_draw", lambda device: None)
+    monkeypatch.setattr(draws, "device_draw", lambda device: None)
     assert found == tokens_of(engine_of(checkpoint, "inline"), PLAIN)
 
 
@@ -97,7 +97,7 @@ def test_a_row_with_a_penalty_waits_for_the_tokens_in_flight(checkpoint, draw, m
     params += [SamplingParams(temperature=0.0, logprobs=2, max_tokens=5)]
     found = tokens_of(engine_of(checkpoint, "overlapped"), params)
     assert draw.num_steps > 3
-    monkeypatch.setattr(late_tokens, "device_draw", lambda device: None)
+    monkeypatch.setattr(draws, "device_draw", lambda device: None)
     assert found == tokens_of(engine_of(checkpoint, "inline"), params)
 
 

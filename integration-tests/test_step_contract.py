@@ -75,36 +75,52 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def expected(make_small_engine) -> Callable[..., list[Any]]:
+    """Return what gives the outcome of one step at a time, a token each, with some settings; it runs once."""
+    known: dict[str, list[Any]] = {}
+
+    def outcome(**settings: Any) -> list[Any]:
+        name = repr(settings)
+        if name not in known:
+            known[name] = play(make_small_engine(**settings), aborts=False)
+        return known[name]
+
+    return outcome
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_tokens_are_the_same_with_a_step_in_flight(make_small_engine, monkeypatch, settings):
-    expected = play(make_small_engine(**settings), aborts=False)
+def test_tokens_are_the_same_with_a_step_in_flight(make_small_engine, expected, monkeypatch, settings):
+    alone = expected(**settings)
     with_executor(monkeypatch, LateExecutor)
     engine = make_small_engine(**settings)
-    assert play(engine, aborts=False) == expected
+    assert play(engine, aborts=False) == alone
     assert engine.client.core.parts.executor.most_in_flight == 2
     if "num_blocks" in settings and settings["num_blocks"] < 100:
         assert engine.metrics().num_preemptions > 0
 
 
-def test_tables_widen_with_the_longest_sequence(make_small_engine, monkeypatch):
-    expected = play(make_small_engine(), aborts=False)
+def test_tables_widen_with_the_longest_sequence(make_small_engine, expected, monkeypatch):
+    usual = expected()
     for module in ("engine_core.seats", "worker.seat_state"):
         monkeypatch.setattr(f"sagellm.engines.{module}.FIRST_BLOCKS", 1)
     engine = make_small_engine()
-    assert play(engine, aborts=False) == expected
+    assert play(engine, aborts=False) == usual
     assert 8 <= engine.client.core.kv.seats.tables.shape[1] < 16  # blocks of the longest sequence: 8
 
 
-def test_aborts_in_flight_lose_nothing(make_small_engine, monkeypatch):
-    expected = play(make_small_engine(), aborts=False)
+def test_aborts_in_flight_lose_nothing(make_small_engine, expected, monkeypatch):
+    whole = expected()
     with_executor(monkeypatch, LateExecutor)
-    for one, known in zip(play(make_small_engine()), expected, strict=True):
+    for one, known in zip(play(make_small_engine()), whole, strict=True):
         assert one in ("aborted", known)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_failing_sequence_alone_ends_with_steps_in_flight(make_small_engine, monkeypatch, depth):
-    expected = play(make_small_engine(), aborts=False)
+def test_the_failing_sequence_alone_ends_with_steps_in_flight(
+    make_small_engine, expected, monkeypatch, depth
+):
+    whole = expected()
     if depth:
         with_executor(monkeypatch, LateExecutor)
     engine = make_small_engine()
@@ -120,7 +136,7 @@ def test_the_failing_sequence_alone_ends_with_steps_in_flight(make_small_engine,
     monkeypatch.setattr(runner, "execute_model", fail)
     outcomes = play(engine, aborts=False)
     failed = 0
-    for one, known in zip(outcomes, expected, strict=True):
+    for one, known in zip(outcomes, whole, strict=True):
         is_poisoned = [last for _, _, last, _, _ in one[1] if last == "error"]
         failed += bool(is_poisoned)
         if not is_poisoned:
@@ -162,20 +178,27 @@ def adversarial(proposals: Proposals, tokens: TokenIds) -> list[int]:
     return draft
 
 
+@pytest.fixture(scope="module")
+def greedy(make_small_engine) -> dict[bytes, list[int]]:
+    """The greedy output of each prompt, by the prompt's packed tokens."""
+    engine = make_small_engine()
+    return {
+        b"".join(each.to_bytes(4, "little") for each in prompt): output.outputs[0].token_ids
+        for prompt in PROMPTS
+        for output in engine.generate([prompt], PARAMS[0])
+    }
+
+
+@pytest.mark.repeats
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("draft", [oracle, random_draft, adversarial])
-def test_drafts_change_no_token(make_small_engine, monkeypatch, draft, settings, depth):
-    expected = play(make_small_engine(**settings), aborts=False)
-    known: dict[bytes, list[int]] = {}
-    engine = make_small_engine(**settings)
-    for prompt in PROMPTS:
-        [output] = engine.generate([prompt], PARAMS[0])
-        known[b"".join(each.to_bytes(4, "little") for each in prompt)] = output.outputs[0].token_ids
+def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch, draft, settings, depth):
+    undrafted = expected(**settings)
     if depth:
         with_executor(monkeypatch, LateExecutor)
     engine = make_small_engine(**settings)
-    core, proposals = engine.client.core, Proposals(known)
+    core, proposals = engine.client.core, Proposals(greedy)
     num_accepted: list[int] = []
     core.scheduler._propose = lambda tokens: [draft(proposals, each) for each in tokens]
     commit = core.steps._commit
@@ -188,7 +211,7 @@ def test_drafts_change_no_token(make_small_engine, monkeypatch, draft, settings,
         return result
 
     monkeypatch.setattr(core.steps, "_commit", note)
-    assert play(engine, aborts=False) == expected
+    assert play(engine, aborts=False) == undrafted
     assert max(num_accepted) >= (6 if draft is oracle and settings == {} else 0)
 
 

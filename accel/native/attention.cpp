@@ -91,6 +91,7 @@ struct Call {
   const AttentionRows* seqs;
   int64_t num_seqs;
   const float* query;
+  int64_t query_stride;
   float* out;
 };
 
@@ -132,15 +133,13 @@ class Member {
     set_rows(item);
     if (num_rows_ == 0) return;
     set_queries(item);
-    const int32_t* blocks = call_.seqs[item.seq].blocks;
-    if (item.what == Item::What::chunk) {
-      const Range splits = Plan::splits_of(call_.shape, call_.seqs[item.seq], item.rows);
-      for (int64_t split = splits.begin; split < splits.end; ++split) read(blocks, split);
-      for_queries([&](const Row& row, int64_t head, int64_t q) { finish(row.index, head, q, work_.total); });
-    } else {
-      read(blocks, item.split);
-      for_queries([&](const Row& row, int64_t head, int64_t q) { deliver(row, head, q, item.split); });
-    }
+    read(call_.seqs[item.seq].blocks, item.splits);
+    for_queries([&](const Row& row, int64_t head, int64_t q) {
+      kernel_.sort_dimensions(work_.total.acc + q * head_dim_);
+      const int64_t place = item.what == Item::What::chunk ? -1 : plan_.partial(row.seq, row.row, item.splits.begin);
+      if (place < 0) return finish(row.index, head, q, work_.total);
+      deliver(place, head, q);
+    });
   }
 
   void set_rows(const Item& item) {
@@ -152,7 +151,7 @@ class Member {
       }
       const int64_t seq = plan_.seq_of_draft_row(row);
       const Range splits = plan_.splits_of(call_.seqs[seq]);
-      if (item.split >= splits.begin && item.split < splits.end) add_row(seq, row - plan_.first_draft_row(seq));
+      if (item.splits.begin >= splits.begin && item.splits.begin < splits.end) add_row(seq, row - plan_.first_draft_row(seq));
     }
   }
 
@@ -166,7 +165,6 @@ class Member {
     queries_.num_heads = item.heads.size();
     queries_.count = num_rows_ * group_;
     queries_.stride = round_up(queries_.count, kQueryStep);
-    queries_.softmax = work_.part;
     low_ = INT64_MAX;
     high_ = 0;
     for (int64_t i = 0; i < queries_.stride; ++i) {
@@ -179,7 +177,7 @@ class Member {
       high_ = std::max<int64_t>(high_, queries_.high[i]);
     }
     for_queries([&](const Row& row, int64_t head, int64_t q) {
-      queries_.query[q] = call_.query + (row.index * call_.shape.num_heads + head) * head_dim_;
+      queries_.query[q] = call_.query + row.index * call_.query_stride + head * head_dim_;
     });
     kernel_.set_queries(queries_);
     clear(work_.total);
@@ -199,20 +197,25 @@ class Member {
     }
   }
 
-  // Reads what the queries see of one split and adds it to their softmax.
-  void read(const int32_t* blocks, int64_t split) {
-    const int64_t from = std::max(split * kSplitTokens, low_), to = std::min((split + 1) * kSplitTokens, high_);
+  // Brings what the queries see of some splits into their softmax.
+  void read(const int32_t* blocks, const Range& splits) {
+    const int64_t from = std::max(splits.begin * kSplitTokens, low_), to = std::min(splits.end * kSplitTokens, high_);
     if (from >= to) return;
-    clear(work_.part);
     KVTile* tile = &tiles_[0];
     KVTile* next = &tiles_[1];
     locate(*tile, blocks, from, to);
+    // The first split begins the softmax of all.
+    queries_.softmax = work_.total;
     for (int64_t at = from; at < to; std::swap(tile, next)) {
       at = (at / kTileTokens + 1) * kTileTokens;
       if (at < to) locate(*next, blocks, at, to);
       read_tile(*tile, at < to ? next : nullptr);
+      if (at % kSplitTokens != 0 && at < to) continue;
+      if (queries_.softmax.acc == work_.part.acc) fold_part();
+      if (at >= to) break;
+      queries_.softmax = work_.part;
+      clear(work_.part);
     }
-    fold_part();
   }
 
   void locate(KVTile& tile, const int32_t* blocks, int64_t from, int64_t to) {
@@ -225,17 +228,16 @@ class Member {
     const int64_t first = queries_.first_head, last = first + queries_.num_heads - 1;
     for (int64_t head = first; head <= last; ++head) {
       tile.select_head(call_.kv, head);
-      Prefetch ahead;
-      if (head < last) ahead = prefetch(tile, head + 1);
-      if (head == last && following != nullptr) ahead = prefetch(*following, first);
+      Prefetch ahead(call_.kv, head_dim_);
+      add_ahead(ahead, tile, head * call_.kv.head + call_.kv.kv);
+      if (head < last) add_ahead(ahead, tile, (head + 1) * call_.kv.head);
+      if (head == last && following != nullptr) add_ahead(ahead, *following, first * call_.kv.head);
       kernel_.add_tile(queries_, head - first, tile, ahead);
     }
   }
 
-  Prefetch prefetch(const KVTile& tile, int64_t head) const {
-    constexpr int64_t item_bytes = kind == KVKind::f32 ? 4 : kind == KVKind::int8 ? 1 : 2;
-    const KV& kv = call_.kv;
-    return {tile.key_of_head_0, tile.begin, tile.end, head * kv.head, kv.kv, head_dim_ * item_bytes};
+  static void add_ahead(Prefetch& ahead, const KVTile& tile, int64_t offset) {
+    ahead.add(tile.key_of_head_0, tile.begin, tile.end, tile.first + tile.begin, offset);
   }
 
   void fold_part() {
@@ -248,9 +250,7 @@ class Member {
   }
 
   // Hands over one query's softmax of one split.
-  void deliver(const Row& row, int64_t head, int64_t q, int64_t split) {
-    const int64_t place = plan_.partial(row.seq, row.row, split);
-    if (place < 0) return finish(row.index, head, q, work_.total);
+  void deliver(int64_t place, int64_t head, int64_t q) {
     float* partial = partials_ + (place * call_.shape.num_heads + head) * partial_floats(head_dim_);
     std::copy_n(work_.total.acc + q * head_dim_, head_dim_, partial);
     partial[head_dim_] = work_.total.m[q];
@@ -308,8 +308,9 @@ int64_t attention_scratch_bytes(const AttentionShape& shape, const KV& kv, const
 }
 
 void attend(Team& team, const AttentionShape& shape, const KV& kv, int64_t layer, const AttentionRows* seqs,
-            int64_t num_seqs, int64_t shared_blocks, const float* query, float* out, unsigned char* scratch) {
-  const Call call{shape, kv, layer, seqs, num_seqs, query, out};
+            int64_t num_seqs, int64_t shared_blocks, const float* query, int64_t query_stride, float* out,
+            unsigned char* scratch) {
+  const Call call{shape, kv, layer, seqs, num_seqs, query, query_stride, out};
   const int64_t shared_tokens = shared_blocks * kv.block_size;
   switch (kv.kind) {
     case KVKind::bf16: return attend_as<KVKind::bf16>(call, team, shared_tokens, scratch);

@@ -39,11 +39,11 @@ void store_kv(const KV&, int64_t layer, int64_t kv_head, int64_t head_dim, int64
 // Bytes of scratch that `attend` needs for such a step, for the whole team.
 int64_t attention_scratch_bytes(const AttentionShape&, const KV&, const AttentionRows*, int64_t num_seqs, int team_size);
 
-// query, out: (rows, num_heads, head_dim) float32. KV of all rows is stored already. Every member of the team
-// calls it; it ends with a barrier. `shared_blocks` leading blocks, the same for all decodes and drafts, are read once
+// query, out: (rows, num_heads, head_dim) float32, of `query` `query_stride` values from row to row. KV of all rows is
+// stored already. Every member of the team calls it; it ends with a barrier. `shared_blocks` leading blocks, the same for all decodes and drafts, are read once
 // for all of these. A row's result has the same bits whatever other sequences there are and however much is shared.
 void attend(Team&, const AttentionShape&, const KV&, int64_t layer, const AttentionRows*, int64_t num_seqs,
-            int64_t shared_blocks, const float* query, float* out, unsigned char* scratch);
+            int64_t shared_blocks, const float* query, int64_t query_stride, float* out, unsigned char* scratch);
 
 // Sequences [begin, end) of a call, to be attended together.
 struct AttentionGroup {

@@ -1,7 +1,8 @@
 // Attention by AMX tiles, in bf16 with float32 sums, over bf16 KV.
 //
 // The queries of a KV head lie in tiles of 16. Products come out transposed, token by query, so that the softmax of 16
-// queries is done lane by lane; weights then turn into rows of queries for the product with the values.
+// queries is done lane by lane; weights then turn into rows of queries for the product with the values. The few queries of
+// a decode lie in a tile of 2, 4 or 8 columns, whose products fill vectors with several tokens each.
 #pragma once
 #include <utility>
 
@@ -23,19 +24,23 @@ class AmxBf16Kernel {
     const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
     queries_ = reinterpret_cast<uint32_t*>(take(kMaxQueries * padded_ * 2));
     keys_ = take(kTileTokens * padded_ * 2);
-    values_ = reinterpret_cast<uint32_t*>(take(kTileTokens * head_dim * 2));
     for (float*& products : products_) products = reinterpret_cast<float*>(take(kProductBytes));
     weights_ = reinterpret_cast<uint32_t*>(take(kWeightBytes));
+    values_ = reinterpret_cast<uint32_t*>(take(kTileTokens * head_dim * 2));
   }
 
   ~AmxBf16Kernel() { _tile_release(); }
   AmxBf16Kernel(const AmxBf16Kernel&) = delete;
   AmxBf16Kernel& operator=(const AmxBf16Kernel&) = delete;
 
-  // Packs the queries of each tile as (pair of dimensions, query, 2).
+  // Packs the queries of each tile as (pair of dimensions, column, 2).
   void set_queries(const Queries& queries) {
-    is_narrow_ = queries.stride == 16;  // decodes: all fit one tile
-    config_.load(is_narrow_ ? queries.count : 16);
+    is_narrow_ = queries.count <= 8;
+    columns_ = queries.count <= 2 ? 2 : queries.count <= 4 ? 4 : is_narrow_ ? 8 : 16;
+    // Few queries then cost less: 0 to 2 for products with keys, 5 to 7 for those with values.
+    config_.set(0, 2, 16, is_narrow_ ? columns_ * 4 : 64);
+    config_.set(5, 7, is_narrow_ ? queries.count : 16, 64);
+    config_.load();
     for (int64_t h = 0; h < queries.num_heads; ++h) {
       for (int64_t at = 0; at < queries.stride; at += 16) {
         const int64_t q = h * queries.stride + at;
@@ -44,20 +49,29 @@ class AmxBf16Kernel {
     }
   }
 
+  // Puts the sums of a query, which lie as `pack_values` leaves the dimensions of values, in order.
+  void sort_dimensions(float* acc) const {
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    int64_t d = 0;
+    for (; d + 32 <= head_dim_; d += 32) {
+      const __m512d a = _mm512_castps_pd(load(acc + d)), b = _mm512_castps_pd(load(acc + d + 16));
+      store(acc + d, _mm512_castpd_ps(_mm512_permutex2var_pd(a, first, b)));
+      store(acc + d + 16, _mm512_castpd_ps(_mm512_permutex2var_pd(a, second, b)));
+    }
+    if (d < head_dim_) store(acc + d, _mm512_shuffle_f32x4(load(acc + d), load(acc + d), 0xd8));
+  }
+
   void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;
     first_ = tile.begin / 16;
     last_ = (tile.end + 15) / 16;
-    find_keys(tile);
-    pack_values(tile);
     const int64_t num_tiles = queries.stride / 16;
     int64_t at = next_seen(queries, tile, 0, num_tiles);
-    if (is_narrow_) {
-      if (at == num_tiles) return;
-      multiply_keys_narrow(head, products_[0]);
-      return add_products(queries, head, at, tile, products_[0]);
-    }
-    if (at < num_tiles) multiply_keys(head * num_tiles + at, products_[0]);
+    if (at == num_tiles) return;
+    find_keys(tile);
+    if (is_narrow_) return add_few(queries, {head, tile.first, first_, last_}, tile);
+    pack_values(tile);
+    multiply_keys(head * num_tiles + at, products_[0]);
     for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
       // The next products run while this softmax does.
       const int64_t next = next_seen(queries, tile, at + 1, num_tiles);
@@ -68,6 +82,23 @@ class AmxBf16Kernel {
   }
 
  private:
+  // A tile of one head, of which tokens [16 first, 16 last) are read for few queries.
+  struct Turn {
+    int64_t head, first_token, first, last;
+  };
+
+  void add_few(const Queries& queries, const Turn& turn, const KVTile& tile) {
+    multiply_keys_narrow(turn.head, products_[0]);
+    if (columns_ == 2) weigh_few<2>(queries, turn);
+    if (columns_ == 4) weigh_few<4>(queries, turn);
+    if (columns_ == 8) weigh_few<8>(queries, turn);
+    // Packed values of 32 tokens at a time stay in the L1 cache.
+    for (int64_t half = turn.first / 2; half < (turn.last + 1) / 2; ++half) {
+      pack_half(tile, half, 1, values_);
+      multiply_values_few(half, queries.softmax.acc + turn.head * queries.stride * head_dim_);
+    }
+  }
+
   static constexpr int64_t kProductBytes = kTileTokens * 16 * 4, kWeightBytes = 16 * kTileTokens * 2;
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
@@ -82,7 +113,8 @@ class AmxBf16Kernel {
         pairs[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
       }
       transpose(pairs);
-      for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(to + d * 8 + i * 16, pairs[i]);
+      const auto columns = static_cast<__mmask16>((1u << columns_) - 1);
+      for (int64_t i = 0; i < 16; ++i) _mm512_mask_storeu_epi32(to + (d / 2 + i) * columns_, columns, pairs[i]);
     }
   }
 
@@ -108,13 +140,37 @@ class AmxBf16Kernel {
     }
   }
 
-  // Packs values as (pair of tokens, dimension, 2).
+  // Packs values as (pair of tokens, dimension, 2), dimensions in the order in which interleaving leaves them.
   void pack_values(const KVTile& tile) {
-    for (int64_t pair = first_ * 8; pair < round_up(last_, 2) * 8; ++pair) {
-      ahead_->rows(is_narrow_ ? 1 : 4);
-      pack_pair(tile.value[pair * 2], tile.value[pair * 2 + 1], head_dim_, values_ + pair * head_dim_);
+    for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) pack_half(tile, half, 4, values_ + half * 16 * head_dim_);
+  }
+
+  // Packs 32 tokens.
+  void pack_half(const KVTile& tile, int64_t half, int64_t rows_ahead, uint32_t* to) {
+    int64_t pair = 0;
+    if (half * 2 < first_) {
+      pair = 8;
+      std::memset(to, 0, static_cast<size_t>(pair * head_dim_ * 4));
     }
-    if (first_ % 2 != 0) std::memset(values_ + (first_ - 1) * 8 * head_dim_, 0, static_cast<size_t>(8 * head_dim_ * 4));
+    for (; pair < 16; ++pair) {
+      ahead_->rows(rows_ahead);
+      const unsigned char* const* token = tile.value + half * 32 + pair * 2;
+      interleave_pair(token[0], token[1], to + pair * head_dim_);
+    }
+  }
+
+  void interleave_pair(const unsigned char* even, const unsigned char* odd, uint32_t* to) const {
+    int64_t d = 0;
+    for (; d + 32 <= head_dim_; d += 32) {
+      const __m512i a = _mm512_loadu_si512(even + d * 2), b = _mm512_loadu_si512(odd + d * 2);
+      _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(a, b));
+      _mm512_storeu_si512(to + d + 16, _mm512_unpackhi_epi16(a, b));
+    }
+    if (d == head_dim_) return;
+    const auto load_half = [d](const unsigned char* token) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(token + d * 2)); };
+    const __m256i a = load_half(even), b = load_half(odd);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d), _mm256_unpacklo_epi16(a, b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d + 8), _mm256_unpackhi_epi16(a, b));
   }
 
   // products (token, query) = keys . queries of one tile.
@@ -155,24 +211,28 @@ class AmxBf16Kernel {
     }
   }
 
-  // The same where tiles 5 to 7 are narrow.
-  void multiply_keys_narrow(int64_t query_tile, float* products) const {
+  // The same, (token, column), where columns are few.
+  void multiply_keys_narrow(int64_t head, float* products) const {
     finish_writes();
-    const uint32_t* query = queries_ + query_tile * 16 * padded_ / 2;
+    const uint32_t* query = queries_ + head * 16 * padded_ / 2;
+    const int64_t step = columns_ * 4;
     for (int64_t u = first_; u < last_; u += 2) {
       const int64_t v = std::min(u + 1, last_ - 1);
       _tile_zero(0);
       _tile_zero(1);
       for (int64_t k = 0; k < padded_ / 32; ++k) {
-        _tile_loadd(4, query + k * 256, 64);
-        _tile_loadd(2, key_[u] + k * 64, key_step_);
-        _tile_dpbf16ps(0, 2, 4);
-        _tile_loadd(3, key_[v] + k * 64, key_step_);
-        _tile_dpbf16ps(1, 3, 4);
-        ahead_->rows(4);
+        _tile_loadd(2, query + k * 16 * columns_, step);
+        ahead_->rows(1);
+        _tile_loadd(3, key_[u] + k * 64, key_step_);
+        ahead_->rows(1);
+        _tile_dpbf16ps(0, 3, 2);
+        ahead_->rows(1);
+        _tile_loadd(4, key_[v] + k * 64, key_step_);
+        ahead_->rows(1);
+        _tile_dpbf16ps(1, 4, 2);
       }
-      _tile_stored(0, products + u * 256, 64);
-      _tile_stored(1, products + v * 256, 64);
+      _tile_stored(0, products + u * 16 * columns_, step);
+      _tile_stored(1, products + v * 16 * columns_, step);
     }
   }
 
@@ -233,18 +293,17 @@ class AmxBf16Kernel {
   Vec weigh(__m512i low, __m512i high, Vec m, const float* products) {
     const bool plain = scoring_.soft_cap == 0.0f;
     const Vec scale = all(plain ? scoring_.scale : 1.0f);
-    Vec total[2] = {zero(), zero()};
+    Vec total[4] = {zero(), zero(), zero(), zero()};  // of each fourth token: an order of additions that few queries can keep
     for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
       __m512i pairs[16];
       for (int64_t pair = 0; pair < 16; ++pair) {
         const int64_t t = half * 32 + pair * 2;
-        if (is_narrow_) ahead_->rows(1);
         Vec p[2] = {zero(), zero()};
         if (t >= first_ * 16 && t < last_ * 16) {
           for (int64_t k = 0; k < 2; ++k) {
             p[k] = weight_of(_mm512_fmsub_ps(load(products + (t + k) * 16), scale, m));
             if constexpr (!all_seen) p[k] = pick(seen(t + k, low, high), p[k], zero());
-            total[k] = add(total[k], p[k]);
+            total[pair % 2 * 2 + k] = add(total[pair % 2 * 2 + k], p[k]);
           }
         }
         pairs[pair] = interleaved(p[0], p[1]);
@@ -252,7 +311,7 @@ class AmxBf16Kernel {
       transpose(pairs);
       for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(weights_ + half * 256 + i * 16, pairs[i]);
     }
-    return add(total[0], total[1]);
+    return add(add(total[0], total[2]), add(total[1], total[3]));
   }
 
   static __m512i interleaved(Vec even, Vec odd) {
@@ -260,6 +319,100 @@ class AmxBf16Kernel {
     alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+  }
+
+  // The same of at most `columns` queries. A vector holds the products of 16 / columns tokens; lane by lane it repeats the
+  // queries. Every bit is as `score` and `weigh` have it.
+  template <int columns>
+  void weigh_few(const Queries& queries, const Turn& turn) {
+    float* products = products_[0];
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i column = _mm512_and_si512(lane, _mm512_set1_epi32(columns - 1));
+    // Seen of vector i are the lanes with low <= i * 16 / columns < high.
+    const __m512i token = _mm512_add_epi32(_mm512_srli_epi32(lane, log2_of(columns)), _mm512_set1_epi32(static_cast<int32_t>(turn.first_token)));
+    const __m512i low = _mm512_sub_epi32(_mm512_permutexvar_epi32(column, _mm512_load_si512(queries.low)), token);
+    const __m512i high = _mm512_sub_epi32(_mm512_permutexvar_epi32(column, _mm512_load_si512(queries.high)), token);
+    const int64_t begin = turn.first * columns, end = turn.last * columns;
+    const bool plain = scoring_.soft_cap == 0.0f;
+    __mmask16 seen[4 * columns];
+    Vec top[2] = {all(kNone), all(kNone)};
+    for (int64_t i = begin; i < end; ++i) {
+      const __m512i first_token = _mm512_set1_epi32(static_cast<int32_t>(i * 16 / columns));
+      seen[i] = _mm512_cmple_epi32_mask(low, first_token) & _mm512_cmplt_epi32_mask(first_token, high);
+      Vec x = load(products + i * 16);
+      if (!plain) store(products + i * 16, x = scoring_(x));
+      top[i % 2] = _mm512_mask_max_ps(top[i % 2], seen[i], top[i % 2], x);
+    }
+    Vec highest = over_tokens<columns>(max(top[0], top[1]), [](Vec a, Vec b) { return max(a, b); });
+    if (plain) highest = max(all(kNone), mul(all(scoring_.scale), highest));
+
+    const int64_t q = turn.head * queries.stride;
+    float *m = queries.softmax.m + q, *l = queries.softmax.l + q, *acc = queries.softmax.acc + q * head_dim_;
+    const Vec old_m = _mm512_permutexvar_ps(column, load(m)), new_m = pick(less(add(old_m, all(kSlack)), highest), highest, old_m);
+    const __mmask16 grown = _mm512_cmp_ps_mask(old_m, new_m, _CMP_NEQ_OQ) & static_cast<__mmask16>((1u << queries.count) - 1);
+    if (grown != 0) rescale(l, acc, grown, sub(old_m, new_m));
+    store(m, new_m);
+    store(l, add(load(l), weights_of_few<columns>(turn, seen, plain ? scoring_.scale : 1.0f, new_m)));
+  }
+
+  static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }
+
+  // Joins the lanes of each column, those farthest apart first.
+  template <int columns, class Join>
+  static Vec over_tokens(Vec x, const Join& join) {
+    x = join(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    if constexpr (columns <= 4) x = join(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    if constexpr (columns <= 2) x = join(x, _mm512_permute_ps(x, 0x4e));
+    return x;
+  }
+
+  template <int columns>
+  Vec weights_of_few(const Turn& turn, const __mmask16* seen, float scale, Vec m) {
+    const float* products = products_[0];
+    Vec total[2] = {zero(), zero()};
+    for (int64_t half = turn.first / 2; half < (turn.last + 1) / 2; ++half) {
+      __m512i rows[columns];
+      for (int64_t k = 0; k < columns; ++k) {
+        ahead_->rows(16 / columns);
+        Vec p[2] = {zero(), zero()};
+        for (int64_t n = 0; n < 2; ++n) {
+          const int64_t i = half * 2 * columns + 2 * k + n;
+          if (i < turn.first * columns || i >= turn.last * columns) continue;
+          p[n] = _mm512_maskz_mov_ps(seen[i], weight_of(_mm512_fmsub_ps(load(products + i * 16), all(scale), m)));
+          if constexpr (columns == 2) {  // eight tokens, of which four are added at a time
+            const __m256 later = _mm512_extractf32x8_ps(p[n], 1);
+            const __m256 sum = _mm256_add_ps(_mm512_castps512_ps256(total[0]), _mm512_castps512_ps256(p[n]));
+            total[0] = _mm512_castps256_ps512(_mm256_add_ps(sum, later));
+          } else {
+            total[columns == 8 ? n : 0] = add(total[columns == 8 ? n : 0], p[n]);
+          }
+        }
+        rows[k] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(p[1], p[0]));
+      }
+      separate(rows);
+      for (int64_t i = 0; i < columns; ++i) _mm512_store_si512(weights_ + half * 256 + i * 16, rows[i]);
+    }
+    if constexpr (columns == 2) {
+      const Vec both = _mm512_shuffle_f32x4(total[0], total[0], 0x44), half = add(both, _mm512_shuffle_f32x4(both, both, 0xb1));
+      return add(half, _mm512_permute_ps(half, 0x4e));
+    }
+    return over_tokens<columns>(columns == 8 ? add(total[0], total[1]) : total[0], [](Vec a, Vec b) { return add(a, b); });
+  }
+
+  // From (32 tokens, column) to rows of columns.
+  template <size_t columns>
+  static void separate(__m512i (&x)[columns]) {
+    alignas(64) static constexpr uint16_t order[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                       32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    const __m512i even = _mm512_load_si512(order), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+    __m512i y[columns];
+    for (size_t span = 1; span < columns; span *= 2) {
+      for (size_t i = 0; i < columns / 2; ++i) {
+        y[i] = _mm512_permutex2var_epi16(x[2 * i], even, x[2 * i + 1]);
+        y[i + columns / 2] = _mm512_permutex2var_epi16(x[2 * i], odd, x[2 * i + 1]);
+      }
+      std::copy_n(y, columns, x);
+    }
   }
 
   void rescale(float* l, float* acc, __mmask16 grown, Vec change) const {
@@ -279,11 +432,6 @@ class AmxBf16Kernel {
   // acc (16 queries, head_dim) += weights . values
   void multiply_values(float* acc) const {
     int64_t d = 0;
-    if (is_narrow_) {
-      for (; d + 32 <= head_dim_; d += 32) multiply_values_narrow<2>(acc, d);
-      if (d < head_dim_) multiply_values_narrow<1>(acc, d);
-      return;
-    }
     for (; d + 64 <= head_dim_; d += 64) multiply_values_at<4>(acc, d);
     if (head_dim_ - d == 48) multiply_values_at<3>(acc, d);
     if (head_dim_ - d == 32) multiply_values_at<2>(acc, d);
@@ -324,25 +472,24 @@ class AmxBf16Kernel {
     if constexpr (columns > 3) _tile_stored(3, at + 48, step);
   }
 
-  template <int columns>
-  void multiply_values_narrow(float* acc, int64_t d) const {
+  // The same of few queries and 32 tokens.
+  void multiply_values_few(int64_t half, float* acc) const {
     finish_writes();
     const int64_t step = head_dim_ * 4;
-    _tile_loadd(6, acc + d, step);
-    if constexpr (columns > 1) _tile_loadd(7, acc + d + 16, step);
-    for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
-      ahead_->rows(4);
-      const uint32_t* value = values_ + half * 16 * head_dim_ + d;
-      _tile_loadd(5, weights_ + half * 256, 64);
-      _tile_loadd(3, value, step);
+    _tile_loadd(5, weights_ + half * 256, 64);
+    for (int64_t d = 0; d < head_dim_; d += 32) {
+      const int64_t e = std::min(d + 16, head_dim_ - 16);  // the same as d where that is the last
+      ahead_->rows(2);
+      _tile_loadd(6, acc + d, step);
+      _tile_loadd(3, values_ + d, step);
       _tile_dpbf16ps(6, 5, 3);
-      if constexpr (columns > 1) {
-        _tile_loadd(4, value + 16, step);
-        _tile_dpbf16ps(7, 5, 4);
-      }
+      ahead_->rows(2);
+      _tile_loadd(7, acc + e, step);
+      _tile_loadd(4, values_ + e, step);
+      _tile_dpbf16ps(7, 5, 4);
+      _tile_stored(6, acc + d, step);
+      _tile_stored(7, acc + e, step);
     }
-    _tile_stored(6, acc + d, step);
-    if constexpr (columns > 1) _tile_stored(7, acc + d + 16, step);
   }
 
   const KV& kv_;
@@ -350,7 +497,8 @@ class AmxBf16Kernel {
   int64_t head_dim_, padded_;
   TileConfig config_;
   Prefetch* ahead_ = nullptr;
-  bool is_narrow_ = false;
+  bool is_narrow_ = false;  // all queries of a head in few columns of one tile
+  int64_t columns_ = 16;
   bool reads_keys_in_place_;
   int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any
   uint32_t* queries_;

@@ -38,7 +38,8 @@ class AmxInt8Kernel {
   // Cuts the queries into bytes and packs those of each tile as (part, four dimensions, query, 4).
   void set_queries(const Queries& queries) {
     is_narrow_ = queries.count <= 8;
-    config_.load(is_narrow_ ? 2 * queries.count : 16);
+    config_.set(5, 7, is_narrow_ ? 2 * queries.count : 16, 64);
+    config_.load();
     for (int64_t h = 0; h < queries.num_heads; ++h) {
       for (int64_t at = 0; at < queries.stride; at += 16) {
         const int64_t q = h * queries.stride + at;
@@ -46,6 +47,8 @@ class AmxInt8Kernel {
       }
     }
   }
+
+  void sort_dimensions(float*) const {}  // they are in order
 
   void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;
@@ -56,7 +59,7 @@ class AmxInt8Kernel {
     if (at == num_tiles) return;
     find_keys(tile);
     multiply_keys(first_tile + at, products_[0]);
-    pack_values(tile);
+    if (!is_narrow_) pack_values(tile);
     for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
       // The next products run while this softmax does.
       const int64_t next = next_seen(queries, tile, at + 1, num_tiles);
@@ -151,7 +154,7 @@ class AmxInt8Kernel {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int64_t u = first_; u < last_; ++u) {
       for (int64_t k = 0; k < 4; ++k) {
-        ahead_->rows(is_narrow_ ? 4 : 8);
+        ahead_->rows(is_narrow_ ? 2 : 8);
         const unsigned char* const* token = tile.value + u * 16 + k * 4;
         unsigned char* to = values_ + (k * 4 + u) * padded_ * 4;
         for (int64_t d = 0; d < head_dim_; d += 64) {
@@ -196,7 +199,7 @@ class AmxInt8Kernel {
       _tile_dpbssd(0, 2, 4);
       _tile_loadd(3, key_[v] + d, key_step_);
       _tile_dpbssd(1, 3, 4);
-      ahead_->rows(8);
+      ahead_->rows(16);
     }
     _tile_stored(0, products + u * 256, 64);
     _tile_stored(1, products + v * 256, 64);
@@ -237,6 +240,7 @@ class AmxInt8Kernel {
     }
     alignas(16) float units[16];
     for (int64_t i = 0; i < count; i += 4) weigh(queries, at * 16 + i, q + i, std::min<int64_t>(4, count - i), tile, dots, units, i);
+    if (is_narrow_) pack_values(tile);
     multiply_values();
     add_sums(units, count, queries.softmax.acc + q * head_dim_);
   }

@@ -9,9 +9,14 @@ struct alignas(64) TileConfig {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-  // Tiles 5 to 7 get `count` rows: few queries then cost less.
-  void load(int64_t count) {
-    for (int tile = 5; tile < 8; ++tile) rows[tile] = static_cast<uint8_t>(count);
+  void set(int first, int last, int64_t num_rows, int64_t num_bytes) {
+    for (int tile = first; tile <= last; ++tile) {
+      rows[tile] = static_cast<uint8_t>(num_rows);
+      row_bytes[tile] = static_cast<uint16_t>(num_bytes);
+    }
+  }
+
+  void load() const {
     // g++ takes the intrinsic to read 8 bytes only, and would drop what it does not see used.
     asm volatile("" : : "r"(this) : "memory");
     _tile_loadconfig(this);

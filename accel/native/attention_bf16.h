@@ -46,6 +46,8 @@ class Bf16Kernel {
     }
   }
 
+  void sort_dimensions(float*) const {}  // they are in order
+
   void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;
     for (int64_t pair = tile.begin / 8 * 4; pair < round_up(tile.end, 8) / 2; ++pair) {

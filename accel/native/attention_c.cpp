@@ -18,7 +18,7 @@ SAGE_EXPORT void sage_attend(const AttentionShape* shape, const KV* kv, int64_t 
                              float* out, unsigned char* scratch, int32_t num_threads) {
   run_team(num_threads, [&](Team& team) {
     for (int64_t l = layer; l < layer + num_layers; ++l) {
-      attend(team, *shape, *kv, l, seqs, num_seqs, shared_blocks, query, out, scratch);
+      attend(team, *shape, *kv, l, seqs, num_seqs, shared_blocks, query, shape->num_heads * shape->head_dim, out, scratch);
     }
   });
 }

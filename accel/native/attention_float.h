@@ -20,6 +20,8 @@ class FloatKernel {
 
   void set_queries(const Queries&) {}
 
+  void sort_dimensions(float*) const {}  // they are in order
+
   // Brings a tile's tokens of one KV head into the softmax of its queries.
   void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;

@@ -21,7 +21,7 @@ struct Item {
   int64_t seq;    // shared: the one whose block table leads to the prefix
   Range rows;     // chunk, draft: of the sequence; shared: of all drafts' rows, in their order
   Range heads;    // KV heads
-  int64_t split;  // draft, shared
+  Range splits;   // chunk: all; shared: one; draft: one, or all
 };
 
 class Plan {
@@ -41,7 +41,7 @@ class Plan {
 
   int64_t num_items() const { return num_chunk_items() + num_shared_items_ + draft_items_[num_seqs_]; }
   int64_t num_draft_rows() const { return draft_rows_[num_seqs_]; }
-  int64_t num_partials() const { return partials_[num_seqs_]; }
+  int64_t num_partials() const { return reads_whole_ ? 0 : partials_[num_seqs_]; }
 
   static bool is_draft(const AttentionRows& seq) { return seq.num_rows <= kDraftRows; }
 
@@ -64,10 +64,10 @@ class Plan {
     return is_draft(seq) && splits > 1 ? seq.num_rows * splits : 0;
   }
 
-  // The place of one row's partial softmax of one split; -1: there is no other split.
+  // The place of one row's partial softmax of one split; -1: no other member has some of the row's splits.
   int64_t partial(int64_t seq, int64_t row, int64_t split) const {
     const Range splits = splits_of(seqs_[seq]);
-    return splits.size() == 1 ? -1 : partials_[seq] + row * splits.size() + split - splits.begin;
+    return reads_whole_ || splits.size() == 1 ? -1 : partials_[seq] + row * splits.size() + split - splits.begin;
   }
 
   // The sequence of one of all drafts' rows.
@@ -96,6 +96,9 @@ class Plan {
     partials_[num_seqs_] = partials;
   }
 
+  // Whole drafts of a batch are at least so many items, and as many as items per member as its heads allow.
+  static constexpr int64_t kItemsPerMember = 16;
+
   // Whole splits of the prefix are read once for all drafts.
   void plan_shared(int64_t shared_tokens) {
     first_draft_ = find(draft_rows_, 0);
@@ -106,14 +109,17 @@ class Plan {
     num_shared_items_ = shared_splits_ == 0 ? 0 : shared_splits_ * pieces(rows, shared_rows_) * head_groups(shared_heads_);
   }
 
-  // The heads of a block lie side by side, so that an item takes as many of them as leave work for all members.
+  // Drafts are cut along their KV only where whole ones would leave members waiting. The heads of a block lie side by
+  // side, so that an item takes as many of them as leave work for all members.
   void plan_items(int team_size) {
-    int64_t chunk_items = 0, units = 0, most_rows = 1;
+    int64_t chunk_items = 0, units = 0, num_drafts = 0, most_rows = 1;
+    for (int64_t s = 0; s < num_seqs_; ++s) num_drafts += is_draft(seqs_[s]) && seqs_[s].num_rows > 0;
+    reads_whole_ = shared_splits_ == 0 && num_drafts * shape_.num_kv_heads >= 2 * kItemsPerMember * team_size;
     for (int64_t s = 0; s < num_seqs_; ++s) {
       chunk_items_[s] = chunk_items;
       draft_items_[s] = units;
       if (is_draft(seqs_[s])) {
-        units += own_splits(seqs_[s]).size() * pieces(seqs_[s].num_rows, rows_per_tile_);
+        units += (reads_whole_ ? 1 : own_splits(seqs_[s]).size()) * pieces(seqs_[s].num_rows, rows_per_tile_);
         most_rows = std::max(most_rows, seqs_[s].num_rows);
       } else {
         chunk_items += pieces(seqs_[s].num_rows, rows_per_tile_) * shape_.num_kv_heads;
@@ -121,7 +127,7 @@ class Plan {
     }
     chunk_items_[num_seqs_] = chunk_items;
     draft_items_[num_seqs_] = units;
-    const int64_t groups = pieces(2 * team_size, std::max<int64_t>(1, units));
+    const int64_t groups = pieces((reads_whole_ ? kItemsPerMember : 2) * team_size, std::max<int64_t>(1, units));
     draft_heads_ = heads_per_item(std::min(most_rows, rows_per_tile_), pieces(shape_.num_kv_heads, groups));
     for (int64_t s = 0; s <= num_seqs_; ++s) draft_items_[s] *= head_groups(draft_heads_);
   }
@@ -146,22 +152,25 @@ class Plan {
     const int64_t seq = find(chunk_items_, i), tiles = pieces(seqs_[seq].num_rows, rows_per_tile_);
     i -= chunk_items_[seq];
     const int64_t tile = tiles - 1 - i % tiles, head = i / tiles;
-    return {Item::What::chunk, seq, rows_of_tile(tile, rows_per_tile_, seqs_[seq].num_rows), {head, head + 1}, 0};
+    const Range rows = rows_of_tile(tile, rows_per_tile_, seqs_[seq].num_rows);
+    return {Item::What::chunk, seq, rows, {head, head + 1}, splits_of(shape_, seqs_[seq], rows)};
   }
 
   Item shared_item(int64_t i) const {
     const int64_t tiles = pieces(num_draft_rows(), shared_rows_), groups = head_groups(shared_heads_);
     const int64_t group = i % groups, tile = i / groups % tiles, split = i / groups / tiles;
     return {Item::What::shared, first_draft_, rows_of_tile(tile, shared_rows_, num_draft_rows()),
-            heads_of_group(group, shared_heads_), split};
+            heads_of_group(group, shared_heads_), {split, split + 1}};
   }
 
   Item draft_item(int64_t i) const {
     const int64_t seq = find(draft_items_, i), tiles = pieces(seqs_[seq].num_rows, rows_per_tile_);
     i -= draft_items_[seq];
     const int64_t groups = head_groups(draft_heads_), group = i % groups, tile = i / groups % tiles;
+    const Range own = own_splits(seqs_[seq]);
+    const int64_t split = own.begin + i / groups / tiles;
     return {Item::What::draft, seq, rows_of_tile(tile, rows_per_tile_, seqs_[seq].num_rows),
-            heads_of_group(group, draft_heads_), own_splits(seqs_[seq]).begin + i / groups / tiles};
+            heads_of_group(group, draft_heads_), reads_whole_ ? own : Range{split, split + 1}};
   }
 
   static Range rows_of_tile(int64_t tile, int64_t size, int64_t count) {
@@ -178,6 +187,7 @@ class Plan {
   // Sums over the sequences before each, the totals behind: items, rows of drafts, partial softmaxes.
   int64_t *chunk_items_, *draft_items_, *draft_rows_, *partials_;
   int64_t first_draft_ = 0, shared_splits_ = 0, shared_rows_ = 0, shared_heads_ = 1, num_shared_items_ = 0, draft_heads_ = 1;
+  bool reads_whole_ = false;
 };
 
 }  // namespace sage::attention_detail

@@ -6,6 +6,9 @@
 
 namespace sage {
 
+inline void prefetch(const void* x) { _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T0); }
+inline void prefetch_far(const void* x) { _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T1); }  // into level 2
+
 #if defined(__AVX512F__)
 
 using Lanes = __m512;
@@ -34,6 +37,7 @@ inline Lanes clamp(Lanes x, float low, float high) {
 }
 inline Lanes round_lanes(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Lanes power_of_two(Lanes whole) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), whole); }
+inline Lanes times_power_of_two(Lanes x, Lanes whole) { return _mm512_scalef_ps(x, whole); }
 inline Lanes to_float(IntLanes x) { return _mm512_cvtepi32_ps(x); }
 inline IntLanes to_int(Lanes x) { return _mm512_cvtps_epi32(x); }
 inline IntLanes load_ints(const int32_t* x) { return _mm512_loadu_si512(x); }
@@ -44,6 +48,45 @@ inline IntLanes magnitude_bits(Lanes x) { return _mm512_and_si512(_mm512_castps_
 inline IntLanes larger(IntLanes a, IntLanes b) { return _mm512_max_epi32(a, b); }
 inline int32_t largest(IntLanes x) { return _mm512_reduce_max_epi32(x); }
 inline void store_bytes(int8_t* x, IntLanes v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(x), _mm512_cvtsepi32_epi8(v)); }
+
+inline Lanes subtract(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
+inline Lanes divide(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
+inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+inline float largest(Lanes x) { return _mm512_reduce_max_ps(x); }
+
+using LaneMask = __mmask16;
+inline LaneMask at_least(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline LaneMask above(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline LaneMask is_nan(Lanes x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+inline LaneMask no_lanes() { return 0; }
+inline LaneMask either(LaneMask a, LaneMask b) { return a | b; }
+inline LaneMask both(LaneMask a, LaneMask b) { return a & b; }
+inline LaneMask without(LaneMask a, LaneMask b) { return a & ~b; }
+inline bool any(LaneMask m) { return m != 0; }
+inline uint32_t bits(LaneMask m) { return m; }
+inline int64_t count(LaneMask m) { return __builtin_popcount(m); }
+inline Lanes only(LaneMask m, Lanes x) { return _mm512_maskz_mov_ps(m, x); }
+inline Lanes add_where(LaneMask m, Lanes a, Lanes b) { return _mm512_mask_add_ps(a, m, a, b); }
+// Writes the masked lanes one after another. Compressed in a register: some processors take long to do so in memory.
+inline void store_masked(float* out, LaneMask m, Lanes x) { store_lanes(out, _mm512_maskz_compress_ps(m, x), count(m)); }
+// Writes the numbers of the masked lanes, of which the first is `begin`, and anything up to a whole vector.
+inline void store_places(int32_t* out, LaneMask m, int32_t begin) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(lanes, _mm512_set1_epi32(begin))));
+}
+
+// A sum of lanes in float64.
+class DoubleSum {
+ public:
+  void add(Lanes x) {
+    low_ = _mm512_add_pd(low_, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+    high_ = _mm512_add_pd(high_, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+  }
+  double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low_, high_)); }
+
+ private:
+  __m512d low_ = _mm512_setzero_pd(), high_ = _mm512_setzero_pd();
+};
 
 #else
 
@@ -73,6 +116,7 @@ inline Lanes round_lanes(Lanes x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAR
 inline Lanes power_of_two(Lanes whole) {  // whole in -126 ... 127
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
 }
+inline Lanes times_power_of_two(Lanes x, Lanes whole) { return _mm256_mul_ps(x, power_of_two(whole)); }
 inline Lanes to_float(IntLanes x) { return _mm256_cvtepi32_ps(x); }
 inline IntLanes to_int(Lanes x) { return _mm256_cvtps_epi32(x); }
 inline IntLanes load_ints(const int32_t* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
@@ -98,6 +142,56 @@ inline void store_bytes(int8_t* x, IntLanes v) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(x), _mm_packs_epi16(words, words));
 }
+
+inline Lanes subtract(Lanes a, Lanes b) { return _mm256_sub_ps(a, b); }
+inline Lanes divide(Lanes a, Lanes b) { return _mm256_div_ps(a, b); }
+inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
+inline float largest(Lanes x) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+using LaneMask = __m256;
+inline LaneMask at_least(Lanes a, Lanes b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+inline LaneMask above(Lanes a, Lanes b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline LaneMask is_nan(Lanes x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
+inline LaneMask no_lanes() { return _mm256_setzero_ps(); }
+inline LaneMask either(LaneMask a, LaneMask b) { return _mm256_or_ps(a, b); }
+inline LaneMask both(LaneMask a, LaneMask b) { return _mm256_and_ps(a, b); }
+inline LaneMask without(LaneMask a, LaneMask b) { return _mm256_andnot_ps(b, a); }
+inline bool any(LaneMask m) { return _mm256_movemask_ps(m) != 0; }
+inline uint32_t bits(LaneMask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m)); }
+inline int64_t count(LaneMask m) { return __builtin_popcount(bits(m)); }
+inline Lanes only(LaneMask m, Lanes x) { return _mm256_and_ps(m, x); }
+inline Lanes add_where(LaneMask m, Lanes a, Lanes b) { return _mm256_add_ps(a, _mm256_and_ps(m, b)); }
+// Writes the masked lanes one after another.
+inline void store_masked(float* out, LaneMask m, Lanes x) {
+  alignas(32) float lanes[kLanes];
+  _mm256_store_ps(lanes, x);
+  for (int bits = _mm256_movemask_ps(m); bits != 0; bits &= bits - 1) *out++ = lanes[__builtin_ctz(bits)];
+}
+// Writes the numbers of the masked lanes, of which the first is `begin`.
+inline void store_places(int32_t* out, LaneMask m, int32_t begin) {
+  for (int bits = _mm256_movemask_ps(m); bits != 0; bits &= bits - 1) *out++ = begin + __builtin_ctz(bits);
+}
+
+// A sum of lanes in float64.
+class DoubleSum {
+ public:
+  void add(Lanes x) {
+    low_ = _mm256_add_pd(low_, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+    high_ = _mm256_add_pd(high_, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+  }
+  double total() const {
+    alignas(32) double lanes[4];
+    _mm256_store_pd(lanes, _mm256_add_pd(low_, high_));
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+
+ private:
+  __m256d low_ = _mm256_setzero_pd(), high_ = _mm256_setzero_pd();
+};
 
 #endif
 

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "load.h"
+#include "sampling.h"
 #include "step.h"
 
 struct SageHandle {
@@ -64,6 +65,14 @@ int sage_pack_quantized(const SageLinear* linear, int64_t begin, int64_t count, 
 int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out, int32_t num_threads) {
   return static_cast<int>(sage::convert(static_cast<sage::Stored>(stored), values, count,
                                         static_cast<sage::Stored>(target), out, num_threads));
+}
+
+int64_t sage_draw_scratch_bytes(int64_t vocab, int32_t num_threads) {
+  return sage::draw_scratch_bytes(vocab, num_threads);
+}
+
+void sage_draw(const SageDraw* draw) {
+  sage::run_team(draw->num_threads, [&](sage::Team& team) { sage::draw_tokens(team, *draw); });
 }
 
 SageHandle* sage_create(const SageModel* table) { return new SageHandle{sage::Model(*table)}; }

@@ -89,6 +89,27 @@ SAGE_API int sage_pack_quantized(const SageLinear*, int64_t begin, int64_t count
 SAGE_API int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out,
                           int32_t num_threads);
 
+// How a row's token is chosen; 0, 0, 0 and a negative share switch them off.
+typedef struct {
+  double temperature;    // 0: the largest logit
+  double min_p, top_k;
+  double dropped_share;  // 1 - top-p
+  double uniform;        // a number in [0, 1) that chooses the token, unless it has a key
+} SageDrawSettings;
+
+typedef struct {
+  int64_t num_rows, vocab;
+  const float* logits;               // (rows, vocab)
+  const SageDrawSettings* settings;  // (rows)
+  const uint64_t *keys, *positions;  // (rows) whose numbers are taken, as of sage::uniform; null: those of the settings
+  int64_t* tokens;                   // (rows); -1: a logit is NaN or infinite, or all are -infinity
+  unsigned char* scratch;            // 64-byte aligned, for as many threads
+  int32_t num_threads;
+} SageDraw;
+
+SAGE_API int64_t sage_draw_scratch_bytes(int64_t vocab, int32_t num_threads);
+SAGE_API void sage_draw(const SageDraw*);
+
 // A model keeps a copy of its table and the memory for the activations of a step.
 typedef struct SageHandle SageHandle;
 SAGE_API SageHandle* sage_create(const SageModel*);

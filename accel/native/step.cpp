@@ -19,7 +19,7 @@ namespace {
 // A layer takes the tokens of a step in tiles, so that activations need bounded memory however many tokens there
 // are. Tokens attend to earlier ones only, whose KV earlier tiles have stored. Large enough that reading the
 // weights once per tile costs little beside multiplying by them.
-constexpr int64_t kTileRows = 1024;
+constexpr int64_t kTileRows = 512;
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kBeatInterval = 100'000'000;  // ns: a beat may have to wait for an interpreter's lock
 
@@ -99,7 +99,6 @@ class Tiles {
 struct Activations {
   float* residual;       // (tokens, hidden)
   float* qkv;            // (tile, (heads + 2 kv_heads) * head_dim), and the MLP's hidden state after attention
-  float* query;          // (tile, heads * head_dim)
   float* attended;       // (tile, heads * head_dim)
   float* rows;           // one for each member, as long as a norm's input
   unsigned char* input;  // of the product that comes next
@@ -264,16 +263,15 @@ class Walk {
   void rotate_and_store_head(const SageLayer& layer, int64_t index, int64_t token, int64_t row, int64_t kv_head) {
     const int64_t dim = table_.head_dim, num_heads = table_.num_heads, num_kv_heads = table_.num_kv_heads;
     const int64_t group = num_heads / num_kv_heads;
-    float* heads = at_.qkv + row * row_stride((num_heads + 2 * num_kv_heads) * dim);
-    float* query = at_.query + row * num_heads * dim;
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-      std::memcpy(query + head * dim, heads + head * dim, dim * sizeof(float));
-      turn(layer, layer.query_norm, step_.positions[token], query + head * dim);
-    }
+    float* heads = at_.qkv + row * qkv_stride();
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+      turn(layer, layer.query_norm, step_.positions[token], heads + head * dim);
     float* key = heads + (num_heads + kv_head) * dim;
     turn(layer, layer.key_norm, step_.positions[token], key);
     store_kv(model_.kv_, index, kv_head, dim, step_.slots[token], key, key + num_kv_heads * dim);
   }
+
+  int64_t qkv_stride() const { return row_stride((table_.num_heads + 2 * table_.num_kv_heads) * table_.head_dim); }
 
   void turn(const SageLayer& layer, const SageNorm& norm, int64_t position, float* head) const {
     const int64_t half = layer.rotary_dim / 2;
@@ -286,7 +284,7 @@ class Walk {
                                   layer.window, layer.soft_cap};
     for (const AttentionGroup& group : tile.groups)
       sage::attend(team_, shape, model_.kv_, index, tiles_.seqs_of(tile) + group.begin, group.end - group.begin,
-                   group.shared_blocks, at_.query, at_.attended, at_.attention);
+                   group.shared_blocks, at_.qkv, qkv_stride(), at_.attended, at_.attention);
     end_of(SAGE_ATTEND);
   }
 
@@ -373,12 +371,10 @@ static void need_input(Needs& needs, const SageLinear& linear, int64_t rows) {
 
 static Activations place(Layout& layout, const Needs& needs, const SageModel& table, const SageStep& step,
                          int64_t tile_rows, int64_t row_floats) {
-  const int64_t query_floats = tile_rows * table.num_heads * table.head_dim;
   Activations at;
   at.residual = layout.floats(step.num_tokens * row_stride(table.hidden));
   at.qkv = layout.floats(std::max(tile_rows * needs.qkv_floats, needs.qkv_bytes / 4 + 16));
-  at.query = layout.floats(query_floats);
-  at.attended = layout.floats(query_floats);
+  at.attended = layout.floats(tile_rows * table.num_heads * table.head_dim);
   at.rows = layout.floats(step.num_threads * row_floats);
   at.input = layout.bytes(needs.input_bytes);
   at.attention = layout.bytes(needs.attention_bytes);

@@ -64,16 +64,6 @@ class Signal {
   std::atomic<uint32_t> sleepers_{0};
 };
 
-class Alone final : public Team {
- public:
-  int size() const override { return 1; }
-  int rank() const override { return 0; }
-  void share(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) override {
-    if (count > 0) body(0, count);
-  }
-  void barrier() override {}
-};
-
 // What the members of the running team have in common. Each on a cache line of its own: all of them are written
 // while others read.
 struct Meeting {

@@ -23,6 +23,17 @@ class Team {
   ~Team() = default;
 };
 
+// A team of one member.
+class Alone final : public Team {
+ public:
+  int size() const override { return 1; }
+  int rank() const override { return 0; }
+  void share(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) override {
+    if (count > 0) body(0, count);
+  }
+  void barrier() override {}
+};
+
 // Runs `body` on `num_threads` members, the calling thread among them: on fewer if the system gives no more
 // threads. `body` throws nothing. Calls from several threads take turns.
 void run_team(int num_threads, const std::function<void(Team&)>& body);

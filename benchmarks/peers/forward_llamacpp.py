@@ -43,6 +43,9 @@ class LlamaCpp:
             "system": llama_cpp.llama_print_system_info().decode(),
         }
 
+    def rest(self) -> None:
+        """Nothing: what it needs is allocated as it is made."""
+
     def one(self, prompt: list[int], num_output: int) -> list[float]:
         """Run a request alone, from the KV of the last prompt where both begin alike."""
         started = time.perf_counter()

@@ -40,6 +40,11 @@ class SageLLM:
             "backend": str(self._engine.config.forward.backend),
         }
 
+    def rest(self) -> None:
+        """Allocate KV, as a server does before its first request."""
+        while self._engine.use_idle_time():
+            pass
+
     def one(self, prompt: list[int], num_output: int) -> list[float]:
         """Run a request alone."""
         params = self._params(temperature=0.0, max_tokens=num_output, ignore_eos=True)

@@ -41,6 +41,9 @@ class Transformers:
         self._last: tuple[list[int], Any] = ([], None)
         self.about = {"version": transformers.__version__, "torch": torch.__version__}
 
+    def rest(self) -> None:
+        """Nothing: what it needs is allocated as it is made."""
+
     def one(self, prompt: list[int], num_output: int) -> list[float]:
         """Run a request alone, from the KV of the last prompt where both begin alike."""
         torch = self._torch

@@ -51,8 +51,11 @@ class VLLM:
         self.about = {
             "version": vllm.__version__,
             "torch": torch.__version__,
-            "preloaded": os.environ.get("LD_PRELOAD", ""),
+            "preloaded": [Path(each).name for each in os.environ.get("LD_PRELOAD", "").split(":") if each],
         }
+
+    def rest(self) -> None:
+        """Nothing: what it needs is allocated as it is made."""
 
     def one(self, prompt: list[int], num_output: int) -> list[float]:
         """Run a request alone."""

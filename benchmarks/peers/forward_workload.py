@@ -25,6 +25,9 @@ class Engine(Protocol):
 
     about: dict[str, Any]
 
+    def rest(self) -> None:
+        """Do what the engine does while it has no requests."""
+
     def one(self, prompt: list[int], num_output: int) -> list[float]:
         """Run a request alone; return the seconds from its start to each of its tokens."""
 
@@ -46,7 +49,10 @@ def run(load: Callable[[dict[str, Any]], Engine]) -> None:
     load_s = time.perf_counter() - STARTED_S
     engine.one(_prompt("first", 16), 1)
     figures: dict[str, Any] = {"start_s": _process_age_s(), "load_s": load_s}
-    for name in order["phases"] or [name for name in PHASES if name != "memory"]:
+    names = order["phases"] or [name for name in PHASES if name != "memory"]
+    if names != ["memory"]:
+        engine.rest()
+    for name in names:
         figures |= PHASES[name](engine, order["rounds"])
     figures["peak_rss_mib"] = peak_rss_mib()
     print(json.dumps({"figures": figures, "about": engine.about}), file=channel, flush=True)

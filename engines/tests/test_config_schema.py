@@ -78,7 +78,10 @@ def test_devices_are_taken(device):
         ({"block_size": None}, "kv.block_size is None; it must be a whole number from 1 to 1024"),
         ({"num_blocks": True}, "kv.num_blocks is True; it must be a whole number of at least 1, or null"),
         ({"max_num_seqs": 0}, "scheduler.max_num_seqs is 0; it must be a whole number of at least 1"),
-        ({"dtype": "fp16"}, "model.dtype is 'fp16'; it must be one of auto, float32, bfloat16, float16"),
+        (
+            {"dtype": "fp16"},
+            "model.dtype is 'fp16'; it must be one of auto, float32 (or float), bfloat16, float16 (or half)",
+        ),
         ({"device": "gpu"}, "model.device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:x"}, "model.device is 'cuda:x'; it must be auto, cpu, cuda or cuda:N"),
         ({"model": ""}, "model.name (model) is ''; it must be a text that is not empty"),
@@ -100,6 +103,31 @@ def test_devices_are_taken(device):
 )
 def test_an_error_says_key_value_and_what_is_possible(flat, expected):
     assert message(**flat) == expected
+
+
+def test_a_wrong_format_of_kv_is_told_every_name_that_is_taken():
+    told = message(kv_cache_dtype="fp9").partition("one of ")[2]
+    taken = told.replace(" (or ", ", ").replace(")", "").split(", ")
+    assert taken == [
+        "auto",
+        "float32",
+        "float",
+        "bfloat16",
+        "float16",
+        "half",
+        "int8",
+        "float8_e4m3fn",
+        "fp8",
+    ]
+    for name in taken:
+        EngineConfig.from_flat(kv_cache_dtype=name)
+
+
+def test_a_model_length_holds_a_token_of_the_prompt_and_one_of_the_output():
+    assert message(max_model_len=1) == (
+        "model.max_model_len is 1; it must be a whole number of at least 2, or null"
+    )
+    assert EngineConfig.from_flat(max_model_len=2).model.max_model_len == 2
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.5, float("nan"), float("inf")])

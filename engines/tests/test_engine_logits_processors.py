@@ -115,25 +115,27 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: next(iter(asked)))
+@pytest.mark.repeats
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_the_same_alone_in_a_batch_of_33_and_after_preemption(make_engine, asked, temperature):
+def test_tokens_are_the_same_alone_in_a_batch_of_33_and_after_preemption(make_engine, temperature):
     options = {"temperature": temperature, "seed": 7, "max_tokens": 24, "ignore_eos": True}
-    params = SamplingParams(**options, **asked)
-    others = [
-        SamplingParams(**options, **ASKED[i % 5]) if i % 2 else SamplingParams(**options) for i in range(32)
-    ]
-    prompts = [[3 + i] * (10 + i) for i in range(32)]
-    alone = make_engine().generate([PROMPT], params)[0].outputs[0].token_ids
-    mixed = (
-        make_engine(num_blocks=256).generate([*prompts, PROMPT], [*others, params])[-1].outputs[0].token_ids
+    params = [SamplingParams(**options, **asked) for asked in ASKED]
+    others = [params[i % 5] if i % 2 else SamplingParams(**options) for i in range(28)]
+    prompts = [[3 + i] * (10 + i) for i in range(28)]
+
+    def beside(engine, number):
+        outputs = engine.generate([*prompts[:number], *[PROMPT] * 5], [*others[:number], *params])
+        return [output.outputs[0].token_ids for output in outputs[number:]]
+
+    plain, *alone = (
+        make_engine().generate([PROMPT], each)[0].outputs[0].token_ids
+        for each in (SamplingParams(**options), *params)
     )
+    assert plain not in alone
+    assert beside(make_engine(num_blocks=256), 28) == alone
     engine = make_engine(num_blocks=14, block_size=8)
-    squeezed = engine.generate([*prompts[:6], PROMPT], [*others[:6], params])[-1].outputs[0].token_ids
+    assert beside(engine, 6) == alone
     assert engine.metrics().num_preemptions > 0
-    assert alone == mixed == squeezed
-    plain = make_engine().generate([PROMPT], SamplingParams(**options))[0].outputs[0].token_ids
-    assert alone != plain
 
 
 def test_only_sequences_that_ask_are_counted(make_engine):

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sagellm.accel.native import library
+from sagellm.accel.native.library import Examination, NativeLibrary
 from sagellm.core import (
     WHOLE,
     NullForwardBackend,
@@ -120,6 +122,16 @@ def test_torch_refuses_what_it_lacks_before_it_reads_a_weight(registry, opened):
             choose(registry, capped, backend)
 
 
+def test_a_refusal_advises_only_what_could_run_the_model(registry, opened):
+    registry.register(Acme("PlainOnly"), distribution="acme")
+    with pytest.raises(UnsupportedModelError, match=r"\); 'auto' would try sagellm-engines:torch$"):
+        choose(registry, windowed(opened), "PlainOnly")
+    attention = tuple(replace(each, soft_cap=30.0) for each in opened.spec.attention)
+    capped = replace(opened, spec=replace(opened.spec, attention=attention), weights=None)
+    with pytest.raises(UnsupportedModelError, match=r"\); no other installed backend can$"):
+        choose(registry, capped, "torch")
+
+
 def test_torch_has_no_parts_of_a_model(registry, opened):
     with pytest.raises(UnsupportedModelError, match="no parts of a model"):
         choose(registry, replace(opened, weights=None), "torch", shard=Shard(0, 2))
@@ -137,6 +149,24 @@ def test_the_doctor_says_which_backends_run_the_configured_model(registry, check
     facts = examine_model(context).facts
     reason = "not usable: it lacks qk_norm, which Qwen3ForCausalLM needs"
     assert facts["forward backend acme:PlainOnly"] == reason
+
+
+def test_the_doctor_says_why_the_native_library_does_not_run_the_model(
+    registry, checkpoint, tmp_path, monkeypatch
+):
+    def told(path):
+        config = EngineConfig.from_flat(model=str(path))
+        facts = examine_model(ExaminationContext(registry=registry, config=config, topology=None)).facts
+        return facts["forward backend sagellm-accel:native"]
+
+    assert told(checkpoint).startswith("not usable: the head size is ")
+    path = make_checkpoint(tmp_path / "qwen2", family="qwen2")
+    none = Examination(None, {"amx": "it was not built"})
+    monkeypatch.setattr(library, "examine", lambda: none)
+    assert told(path) == "not usable: no variant of the native library runs here (amx: it was not built)"
+    monkeypatch.setattr(library, "examine", lambda: Examination("avx2", {}))
+    monkeypatch.setattr(library, "load", lambda variant: NativeLibrary(variant, None))
+    assert told(path) == "runs it"
 
 
 def test_the_doctor_goes_on_without_the_model(registry, tmp_path):

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.core import ExecutorProtocol, PluginRegistry, Provider, Runs, StepOutput, hookimpl
+from sagellm.core import (
+    ExecutorProtocol,
+    NullExecutor,
+    PluginError,
+    PluginRegistry,
+    Provider,
+    Runs,
+    StepOutput,
+    hookimpl,
+)
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -76,10 +85,27 @@ class Hostile(ExecutorProtocol):
         return output  # type: ignore[no-any-return]
 
 
+class Closing(NullExecutor):
+    """Counts how often it was closed."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        Closing.num_closed += 1
+
+
+def no_scheduler(**_: object) -> None:
+    raise OSError("no scheduler")
+
+
 class Offer:
     @hookimpl
     def sagellm_providers(self) -> list[Provider]:
-        return [Provider("executor", "hostile", f"{__name__}:Hostile", "breaks its contract")]
+        return [
+            Provider("executor", "hostile", f"{__name__}:Hostile", "breaks its contract"),
+            Provider("executor", "closing", f"{__name__}:Closing", "counts"),
+            Provider("scheduler", "none", f"{__name__}:no_scheduler", "fails"),
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +134,14 @@ def test_a_broken_contract_is_told_and_nothing_is_lost(
     again = engine.generate(PROMPTS, GREEDY)
     assert [output.outputs[0].token_ids for output in again] == expected
     assert all_blocks_are_back(engine)
+
+
+def test_an_executor_is_closed_once_whether_or_not_its_engine_could_be_made(make_engine, monkeypatch):
+    monkeypatch.setattr(Closing, "num_closed", 0)
+    registry = PluginRegistry.load()
+    registry.register(Offer(), distribution="acme", version="3")
+    with pytest.raises(PluginError, match="no scheduler"):
+        make_engine(registry=registry, executor="closing", scheduler="none")
+    assert Closing.num_closed == 1
+    make_engine(registry=registry, executor="closing").close()
+    assert Closing.num_closed == 2

@@ -9,6 +9,7 @@ import pytest
 
 from sagellm.core import (
     EvictionPolicyProtocol,
+    NullCheckpointFormat,
     PluginError,
     PluginRegistry,
     Provider,
@@ -18,7 +19,11 @@ from sagellm.core import (
 )
 from sagellm.engines import EngineConfig
 from sagellm.engines.config.schema import flat_to_dotted
-from sagellm.engines.loading.format_and_family import installed_families, select_family
+from sagellm.engines.loading.format_and_family import (
+    installed_families,
+    installed_formats,
+    select_family,
+)
 from sagellm.engines.machine import read_topology
 from sagellm.engines.traces.read import read_trace
 
@@ -299,3 +304,25 @@ def test_a_tier_whose_factory_ends_the_process_is_named(make_engine, monkeypatch
     registry = registry_with(monkeypatch, "kv_tier")
     with pytest.raises(PluginError, match=r"kv_tier 'exit' of acme 3: its factory failed; SystemExit: 7"):
         make_engine(registry=registry, kv_tiers={"exit": {"max_bytes": "1MiB"}})
+
+
+def test_a_checkpoint_format_with_an_option_that_nothing_can_set_is_left_out(monkeypatch, caplog):
+    class Demanding(NullCheckpointFormat):
+        def __init__(self, phase):
+            pass
+
+    class Offer:
+        @hookimpl
+        def sagellm_providers(self):
+            return [Provider("checkpoint_format", "moon", "sagellm.core:NullCheckpointFormat", "")]
+
+    registry = PluginRegistry.load()
+    registry.register(Offer(), distribution="acme", version="3")
+    resolve = registry.resolve
+    monkeypatch.setattr(
+        registry, "resolve", lambda kind, name: Demanding if "moon" in name else resolve(kind, name)
+    )
+    with caplog.at_level(logging.WARNING, "sagellm"):
+        formats = installed_formats(registry)
+    assert "a checkpoint format is left out: checkpoint_format 'acme:moon' needs the option" in caplog.text
+    assert len(formats) == len(PluginRegistry.load().providers("checkpoint_format"))

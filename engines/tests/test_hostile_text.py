@@ -280,7 +280,7 @@ def test_ctrl_c_in_a_tokenizer_propagates(make_engine, monkeypatch):
         raise KeyboardInterrupt
 
     engine = make_engine()
-    monkeypatch.setattr(type(engine.tokenizer), "__call__", interrupted)
+    monkeypatch.setattr(type(engine.light_tokenizer), "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate("The river")
 

@@ -363,12 +363,38 @@ def test_a_row_has_the_same_bits_alone_and_batched_and_by_any_number_of_threads(
         first += part[1]
 
 
-@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decodes_have_the_same_bits_alone_and_among_enough_to_be_read_whole(
+    lib: ctypes.CDLL, kind: str
+) -> None:
+    lengths = [1, 16, 40, 64, 65, 256, 257, 300, 511, 520] * 4
+    paged = Paged(lib, Case(kind=kind), sum(-(-length // 16) for length in lengths))
+    parts = [(paged.add(length), 1, length) for length in lengths]
+    query = paged.queries(len(parts))
+    together = paged.attend(parts, query)
+    assert error(together, paged.reference(parts, query)) < ROUNDED_ERROR
+    assert np.array_equal(paged.attend(parts, query, threads=2), together)
+    for i in range(10):
+        assert np.array_equal(paged.attend([parts[i]], query[i : i + 1], threads=2), together[i : i + 1])
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "window", "soft_cap"),
+    [
+        (2, 64, 0, 0.0),
+        (2, 64, 90, 0.0),
+        (1, 128, 0, 0.0),
+        (3, 48, 90, 5.0),
+        (7, 80, 0, 0.0),
+        (16, 64, 0, 5.0),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_decoded_and_drafted_and_in_any_chunk(
-    lib: ctypes.CDLL, kind: str, window: int
+    lib: ctypes.CDLL, kind: str, group: int, head_dim: int, window: int, soft_cap: float
 ) -> None:
-    paged = Paged(lib, Case(kind=kind, window=window), 40)
+    case = Case(kind=kind, num_heads=2 * group, head_dim=head_dim, window=window, soft_cap=soft_cap)
+    paged = Paged(lib, case, 40)
     length = 600
     sequence = paged.add(length)
     query = paged.queries(length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from dataclasses import replace
 
@@ -24,6 +26,7 @@ from sagellm.accel.int4 import Int4Quantizer
 from sagellm.accel.int8 import Int8Quantizer
 from sagellm.accel.native.backend import NativeForwardBackend
 from sagellm.accel.native.library import VARIANTS, load
+from sagellm.accel.native.memory import AllocatedAhead, zeroed_pages
 from sagellm.core import (
     WHOLE,
     CheckpointError,
@@ -277,6 +280,7 @@ def test_calls_before_there_is_kv_are_errors(best):
         backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 4)]))
     with pytest.raises(EngineError, match="copy_blocks was called before"):
         backend.copy_blocks([(0, 1)])
+    assert not backend.use_idle_time()
 
 
 @pytest.mark.parametrize("name", ["layer.1.v.weight", "embedding", "norm", "layer.0.q.bias"])
@@ -343,3 +347,43 @@ def test_metrics_count_tokens_weights_and_the_time_of_each_phase(best):
     assert size.weight_bytes >= 4 * size.num_parameters
     assert make(decoder).metrics().details == {}
     assert Shard() == WHOLE
+
+
+def resident_bytes(memory: np.ndarray) -> int:
+    """Bytes of a mapping that are in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    present = (ctypes.c_ubyte * (-(-memory.nbytes // mmap.PAGESIZE)))()
+    length = ctypes.c_size_t(memory.nbytes)
+    assert libc.mincore(ctypes.c_void_p(memory.ctypes.data), length, present) == 0
+    return sum(each & 1 for each in present) * mmap.PAGESIZE
+
+
+def test_idle_time_allocates_memory_up_to_a_limit_behind_what_is_used_and_keeps_what_it_holds():
+    mebibyte = 1 << 20
+    memory = zeroed_pages(64 * mebibyte)
+    memory[5 * mebibyte] = 7
+    ahead = AllocatedAhead(memory, 8 * mebibyte)
+    assert resident_bytes(memory) < 8 * mebibyte
+    while ahead.allocate_some():
+        pass
+    assert 8 * mebibyte <= resident_bytes(memory) < 16 * mebibyte
+    ahead.use(40 * mebibyte)
+    while ahead.allocate_some():
+        pass
+    assert 48 * mebibyte <= resident_bytes(memory) < 56 * mebibyte
+    ahead.use(64 * mebibyte)
+    while ahead.allocate_some():
+        pass
+    assert resident_bytes(memory) == 64 * mebibyte
+    assert (memory[5 * mebibyte], int(memory.sum(dtype=np.int64))) == (7, 7)
+
+
+def test_idle_time_allocates_all_kv_of_a_small_pool_and_changes_no_result(best):
+    decoder = make_decoder(VARIETIES["qwen3"])
+    expected, backend = in_pieces(make(decoder), [20]), make(decoder)
+    first = backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 20)]))
+    while backend.use_idle_time():
+        pass
+    rest = backend.forward(make_batch([Piece(IDS, BLOCKS, 20, len(IDS))]))
+    assert torch.equal(torch.cat([first, rest]), expected)
+    assert not backend.use_idle_time()

@@ -251,7 +251,18 @@ def test_benchmark_loads_a_server_and_keeps_what_it_measured(sage, server, tmp_p
 
 @pytest.mark.full  # starts an engine in processes of its own
 def test_benchmark_serves_a_model_itself(sage, checkpoint):
-    run = ("--model", checkpoint, *REAL, "--duration", "2", "--concurrency", "2", "--json")
+    run = (
+        "--model",
+        checkpoint,
+        *REAL,
+        "--workload",
+        "chat",
+        "--duration",
+        "8",
+        "--concurrency",
+        "2",
+        "--json",
+    )
     result = sage("llm", "benchmark", *run)
     assert result.code == 0, result.err
     row = {name: values["sagellm"] for name, values in result.json["figures"].items()}

@@ -321,7 +321,7 @@ def test_a_plugin_that_is_broken_is_named_and_stops_only_what_needs_it(sage, che
     result = sage("llm", "generate", "x", "--model", checkpoint, *REAL)
     assert (result.code, "broken-plugin" in result.err) == (0, True)
     result = sage("llm", "generate", "x", "--model", checkpoint, *REAL, "--eviction-policy", "moon")
-    assert (result.code, "broken-plugin could not be loaded" in result.err) == (1, True)
+    assert (result.code, "broken-plugin could not be loaded" in result.err) == (2, True)
 
 
 _FAILING = """
@@ -357,4 +357,4 @@ def test_a_logits_processor_that_fails_is_named_and_its_traceback_shown_with_deb
 
 def test_an_unknown_policy_is_told_with_the_nearest(sage, checkpoint):
     result = sage("llm", "generate", "x", "--model", checkpoint, *REAL, "--eviction-policy", "lruu")
-    assert (result.code, "Did you mean 'lru'?" in result.err) == (1, True)
+    assert (result.code, "Did you mean 'lru'?" in result.err) == (2, True)

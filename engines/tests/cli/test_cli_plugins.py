@@ -72,7 +72,7 @@ def test_list_can_be_limited_to_a_kind(sage):
 def test_an_unknown_kind_is_told_with_the_nearest(sage):
     for arguments in (["list"], ["info", "lru"]):
         result = sage("plugins", *arguments, "--kind", "evict")
-        assert (result.code, "Did you mean 'eviction_policy'?" in result.err) == (1, True)
+        assert (result.code, "Did you mean 'eviction_policy'?" in result.err) == (2, True)
 
 
 def test_a_broken_plugin_is_listed_with_its_error_and_the_rest_goes_on(sage, install):
@@ -166,7 +166,7 @@ def test_info_of_a_broken_plugin_shows_its_error(sage, install):
 def test_info_of_an_unknown_name_tells_the_nearest(sage, install):
     install("moon-plugin", WORKING)
     result = sage("plugins", "info", "mooon")
-    assert result.code == 1
+    assert result.code == 2
     assert result.err.startswith(
         "Error: no installed provider or distribution is called 'mooon'; installed: "
     )
@@ -314,6 +314,26 @@ def test_info_leaves_out_what_an_engine_gives_and_says_what_is_required(sage):
         True
     ] * 3
     assert "runtime" not in shown
+
+
+_FORMAT = """
+from sagellm.core import NullCheckpointFormat, Provider, hookimpl
+
+class Moon(NullCheckpointFormat):
+    def __init__(self, phase="full", **_):
+        pass
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("checkpoint_format", "moon", f"{__name__}:Moon", "")]
+"""
+
+
+def test_info_lists_no_options_that_nothing_can_set(sage, install):
+    install("moon-format", _FORMAT)
+    assert "OPTION" not in sage("plugins", "info", "moon").out
+    assert sage("plugins", "info", "moon", "--json").json["providers"][0]["options"] == []
+    assert sage("plugins", "info", "tiered", "--json").json["providers"][0]["options"] == []
 
 
 def test_every_provider_that_is_installed_can_be_told_about(sage):

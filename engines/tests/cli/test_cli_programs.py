@@ -165,6 +165,19 @@ def test_a_name_in_the_wrong_letter_case_is_told_as_it_is_written(sage, argument
     assert f"Did you mean {meant!r}?" in sage("plugins", *arguments).err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plugins", "info", "nonsense"],
+        ["plugins", "list", "--kind", "nonsense"],
+        ["llm", "generate", "x", "--forward-backend", "nonsense"],
+    ],
+)
+def test_an_unknown_name_ends_with_two(sage, arguments):
+    result = sage(*arguments)
+    assert (result.code, "nonsense" in result.err, "Traceback" in result.err) == (2, True, False)
+
+
 def test_a_wrong_setting_ends_with_two_and_one_message(sage):
     result = sage("config", "show", "--block-size", "7000")
     expected = "Error: kv.block_size is 7000; it must be a whole number from 1 to 1024 (from --block-size)\n"

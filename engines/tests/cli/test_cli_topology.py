@@ -103,7 +103,7 @@ def test_people_get_a_tree(sage):
 def test_the_reader_is_chosen_by_name(sage):
     assert sage("llm", "topology", "--reader", "null", "--json").json["cpu"]["num_cores"] == 1
     result = sage("llm", "topology", "--reader", "nul")
-    assert (result.code, "Did you mean 'null'?" in result.err) == (1, True)
+    assert (result.code, "Did you mean 'null'?" in result.err) == (2, True)
     assert NullTopology().read().hostname == ""
 
 

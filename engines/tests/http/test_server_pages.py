@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from sagellm.engines import __version__
+from sagellm.engines.loading.tokenizer import load_tokenizer
 
 HEX = re.compile(r"[0-9a-f]{32}")
 CHAT = [{"role": "user", "content": "Is it far?"}]
@@ -187,7 +188,7 @@ class TestTokenizer:
 
     def test_its_settings_are_told_and_no_path_of_this_machine(self, server, checkpoint):
         info = server.http.get("/tokenizer_info").json()
-        assert info["tokenizer_class"] == type(server.front.tokenizer).__name__
+        assert info["tokenizer_class"] == type(load_tokenizer(checkpoint)).__name__
         assert info["vocab_size"] == len(server.front.tokenizer)
         assert info["chat_template"] == server.front.tokenizer.chat_template
         assert info["eos_token"] == server.front.tokenizer.eos_token

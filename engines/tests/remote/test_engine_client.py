@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -104,6 +105,36 @@ def test_metrics_have_every_module(client):
     modules = client.metrics().modules
     assert modules["kv_pool"].total_blocks == 64
     assert {"prefix_cache", "eviction_policy", "scheduler", "lifetime_predictor"} <= modules.keys()
+
+
+def test_a_served_core_works_ahead_only_while_it_has_no_sequences(
+    core, server, tmp_path, inputs, monkeypatch
+):
+    busy, rounds = [], []
+
+    def use_idle_time() -> bool:
+        busy.append(core.has_unfinished())
+        rounds.append(None)
+        return len(rounds) % 50 != 0  # else the server waits for a message
+
+    monkeypatch.setattr(core, "use_idle_time", use_idle_time)
+    with SocketClient.connect(tmp_path / "core.sock", timeout_s=30) as client:
+        add(client, inputs, PROMPTS[0])
+        assert sum(map(len, run(client).values())) == 8
+        while len(rounds) < 200:
+            time.sleep(0.01)
+    assert not any(busy)
+
+
+def test_an_embedded_core_works_ahead_when_it_is_asked_and_has_no_sequences(make_engine, monkeypatch):
+    engine, calls = make_engine(), []
+    monkeypatch.setattr(engine.client.core, "use_idle_time", lambda: calls.append(1) or len(calls) < 3)
+    engine.add_request([5, 6, 7], GREEDY)
+    assert not engine.use_idle_time()
+    assert not calls
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert [engine.use_idle_time() for _ in range(3)] == [True, True, False]
 
 
 def test_a_step_without_sequences_does_nothing(client):

@@ -12,6 +12,7 @@ import subprocess
 import pytest
 
 from sagellm.core import (
+    ConfigError,
     DuplicateRequestError,
     EngineDeadError,
     EngineError,
@@ -167,6 +168,16 @@ def test_a_core_that_cannot_start_says_why(tmp_path, caplog):
         asyncio.run(asyncio.wait_for(main(), 60))
     assert caplog.records == [], "the error says it all"
     assert not (tmp_path / "core.sock").exists()
+
+
+@pytest.mark.parametrize("setting", [{"scheduler": "nonsense"}, {"max_model_len": 1 << 30}])
+def test_a_setting_that_keeps_a_core_from_starting_is_a_wrong_setting_here_too(config, tmp_path, setting):
+    async def main():
+        wrong = EngineConfig.from_flat(model=config.model.name, **setting)
+        await RemoteEngine.start(wrong, tmp_path / "core.sock", tokenizer=None)
+
+    with pytest.raises(ConfigError, match=r"nonsense|max_model_len"):
+        asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_process_that_cannot_be_started_is_no_endless_wait(config, tmp_path, monkeypatch):

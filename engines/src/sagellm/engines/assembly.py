@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,19 +48,18 @@ from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation_defaults import GenerationDefaults
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
-from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
+from sagellm.engines.sampling import draws
 from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.worker import late_tokens
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from sagellm.core import ForwardBackendProtocol
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -74,7 +73,7 @@ class AssembledEngine:
 
     config: EngineConfig
     core: EngineProtocol
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     default_params: SamplingParams
     runtime: Runtime
 
@@ -104,73 +103,77 @@ def build_core(  # noqa: PLR0913
     runner.initialize_kv_caches(num_blocks)  # first: it raises if they exceed memory
     identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
     processors = logits_processors(modules, vocab_size)
+    draw = draws.device_draw(runner.device)
     sampler = Sampler(
         processors.values(),
         extra_args(modules, processors),
         labels=[modules.label("logits_processor", name) for name in processors],
+        draw=draw if runner.device.type == "cpu" else None,  # on a GPU the kernel is for whole steps
     )
     num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
     state = SeatState(num_seats, block_size=block_size)
-    worker = Worker(
-        runner, sampler, state, trace=trace, around=around_step, draw=late_tokens.device_draw(runner.device)
-    )
+    worker = Worker(runner, sampler, state, trace=trace, around=around_step, draw=draw)
     executor = modules.make("executor", config.forward.executor, worker)
-    seats = Seats(num_seats, block_size=block_size)
-    label = modules.label("executor", config.forward.executor.name)
-    steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=vocab_size)
-    memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
-    offload = build_offload(modules, memory, runtime)
-    kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
-    predictor = modules.make("lifetime_predictor", config.predictor.name)
-    scheduler: Scheduler
-    ir = modules.make(
-        "scheduler",
-        config.scheduler.name,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        block_size=layout.block_size,
-        probe=lambda request: scheduler.probe(request),
-        epoch=lambda: kv.manager.epoch,
-        clock=runtime.clock,
-    )
-    for spec in config.scheduler.passes:
-        ir.add_optimization_pass(modules.make("scheduler_pass", spec))
-    batching = BatchingMeter(
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_num_seqs=config.scheduler.max_num_seqs,
-    )
-    scheduler = Scheduler(
-        ir,
-        kv.manager,
-        batching,
-        now_ns=runtime.clock.now_ns,
-        propose=propose,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        vocab_size=vocab_size,
-    )
-    return EngineCore(
-        CoreParts(
-            scheduler=scheduler,
-            kv=kv.manager,
-            saves=build_saves(modules, memory, kv.manager, fingerprint, runtime),
-            steps=steps,
-            executor=executor,
-            worker=worker,
-            predictor=predictor,
-            registry=modules.registry,
-            runtime=runtime,
-            trace=trace or NullTrace(),
-            metrics_of={
-                **kv.metrics_of,
-                "scheduler": ir.metrics,
-                "batching": batching.metrics,
-                "lifetime_predictor": predictor.metrics,
-                "forward_backend": backend.metrics,
-                "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
-            },
-            progress=progress or ProgressHook(),
+    with ExitStack() as on_failure:
+        on_failure.callback(executor.close)
+        seats = Seats(num_seats, block_size=block_size)
+        label = modules.label("executor", config.forward.executor.name)
+        steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=vocab_size)
+        memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
+        offload = build_offload(modules, memory, runtime)
+        kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
+        predictor = modules.make("lifetime_predictor", config.predictor.name)
+        scheduler: Scheduler
+        ir = modules.make(
+            "scheduler",
+            config.scheduler.name,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            block_size=layout.block_size,
+            probe=lambda request: scheduler.probe(request),
+            epoch=lambda: kv.manager.epoch,
+            clock=runtime.clock,
         )
-    )
+        for spec in config.scheduler.passes:
+            ir.add_optimization_pass(modules.make("scheduler_pass", spec))
+        batching = BatchingMeter(
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        scheduler = Scheduler(
+            ir,
+            kv.manager,
+            batching,
+            now_ns=runtime.clock.now_ns,
+            propose=propose,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            vocab_size=vocab_size,
+        )
+        core = EngineCore(
+            CoreParts(
+                scheduler=scheduler,
+                kv=kv.manager,
+                saves=build_saves(modules, memory, kv.manager, fingerprint, runtime),
+                steps=steps,
+                executor=executor,
+                worker=worker,
+                predictor=predictor,
+                registry=modules.registry,
+                runtime=runtime,
+                trace=trace or NullTrace(),
+                metrics_of={
+                    **kv.metrics_of,
+                    "scheduler": ir.metrics,
+                    "batching": batching.metrics,
+                    "lifetime_predictor": predictor.metrics,
+                    "forward_backend": backend.metrics,
+                    "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
+                },
+                progress=progress or ProgressHook(),
+            )
+        )
+        on_failure.pop_all()
+    return core
 
 
 def assemble(
@@ -181,7 +184,7 @@ def assemble(
     core = engine(Modules(registry or PluginRegistry.load(), config), runtime)
     info = core.info
     config = config.with_values(info.settings)
-    tokenizer = info.tokenizer or load_tokenizer(resolve_tokenizer(config.model))
+    tokenizer = info.tokenizer or open_tokenizer(resolve_tokenizer(config.model))
     return AssembledEngine(
         config=config,
         core=core,
@@ -204,6 +207,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         quantizer = modules.make("quantizer", config.model.quantization)
     opened = open_model(config.model, registry)
     geometry, spec = opened.spec.geometry, opened.spec
+    default_params = _default_params(opened.generation)
     kv_dtype = opened.dtype_name if config.kv.dtype == "auto" else config.kv.dtype
     layout = _layout(spec, kv_dtype, config.kv.block_size)
     max_model_len, reason = _max_model_len(config, geometry)
@@ -269,7 +273,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             "forward.backend": chosen.name,
         },
         refusals=chosen.refusals,
-        default_params=_default_params(opened.generation),
+        default_params=default_params,
         tokenizer=opened.tokenizer,
         geometry=geometry,
         layout=layout,

@@ -31,9 +31,8 @@ from sagellm.engines.remote.heartbeat import RESPONSIVE_S
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from sagellm.core import PluginRegistry, Runtime
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -90,9 +89,9 @@ class AsyncLLMEngine:
         await self.close()
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
-        return self.engine.tokenizer
+        return self.engine.light_tokenizer
 
     @property
     def default_params(self) -> SamplingParams:

@@ -32,6 +32,13 @@ class BlockingClient(EngineClient):
     def has_unfinished(self) -> bool:
         """Say whether a sequence waits or runs."""
 
+    def use_idle_time(self) -> bool:
+        """Have the core prepare for later steps, and say whether more is left.
+
+        A served core does so by itself.
+        """
+        return False
+
     @abstractmethod
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the core."""
@@ -63,6 +70,10 @@ class InProcessClient(BlockingClient):
     def has_unfinished(self) -> bool:
         """Ask the core."""
         return self.core.has_unfinished()
+
+    def use_idle_time(self) -> bool:
+        """Call the core."""
+        return self.core.use_idle_time()
 
     def metrics(self) -> EngineMetrics:
         """Ask the core."""

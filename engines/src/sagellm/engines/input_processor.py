@@ -34,7 +34,7 @@ from sagellm.engines.text.bad_words import bad_words_token_ids
 from sagellm.engines.text.guarded_tokenizer import decode, encode
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
 
@@ -46,7 +46,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer | None,
         limits: RequestLimits,
         runtime: Runtime,
         default_params: SamplingParams | None = None,

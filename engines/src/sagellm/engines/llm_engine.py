@@ -31,8 +31,11 @@ from sagellm.engines.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.chat_messages import Message, read_conversations
 from sagellm.engines.text.chat_template import ChatTemplate
+from sagellm.engines.text.json_tokenizer import JsonTokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sagellm.core import PluginRegistry, Runtime
 
 
@@ -60,7 +63,7 @@ class LLMEngine:
         config = _configuration(model, config, settings)
         assembled = assemble(config, registry=registry, runtime=runtime)
         self.config = assembled.config
-        self.tokenizer = assembled.tokenizer
+        self.light_tokenizer = assembled.tokenizer  # what the engine itself needs of one
         self.geometry = assembled.core.info.geometry
         self.layout = assembled.core.info.layout
         self.client = InProcessClient(assembled.core)
@@ -151,10 +154,16 @@ class LLMEngine:
         ]
         return self.generate(prompts, given, namespace=namespace, progress=is_shown)
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """transformers' tokenizer of the model, made when it is first asked for; the engine uses another."""
+        tokenizer = self.light_tokenizer
+        return tokenizer.transformers if isinstance(tokenizer, JsonTokenizer) else tokenizer
+
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The template that turns messages into token ids."""
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(self.light_tokenizer)
 
     def add_request(
         self,
@@ -190,6 +199,14 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Say whether a request is waiting or running."""
         return self.client.has_unfinished()
+
+    def use_idle_time(self) -> bool:
+        """Do a few milliseconds of work that later requests would wait for, and say whether some is left.
+
+        Such as allocating memory of KV before it is written. A served engine does it while it has no
+        requests, an embedded one only if this is called: `while engine.use_idle_time(): pass`.
+        """
+        return not self.client.has_unfinished() and self.client.use_idle_time()
 
     @property
     def max_model_len(self) -> int:

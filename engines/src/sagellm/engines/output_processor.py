@@ -12,11 +12,11 @@ from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
-from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+from sagellm.engines.text.detokenizer import Decoder, IncrementalDetokenizer, decoder_of
 from sagellm.engines.text.guarded_tokenizer import decode
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -51,8 +51,9 @@ class Processed(NamedTuple):
 class OutputProcessor:
     """Knows every live request and its sequences, but nothing about how they are computed."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, runtime: Runtime) -> None:
         self._tokenizer = tokenizer
+        self._decoders: dict[bool, Decoder] = {}  # by whether they skip special tokens
         self._texts: dict[int, str] = {}  # of tokens with reported log-probabilities
         self._clock = runtime.clock
         self._live: dict[RequestId, _Live] = {}
@@ -143,13 +144,16 @@ class OutputProcessor:
             metrics.last_token_ns = now_ns
             if metrics.scheduled_ns is None:
                 metrics.scheduled_ns = token_output.scheduled_ns
-            live.output.num_cached_tokens = max(live.output.num_cached_tokens, token_output.num_cached_tokens)
+            if token_output.num_cached_tokens > live.output.num_cached_tokens:
+                live.output.num_cached_tokens = token_output.num_cached_tokens
             if token_output.prompt_scores is not None and output.index == 0:
                 self._set_prompt_logprobs(live, token_output.prompt_scores)
             num_before = len(output.token_ids)
             matched = self._take_tokens(live, continuation, token_output)
-            metrics.num_output_tokens += len(output.token_ids) - num_before
-            metrics.num_longest_output_tokens = max(metrics.num_longest_output_tokens, len(output.token_ids))
+            num_tokens = len(output.token_ids)
+            metrics.num_output_tokens += num_tokens - num_before
+            if num_tokens > metrics.num_longest_output_tokens:
+                metrics.num_longest_output_tokens = num_tokens
             if matched is not None:
                 stopped_by_string = reason is None
                 reason, stop_reason = "stop", matched
@@ -236,13 +240,20 @@ class OutputProcessor:
             self._texts[token_id] = decode(self._tokenizer, [token_id])
         return self._texts[token_id]
 
+    def _decoder(self, *, skip_special_tokens: bool) -> Decoder:
+        decoder = self._decoders.get(skip_special_tokens)
+        if decoder is None:
+            decoder = decoder_of(self._tokenizer, skip_special_tokens=skip_special_tokens)
+            self._decoders[skip_special_tokens] = decoder
+        return decoder
+
     def _continuation(self, processed: QueuedRequest, index: int) -> _Continuation:
         params = processed.params
         logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         output = CompletionOutput(index=index, logprobs=logprobs)
         if self._tokenizer is None or not params.detokenize:
             return _Continuation(output, None, None)
-        detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = IncrementalDetokenizer(self._decoder(skip_special_tokens=params.skip_special_tokens))
         matcher = None
         if params.stop:
             matcher = StopStringMatcher(tuple(params.stop), include_stop=params.include_stop_str_in_output)

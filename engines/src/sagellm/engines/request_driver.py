@@ -21,7 +21,7 @@ from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 
 class RequestDriver:
@@ -32,9 +32,7 @@ class RequestDriver:
     calls come from one thread; only `input` may be used on another.
     """
 
-    def __init__(
-        self, client: EngineClient, tokenizer: PreTrainedTokenizerBase | None, runtime: Runtime
-    ) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, runtime: Runtime) -> None:
         self._client, self._tokenizer, self._runtime = client, tokenizer, runtime
         self._input: InputProcessor | None = None
         self._output = OutputProcessor(tokenizer, runtime)

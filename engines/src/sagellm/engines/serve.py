@@ -25,10 +25,9 @@ from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.remote.running_engine import EngineLock, EngineState, RunningEngine, check_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from sagellm.engines.remote.remote_engine import RemoteEngine
     from sagellm.engines.text.process import ProcessTextRunner
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -115,7 +114,7 @@ def _own_engine_at(port: int) -> str:
     return f": your {names[0]} does" if names else ""
 
 
-def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+def _prepare(config: EngineConfig) -> Tokenizer | None:
     """Check the settings, then load the server and the tokenizer, downloading it if needed."""
     from sagellm.engines.http import check_access
 
@@ -124,9 +123,9 @@ def _prepare(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     import_module("sagellm.engines.remote.remote_engine")
     import_module("sagellm.engines.text.process")
     from sagellm.engines.loading.source import resolve_tokenizer
-    from sagellm.engines.loading.tokenizer import load_tokenizer
+    from sagellm.engines.loading.tokenizer import open_tokenizer
 
-    return load_tokenizer(resolve_tokenizer(config.model))
+    return open_tokenizer(resolve_tokenizer(config.model))
 
 
 async def _load(
@@ -160,7 +159,7 @@ def _log_start(front: RemoteEngine) -> None:
 async def _serve(
     config: EngineConfig,
     listener: socket.socket,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     engine: RunningEngine,
     *,
     log_level: str,

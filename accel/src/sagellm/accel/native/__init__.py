@@ -1,4 +1,4 @@
-"""Forward passes by a compiled library: one call computes a whole step."""
+"""A compiled library: one call computes a whole forward pass, another one samples from all its logits."""
 
 from typing import TYPE_CHECKING
 
@@ -7,8 +7,10 @@ from sagellm.core import lazy
 if TYPE_CHECKING:
     from sagellm.accel.native.backend import NativeForwardBackend as NativeForwardBackend
     from sagellm.accel.native.library import NativeLibrary as NativeLibrary, examine as examine
+    from sagellm.accel.native.sampling import NativeDraw as NativeDraw
 
 _MODULE_OF = {
+    "NativeDraw": ".sampling",
     "NativeForwardBackend": ".backend",
     "NativeLibrary": ".library",
     "examine": ".library",

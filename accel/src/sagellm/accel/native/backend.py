@@ -12,7 +12,7 @@ import torch
 
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import best_or_named
-from sagellm.accel.native.memory import Bytes, zeroed_pages
+from sagellm.accel.native.memory import AllocatedAhead, Bytes, zeroed_pages
 from sagellm.accel.native.model import NativeModel
 from sagellm.accel.native.weights import check_quantizer, kind_of
 from sagellm.core import (
@@ -38,6 +38,7 @@ logger = get_logger(__name__)
 
 _KV_KINDS = {"bfloat16": 0, "float16": 1, "int8": 2, "float32": 3}
 _HEAD_MULTIPLE, _MAX_HEAD_DIM = 16, 256
+_AHEAD_BYTES = 2 << 30  # KV that idle time allocates behind what is in use
 
 
 class NativeForwardBackend(ForwardBackendProtocol):
@@ -66,6 +67,12 @@ class NativeForwardBackend(ForwardBackendProtocol):
             *(f"kv_{dtype}" for dtype in _KV_KINDS),
         }
     )
+
+    @classmethod
+    def check_model(cls, spec: ModelSpec) -> None:
+        """Raise UnsupportedModelError if the heads do not fit or no variant of the library runs here."""
+        _check_geometry(spec)
+        best_or_named()
 
     def __init__(  # noqa: PLR0913
         self,
@@ -115,6 +122,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
                 f"KV of {count} blocks was refused: {error}; lower kv.num_blocks"
             ) from error
         self._kv = memory.reshape(count, layout.block_bytes)
+        self._kv_ahead = AllocatedAhead(memory, _AHEAD_BYTES)
         size, group = layout.item_bytes, layout.group
         kv = structures.KV(
             kind=_KV_KINDS[group.dtype],
@@ -152,7 +160,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others."""
-        self._blocks("forward")
+        blocks = self._blocks("forward")
         started_ns = time.perf_counter_ns()
         self._model.cover(max(batch.seq_lens))
         tables = batch.block_tables.contiguous()
@@ -178,6 +186,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
                 f"no memory for the activations of {step.num_tokens} tokens; lower "
                 "scheduler.max_num_batched_tokens or kv.num_blocks"
             )
+        self._kv_ahead.use((int(tables.max()) + 1) * blocks.shape[1])
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
@@ -187,6 +196,10 @@ class NativeForwardBackend(ForwardBackendProtocol):
         """Have steps call `beat` between layers, ten times per second."""
         self._beat = structures.Beat(beat)  # kept: the library has its address alone
         self._functions.sage_beat_with(self._model.handle, self._beat)
+
+    def use_idle_time(self) -> bool:
+        """Allocate KV that new prompts will write."""
+        return self._kv is not None and self._kv_ahead.allocate_some()
 
     def metrics(self) -> ForwardMetrics:
         """Return the counts so far, and the time of each phase if they are measured."""

@@ -53,6 +53,8 @@ _FUNCTIONS: Mapping[str, tuple[object, tuple[object, ...]]] = {
     "sage_time_into": (None, (_POINTER, _POINTER)),
     "sage_step": (_INT32, (_POINTER, _POINTER)),
     "sage_activation_bytes": (_INT64, (_POINTER,)),
+    "sage_draw_scratch_bytes": (_INT64, (_INT64, _INT32)),
+    "sage_draw": (None, (_POINTER,)),
     "sage_read_bandwidth": (ctypes.c_double, (_INT64, _INT32, ctypes.c_double)),
     "sage_matrix_rate": (ctypes.c_double, (_INT32, _INT32, ctypes.c_double)),
 }

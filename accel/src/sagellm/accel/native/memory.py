@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+_PAGE_BYTES = 4096
+_PIECE_BYTES = 2 << 20  # a huge page
+
 
 def zeroed_pages(num_bytes: int) -> Bytes:
     """Return zeros in an anonymous mapping, with huge pages if the kernel has them.
@@ -24,3 +27,35 @@ def zeroed_pages(num_bytes: int) -> Bytes:
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+class AllocatedAhead:
+    """Memory of `zeroed_pages` whose next `ahead_bytes` behind what is in use are allocated in idle time.
+
+    The kernel clears a page, and a virtual machine's host may have to find it first, when it is first
+    written: of a new prompt's time that can be more than its attention takes.
+    """
+
+    def __init__(self, memory: Bytes, ahead_bytes: int) -> None:
+        self._memory, self._ahead_bytes = memory.reshape(-1), ahead_bytes
+        self._used_bytes = self._allocated_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes from the start on that have been allocated ahead."""
+        return self._allocated_bytes
+
+    def use(self, num_bytes: int) -> None:
+        """Say that the first `num_bytes` are in use."""
+        self._used_bytes = max(self._used_bytes, num_bytes)
+
+    def allocate_some(self) -> bool:
+        """Allocate one piece, and say whether there is more to allocate. What the memory holds stays."""
+        start = self._allocated_bytes
+        wanted = min(self._memory.nbytes, self._used_bytes + self._ahead_bytes)
+        if start >= wanted:
+            return False
+        end = min(start + _PIECE_BYTES, self._memory.nbytes)
+        self._memory[start:end:_PAGE_BYTES] |= 0
+        self._allocated_bytes = end
+        return end < wanted

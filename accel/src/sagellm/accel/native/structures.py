@@ -74,6 +74,16 @@ class Step(ctypes.Structure):
     ]
 
 
+class Draw(ctypes.Structure):
+    """Rows of logits from which tokens are chosen."""
+
+    _fields_ = [
+        *((name, _INT64) for name in ("num_rows", "vocab")),
+        *((name, _POINTER) for name in ("logits", "settings", "keys", "positions", "tokens", "scratch")),
+        ("num_threads", _INT32),
+    ]
+
+
 PHASES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 """What a step's time is spent on, in the order of the library's counters."""
 

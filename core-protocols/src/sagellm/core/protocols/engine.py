@@ -179,6 +179,13 @@ class EngineProtocol(ABC):
         unresponsive; after `server.frozen_after_s` a served one is killed and restarted.
         """
 
+    def use_idle_time(self) -> bool:
+        """Do a few milliseconds of work that later steps would wait for, and say whether some is left.
+
+        Called again and again while nothing waits or runs. By default there is none.
+        """
+        return False
+
     def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
         """End all sequences and release files and connections; this is the last call."""
 

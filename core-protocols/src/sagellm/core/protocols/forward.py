@@ -59,6 +59,13 @@ class ForwardBackendProtocol(ABC):
     device_types: ClassVar[Collection[str] | None] = None
     """The types of torch devices for which `auto` considers it; None: all, none: it has to be named."""
 
+    @classmethod  # noqa: B027  (features and device types may say it all)
+    def check_model(cls, spec: ModelSpec) -> None:
+        """Raise UnsupportedModelError if the factory would, because of the machine or of the model's sizes.
+
+        `doctor` asks it before a weight is read. By default it does nothing.
+        """
+
     @abstractmethod
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate the KV of each group: `num_blocks[i]` blocks of `layouts[i]`.
@@ -88,6 +95,14 @@ class ForwardBackendProtocol(ABC):
         By default it does nothing: the attention backend that the factory was given calls `beat` itself, in
         each layer. Called at any time between two steps; the last call counts.
         """
+
+    def use_idle_time(self) -> bool:
+        """Do a few milliseconds of work that later steps would wait for, and say whether some is left.
+
+        Called again and again while nothing waits or runs, by the thread of the steps. By default there is
+        none.
+        """
+        return False
 
     @abstractmethod
     def metrics(self) -> ForwardMetrics:

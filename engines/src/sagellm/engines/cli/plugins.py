@@ -145,7 +145,7 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
     try:
         chosen = registry.choose(entry.provider.kind, entry.qualified_name)
         description = next(iter((chosen.factory.__doc__ or "").strip().splitlines()), "")
-        options = chosen.options()
+        options = chosen.options() if _takes_options(entry.provider.kind) else ()
     except PluginError as problem:
         error = str(problem)
     return ProviderInfo(
@@ -204,6 +204,11 @@ def _provider_text(entry: ProviderInfo) -> str:
             first = entry.options[0].name.strip("*")
             lines += ["", f"  as in {flag} '{entry.name}{{{first}=…}}'"]
     return "\n".join(lines)
+
+
+def _takes_options(kind: str) -> bool:
+    """Say whether a setting or `--reader` names providers of a kind; others keep their defaults."""
+    return kind in SETTINGS or kind == "trace_reader"
 
 
 def _flag_of(kind: str) -> str:

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import typer
 from typer.main import get_command
 
-from sagellm.core import ConfigError, InvalidInputError, SageLLMError, get_logger
+from sagellm.core import SageLLMError, get_logger
+from sagellm.engines.usage_errors import USAGE_ERRORS
 
 FAILED = 1
 USED_WRONGLY = 2
@@ -40,7 +41,7 @@ class _LogFormatter(logging.Formatter):
 
 
 def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or argument), 130 stopped."""
+    """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or name), 130 stopped."""
     session = Session(debug=os.environ.get("SAGELLM_DEBUG", "0") not in ("", "0"))
     logger, handler = get_logger("sagellm"), logging.StreamHandler()
     handler.setLevel(logging.WARNING)
@@ -59,7 +60,7 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) 
             traceback.print_exc()
         else:
             typer.echo(_message(error), err=True)
-        sys.exit(USED_WRONGLY if isinstance(error, ConfigError | InvalidInputError) else FAILED)
+        sys.exit(USED_WRONGLY if isinstance(error, USAGE_ERRORS) else FAILED)
     finally:
         logger.removeHandler(handler)
     sys.exit(result)

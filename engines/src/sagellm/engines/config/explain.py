@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
@@ -14,6 +15,10 @@ from sagellm.engines.config.settings import ALL_NAMES
 from sagellm.engines.config.shown import shown
 
 _MAX_LINES = 20
+
+
+class Aliases(dict[str, str]):
+    """Metadata of a field: other names of some of its choices."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], section: str) -> ConfigError:
@@ -70,7 +75,7 @@ def kind_of(field: FieldInfo) -> tuple[Any, bool]:
 
 def _phrase(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
+        return "one of " + ", ".join(_choices(kind, field))
     if kind is bool:
         return "true or false"
     if kind in (int, float):
@@ -78,6 +83,13 @@ def _phrase(kind: Any, field: FieldInfo) -> str:
     if kind is str:
         return "a text that is not empty"
     return "a list of names"
+
+
+def _choices(kind: Any, field: FieldInfo) -> Iterator[str]:
+    aliases = next((each for each in field.metadata if isinstance(each, Aliases)), Aliases())
+    for choice in get_args(kind):
+        others = [alias for alias, name in aliases.items() if name == choice]
+        yield f"{choice} (or {', '.join(others)})" if others else str(choice)
 
 
 def _limits(field: FieldInfo) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from sagellm.core import ConfigError, ProviderSpec
-from sagellm.engines.config.explain import explain
+from sagellm.engines.config.explain import Aliases, explain
 from sagellm.engines.config.providers import OneProvider, Providers, Tiers, provider, providers
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
@@ -22,6 +22,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s,*?#@]+")
 _SECRET = re.compile(r"[0-9a-fA-F]{32,}")
 _MAX_SEED = 2**63 - 1
+_SHORT_DTYPES = Aliases({"half": "float16", "float": "float32", "fp8": "float8_e4m3fn"})
 
 
 def _as_text(value: object) -> object:
@@ -46,13 +47,17 @@ def _as_size(value: object) -> object:
 def _as_dtype(value: object) -> object:
     """Accept torch's own dtypes, and vLLM's short names for some of them."""
     name = str(value).removeprefix("torch.")
-    return {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn"}.get(name, name)
+    return _SHORT_DTYPES.get(name, name)
 
 
 Name = Annotated[str, Field(min_length=1)]
-DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)]
+DType = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype), _SHORT_DTYPES
+]
 KVDType = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"], BeforeValidator(_as_dtype)
+    Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
+    BeforeValidator(_as_dtype),
+    _SHORT_DTYPES,
 ]
 Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
@@ -112,7 +117,9 @@ class ModelConfig(Checked):
         "quantizer", None, "quantizer that the weights go through at loading"
     )
     max_model_len: int | None = Field(
-        default=None, ge=1, description="longest prompt and output together, in tokens; null: the model's own"
+        default=None,
+        ge=2,  # a token of the prompt and one of the output
+        description="longest prompt and output together, in tokens; null: the model's own",
     )
     seed: int | None = Field(
         default=None,

@@ -203,6 +203,10 @@ class EngineCore(EngineProtocol):
         """Say whether a sequence waits or runs."""
         return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
+    def use_idle_time(self) -> bool:
+        """Let the backend prepare what later steps need."""
+        return self.runner.backend.use_idle_time()
+
     def close(self) -> None:
         """End all sequences and release files and connections. The engine must not be used afterwards."""
         with self._without_exits():

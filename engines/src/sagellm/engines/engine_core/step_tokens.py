@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from typing import overload
 
 from sagellm.core import Runs, SequenceId, TokenOutput
@@ -33,6 +33,13 @@ class StepTokens(Seq[TokenOutput]):
             return output
         begin = self._ends[place - 1] if place else 0
         return TokenOutput(self._sequence_ids[place], self._tokens[begin : self._ends[place]])
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        begin = 0
+        for place, (sequence_id, end) in enumerate(zip(self._sequence_ids, self._ends, strict=True)):
+            output = self._outputs.get(place) if self._outputs else None
+            yield TokenOutput(sequence_id, self._tokens[begin:end]) if output is None else output
+            begin = end
 
     def add(self, output: TokenOutput) -> None:
         """Append one output as it is."""

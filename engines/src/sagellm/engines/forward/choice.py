@@ -43,14 +43,15 @@ def candidates(registry: PluginRegistry) -> list[str]:
 
 
 def refusals(
-    registry: PluginRegistry, spec: ModelSpec, device: torch.device
+    registry: PluginRegistry,
+    spec: ModelSpec,
+    device: torch.device,
+    extra_features: Collection[str] = (),
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield each candidate with the reason why it cannot run a model, None if its features suffice."""
+    """Yield each candidate with the reason why it cannot run a model, None if it finds none."""
     for name in candidates(registry):
         try:
-            factory = registry.resolve("forward_backend", name)
-            _check_device(factory, device)
-            _check_features(factory, spec)
+            _check(registry.resolve("forward_backend", name), spec, device, extra_features)
             yield name, None
         except (UnsupportedModelError, PluginError) as error:
             yield name, str(error)
@@ -87,9 +88,14 @@ def make_backend(
             continue
         return ChosenBackend(backend=backend, name=name.removeprefix("sagellm-engines:"), refusals=refused)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    if wanted == AUTO:
+        raise UnsupportedModelError(f"no installed forward backend can run the model: {reasons}")
+    asked = modules.registry.find("forward_backend", wanted).qualified_name
+    others = refusals(modules.registry, spec, given["device"], extra_features)
+    able = [name for name, reason in others if reason is None and name != asked]
+    advice = f"'auto' would try {', '.join(able)}" if able else "no other installed backend can"
     raise UnsupportedModelError(
-        f"forward.backend is {wanted!r}, which cannot run the model ({reasons}); 'torch' runs every "
-        "model that a built-in family describes, 'auto' takes the first backend that can"
+        f"forward.backend is {wanted!r}, which cannot run the model ({reasons}); {advice}"
     )
 
 
@@ -103,6 +109,14 @@ def _check_device(factory: object, device: torch.device) -> None:
         raise _OtherDeviceError(
             f"it is for {', '.join(sorted(types))}, not for {device.type}" if types else "it has to be named"
         )
+
+
+def _check(factory: object, spec: ModelSpec, device: torch.device, extra: Collection[str]) -> None:
+    _check_device(factory, device)
+    _check_features(factory, spec, extra)
+    check_model = getattr(factory, "check_model", None)  # functions have none
+    if check_model is not None:
+        check_model(spec)
 
 
 def _check_features(factory: object, spec: ModelSpec, extra: Collection[str] = ()) -> None:

@@ -11,7 +11,7 @@ from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
@@ -37,7 +37,7 @@ class EngineFront(Protocol):
     """
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, None if it has none."""
         ...
 

@@ -20,7 +20,7 @@ from sagellm.engines.text.limits import max_characters_of
 from sagellm.engines.text.local import LONG_TEXT, LocalTextRunner
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -41,7 +41,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer | None,
         max_model_len: int,
         *,
         text_runner: TextRunner | None = None,

@@ -15,7 +15,8 @@ from sagellm.engines.http.service import Service
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
-    from transformers import PreTrainedTokenizerBase
+
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
@@ -104,14 +105,14 @@ class Detokenize(_Tokenizing[DetokenizeBody]):
         return {"prompt": await self.service.encoder.detokenize(body.tokens)}
 
 
-def tokenizer_info(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def tokenizer_info(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Describe a tokenizer: its class, its settings, the chat template. Raises APIError if there is none."""
     if tokenizer is None:
         raise APIError(404, "the model has no tokenizer", code="no_tokenizer")
     settings: Mapping[str, Any] = getattr(tokenizer, "init_kwargs", {})
     template = getattr(tokenizer, "chat_template", None)
     return {
-        "tokenizer_class": type(tokenizer).__name__,
+        "tokenizer_class": getattr(tokenizer, "class_name", type(tokenizer).__name__),
         "vocab_size": len(tokenizer),
         **{name: _plain(value) for name, value in sorted(settings.items()) if name in _TOLD_SETTINGS},
         **({} if template is None else {"chat_template": template}),

@@ -10,6 +10,7 @@ from typing import Any
 from sagellm.core import (
     CheckpointError,
     CheckpointFormatProtocol,
+    ConfigError,
     HFConfig,
     ModelFamilyProtocol,
     ModelSpec,
@@ -47,7 +48,7 @@ def _make_all(registry: PluginRegistry, kind: str) -> list[Any]:
     for entry in registry.providers(kind):
         try:
             made.append(registry.make(kind, entry.qualified_name))
-        except PluginError as error:
+        except (PluginError, ConfigError) as error:  # such as an option that nothing can set
             logger.warning("a %s is left out: %s", kind.replace("_", " "), error)
     return made
 

@@ -32,13 +32,12 @@ from sagellm.engines.loading.format_and_family import (
 )
 from sagellm.engines.loading.generation_defaults import GenerationDefaults
 from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
-from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
+from sagellm.engines.loading.tokenizer import check_tokenizer, open_tokenizer
 from sagellm.engines.progress import Advance, progress_bar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from sagellm.engines.config.sections import ModelConfig
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class OpenedModel:
     spec: ModelSpec
     weights: WeightSource
     dtype: torch.dtype
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     generation: GenerationDefaults
 
     @property
@@ -117,7 +116,7 @@ def open_checkpoint(
     spec = select_family(config, families, frozenset(checkpoint.weights.tensors)).spec
     check_tensors(checkpoint, spec)
     generation = GenerationDefaults.read(checkpoint.generation_config, config)
-    tokenizer = load_tokenizer(tokenizer_path or path)
+    tokenizer = open_tokenizer(tokenizer_path or path)
     if tokenizer is not None:
         check_tokenizer(tokenizer, spec.geometry.vocab_size, tokenizer_path or path)
     return OpenedModel(

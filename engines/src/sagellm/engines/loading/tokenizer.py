@@ -8,7 +8,7 @@ well. The temporary one has the vocabularies, and the keys that determine how te
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from math import prod
@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, get_logger
 from sagellm.engines.config.shown import shown
-from sagellm.engines.loading.json_file import check_file, read_json, read_optional_json
+from sagellm.engines.loading.json_file import check_file, read_optional_json
+from sagellm.engines.loading.tokenizer_settings import SETTINGS, read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -35,37 +38,22 @@ _ADVICE = "download what is missing, or name another tokenizer (model.tokenizer,
 _TEMPLATES = "additional_chat_templates"
 _OTHER_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".py", ".msgpack", ".h5", ".onnx"}
 
-_TOKEN_LIST_KEYS = frozenset(
-    {"additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"}
-)
-_TOKENIZER_KEYS = _TOKEN_LIST_KEYS | {
-    *("tokenizer_class", "backend", "legacy", "legacy_behaviour", "errors", "verbose", "fix_mistral_regex"),
-    *("add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "split_special_tokens"),
-    *("chat_template", "grounded_generation_template", "tool_use_template", "use_default_system_prompt"),
-    *(
-        "clean_up_tokenization_spaces",
-        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
-    ),
-    *("spaces_between_special_tokens", "special_tokens_pattern", "token_type_ids_pattern"),
-    *("token_type_ids_include_special_tokens", "return_token_type_ids", "model_input_names"),
-    *("model_max_length", "max_len", "padding_side", "truncation_side", "trim_offsets", "unk_id", "offset"),
-    *(
-        "do_lower_case",
-        "do_lowercase",
-        "do_lowercase_and_remove_accent",
-        "do_basic_tokenize",
-        "do_clean_text",
-    ),
-    *("do_split_on_punc", "clean_text", "tokenize_chinese_chars", "strip_accents", "keep_accents"),
-    *("never_split", "normalization", "remove_space", "split_by_punct", "wordpieces_prefix", "extra_ids"),
-    *("do_word_tokenize", "do_subword_tokenize", "word_tokenizer_type", "subword_tokenizer_type"),
-    *("src_lang", "tgt_lang", "language_codes", "num_madeup_words"),
-}
-"""Keys of tokenizer_config.json that are kept, besides `..._token`: none names files or code."""
-_MODEL_KEYS = frozenset(
-    {"model_type", "tokenizer_class", "model_name", "_name_or_path", "transformers_version"}
-)
-"""Keys of config.json that select the tokenizer's class; all are strings."""
+
+def open_tokenizer(path: Path) -> Tokenizer | None:
+    """Return the tokenizer of a directory for an engine, or None if it has none.
+
+    It is made without transformers where that gives the same tokens. Raises what `load_tokenizer` raises.
+    """
+    from sagellm.engines.loading.json_tokenizer_files import open_json_tokenizer
+
+    if not _has_tokenizer(path):
+        return None
+    try:
+        return open_json_tokenizer(path)
+    except Exception as error:  # what is damaged, transformers' loading explains
+        logger.debug("transformers loads the tokenizer in %s: %s (%s)", path, error, type(error).__name__)
+    loaded: Tokenizer | None = load_tokenizer(path)
+    return loaded
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
@@ -75,11 +63,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """
     from transformers import AutoTokenizer
 
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        logger.warning("%s has no tokenizer; prompts must be token ids", path)
+    if not _has_tokenizer(path):
         return None
-    for name in (*TOKENIZER_FILES, "merges.txt"):
-        check_file(path / name)
     with tokenizer_folder(path) as folder:
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -98,7 +83,17 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
+def _has_tokenizer(path: Path) -> bool:
+    """Say whether there is any file of a tokenizer. Raises CheckpointError for one that cannot be read."""
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        logger.warning("%s has no tokenizer; prompts must be token ids", path)
+        return False
+    for name in (*TOKENIZER_FILES, "merges.txt"):
+        check_file(path / name)
+    return True
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Compare a tokenizer with the rows of the model's embedding; usually there are more rows than tokens.
 
     Raises CheckpointError if words have no row, or if a token's text could have any length. A few added
@@ -122,7 +117,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: P
     )
 
 
-def _check_lengths(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def _check_lengths(tokenizer: Tokenizer, path: Path) -> None:
     """Raise CheckpointError if decoding one token could take so long that it delays other requests."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > _MAX_TOKEN_CHARACTERS:
@@ -146,7 +141,7 @@ def _growth(decoder: Mapping[str, Any]) -> int:
     return prod(steps, start=max(1, len(decoder.get("content", "")) + is_pattern))
 
 
-def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def _added_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the text of each token that was added to the vocabulary, most of them special."""
     try:
         return {token_id: str(token) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())}
@@ -190,21 +185,16 @@ def tokenizer_folder(path: Path) -> Iterator[Path]:
 
     Raises CheckpointError for a file that cannot be read, and for a class that is not a tokenizer.
     """
-    kept: dict[str, Callable[[str, Any], bool]] = {
-        "config.json": lambda key, value: key in _MODEL_KEYS and isinstance(value, str),
-        "tokenizer_config.json": lambda key, _: key in _TOKENIZER_KEYS or key.endswith("_token"),
-        "special_tokens_map.json": lambda key, _: key in _TOKEN_LIST_KEYS or key.endswith("_token"),
-    }
     with TemporaryDirectory(prefix="sagellm-tokenizer-") as made:
         folder = Path(made)
         for file in path.iterdir():
             if file.name == _TEMPLATES or (
-                file.is_file() and _may_be_tokenizer_file(file) and file.name not in kept
+                file.is_file() and _may_be_tokenizer_file(file) and file.name not in SETTINGS
             ):
                 (folder / file.name).symlink_to(file.absolute())
-        for name, is_kept in kept.items():
+        for name in SETTINGS:
             if (path / name).exists():
-                values = {key: value for key, value in read_json(path / name).items() if is_kept(key, value)}
+                values = read_settings(path / name)
                 _check_class(path / name, values)
                 (folder / name).write_text(json.dumps(values), encoding="utf-8")
         yield folder

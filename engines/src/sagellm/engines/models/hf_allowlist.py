@@ -32,7 +32,7 @@ _COMMON = frozenset(
     }
 )
 # Never passed on, even if a class declares it.
-_REFUSED = frozenset(
+REFUSED = frozenset(
     {
         # code, kernels and files from elsewhere
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
@@ -85,7 +85,7 @@ def _copy(value: Any, allowed: frozenset[str] | None = None) -> Any:
         return {
             key: _copy(nested, allowed)
             for key, nested in value.items()
-            if key not in _REFUSED and (allowed is None or key in allowed)
+            if key not in REFUSED and (allowed is None or key in allowed)
         }
     return [_copy(nested, allowed) for nested in value] if isinstance(value, list) else value
 
@@ -117,7 +117,7 @@ def _allowed_names(config_class: Any) -> frozenset[str]:
     declared |= {field.name for field in fields(config_class)} if is_dataclass(config_class) else set()
     declared |= {*config_class.attribute_map, *config_class.attribute_map.values()}
     mentioned = {name for each in own for name in _names_in_functions(vars(each))}
-    passing = (declared | mentioned | _COMMON) - _REFUSED
+    passing = (declared | mentioned | _COMMON) - REFUSED
     return frozenset(name for name in passing if not name.startswith("_"))
 
 

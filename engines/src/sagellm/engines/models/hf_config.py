@@ -1,4 +1,4 @@
-"""Reading `config.json` through transformers' own configuration classes."""
+"""Checks of `config.json`, and reading it through transformers' own configuration classes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,29 @@ def context_limit(max_position_embeddings: int, ropes: Iterable[Mapping[str, Any
     return limit
 
 
+def check_config(config: HFConfig) -> None:
+    """Check what holds for the config of any model, nested or not, before its entries are read.
+
+    Raises UnsupportedModelError for quantized weights, CheckpointError for a size that none can have.
+    """
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, Mapping) else {}
+    quantization = config.get("quantization_config", text_config.get("quantization_config"))
+    if quantization is not None:
+        named = quantization if isinstance(quantization, Mapping) else {}
+        method = clipped(str(named.get("quant_method", "unnamed")))
+        raise UnsupportedModelError(
+            f"the checkpoint's weights are quantized ({method}); give one in bfloat16, float16 or float32"
+        )
+    for each in (config, text_config):
+        num_layers = each.get("num_hidden_layers")
+        if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # all layers are listed
+            raise CheckpointError(
+                f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be"
+            )
+    check_sizes(config.get)
+
+
 def read_hf_config(config: HFConfig) -> Any:
     """Make transformers' configuration object, which fills in defaults and unifies spellings.
 
@@ -69,22 +92,7 @@ def read_hf_config(config: HFConfig) -> Any:
             f"model_type is {shown(model_type)} in config.json, "
             f"which this version of transformers does not know"
         )
-    nested = config.get("text_config")
-    text_config = nested if isinstance(nested, Mapping) else {}
-    quantization = config.get("quantization_config", text_config.get("quantization_config"))
-    if quantization is not None:
-        named = quantization if isinstance(quantization, Mapping) else {}
-        method = clipped(str(named.get("quant_method", "unnamed")))
-        raise UnsupportedModelError(
-            f"the checkpoint's weights are quantized ({method}); give one in bfloat16, float16 or float32"
-        )
-    for each in (config, text_config):
-        num_layers = each.get("num_hidden_layers")
-        if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # transformers lists all layers
-            raise CheckpointError(
-                f"config.json: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} can be"
-            )
-    _check_sizes(config.get)  # transformers divides by some of them
+    check_config(config)  # transformers divides by some sizes
     try:
         config_class = CONFIG_MAPPING[model_type]
         hf = config_class.from_dict(allowed_entries(config, config_class))
@@ -92,11 +100,12 @@ def read_hf_config(config: HFConfig) -> Any:
         reason = clipped(str(error), _MAX_REASON)
         raise CheckpointError(f"config.json is not a valid {model_type} config: {reason}") from error
     text = hf.get_text_config()
-    _check_sizes(lambda name: getattr(text, name, None))  # other spellings, and those of a nested config
+    check_sizes(lambda name: getattr(text, name, None))  # other spellings, and those of a nested config
     return hf
 
 
-def _check_sizes(get: Callable[[str], Any]) -> None:
+def check_sizes(get: Callable[[str], Any]) -> None:
+    """Raise CheckpointError for a size below 1; `get` returns the entry of a name."""
     for name in _SIZES:
         value = get(name)
         if isinstance(value, int | float) and value < 1:

@@ -22,6 +22,7 @@ from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.remote.heartbeat import Heartbeat
 from sagellm.engines.remote.messages import Failed, Hello, encode
+from sagellm.engines.usage_errors import USAGE_ERRORS
 
 if TYPE_CHECKING:
     from sagellm.core import EngineProtocol
@@ -48,7 +49,7 @@ def main() -> None:
         known = isinstance(error, SageLLMError)
         logger.log(10 if known else 40, "the engine cannot start", exc_info=error)
         message = str(error) if known else f"{type(error).__name__}: {error}"
-        _tell(listener, encode(Failed(message)))
+        _tell(listener, encode(Failed(message, isinstance(error, USAGE_ERRORS))))
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     try:

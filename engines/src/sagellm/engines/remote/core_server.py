@@ -122,7 +122,7 @@ class CoreServer:
         """Exchange messages, and run a step if a sequence waits or runs; else wait for a message."""
         self._beat()
         is_busy = bool(self._backlog) or self._core.has_unfinished()
-        self._exchange(0 if is_busy else timeout_s)
+        self._exchange(0 if is_busy or self._core.use_idle_time() else timeout_s)
         self._handle_backlog()
         if self._core.has_unfinished():
             try:

@@ -43,6 +43,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """From the core, instead of Hello: why it cannot start."""
 
     message: str
+    is_usage_error: bool = False  # a setting is wrong
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):

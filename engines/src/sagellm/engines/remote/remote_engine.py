@@ -27,7 +27,7 @@ from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.local import LONG_TEXT
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 
 class RemoteEngine:
@@ -42,7 +42,7 @@ class RemoteEngine:
         config: EngineConfig,
         socket: Path,
         *,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer | None,
         runtime: Runtime | None = None,
         log_level: str = "WARNING",
     ) -> None:
@@ -63,7 +63,10 @@ class RemoteEngine:
 
     @classmethod
     async def start(cls, config: EngineConfig, socket: Path, **options: Any) -> Self:
-        """Start the core and wait until its model is loaded. Raises EngineError with the core's reason."""
+        """Start the core and wait until its model is loaded.
+
+        Raises EngineError with the core's reason, which is a ConfigError too if a setting is wrong.
+        """
         front = cls(config, socket, **options)
         try:
             await front.supervisor.start()

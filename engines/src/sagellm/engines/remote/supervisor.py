@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import (
+    ConfigError,
     EngineDeadError,
     EngineError,
     FinishReason,
@@ -33,6 +34,10 @@ _RETRY_S = 2.0
 _TICK_S = 0.5
 
 _DIED = "the engine's process died"
+
+
+class WrongSettingError(EngineError, ConfigError):
+    """A setting keeps the engine's process from starting."""
 
 
 class Supervisor(EngineClient):
@@ -74,7 +79,10 @@ class Supervisor(EngineClient):
         return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
 
     async def start(self) -> None:
-        """Start the core and wait until its model is loaded. Raises EngineError with the core's reason."""
+        """Start the core and wait until its model is loaded.
+
+        Raises EngineError with the core's reason: a WrongSettingError if it is a setting.
+        """
         self._watching = asyncio.create_task(self._keep_running())
         await self._ready.wait()
         if self._failure is not None:
@@ -171,7 +179,7 @@ class Supervisor(EngineClient):
             stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
             first = None if stalled else await link.first
             if isinstance(first, Failed):
-                raise EngineError(first.message)
+                raise (WrongSettingError if first.is_usage_error else EngineError)(first.message)
             if isinstance(first, Hello):
                 self.config = self.config.with_values(first.config)
                 self._on_hello(first)

@@ -44,11 +44,21 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.f
 
     Seeds are taken modulo 2⁶⁴, so negative ones are valid.
     """
-    seed = np.array([value & _MASK_64 for value in seeds], dtype=np.uint64)
-    position = np.array(positions, dtype=np.uint64)
-    nothing = np.zeros_like(position)
-    counters = np.stack((position & _LOW_WORD, position >> _HALF, nothing, nothing))
-    words = philox(counters, np.stack((seed & _LOW_WORD, seed >> _HALF)))
+    return numbers_of(
+        np.array([key_of(seed) for seed in seeds], np.uint64), np.array(positions, dtype=np.uint64)
+    )
+
+
+def key_of(seed: int) -> int:
+    """Return a seed modulo 2⁶⁴."""
+    return seed & _MASK_64
+
+
+def numbers_of(keys: Words, positions: Words) -> npt.NDArray[np.float64]:
+    """Return what `uniforms` does, for arrays of seeds modulo 2⁶⁴ and positions."""
+    nothing = np.zeros_like(positions)
+    counters = np.stack((positions & _LOW_WORD, positions >> _HALF, nothing, nothing))
+    words = philox(counters, np.stack((keys & _LOW_WORD, keys >> _HALF)))
     bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
     uniform: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return uniform

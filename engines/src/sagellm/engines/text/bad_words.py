@@ -9,12 +9,10 @@ from sagellm.core import InvalidRequestError
 from sagellm.engines.text.guarded_tokenizer import encode
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 
-def bad_words_token_ids(
-    words: Collection[str], tokenizer: PreTrainedTokenizerBase
-) -> tuple[tuple[int, ...], ...]:
+def bad_words_token_ids(words: Collection[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return each word as it is tokenized at the beginning of a text and after a space, as vLLM does.
 
     The form after a space counts only if it begins with a different token and has the same length. Otherwise

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import InvalidRequestError
@@ -15,15 +15,16 @@ from sagellm.engines.text.control_tokens import ControlTokens
 from sagellm.engines.text.errors import ChatTemplateError as ChatTemplateError, TextLimitError
 from sagellm.engines.text.guarded_tokenizer import encode
 from sagellm.engines.text.placeholders import Placeholders
+from sagellm.engines.text.tokenizer import TEMPLATE_ARGUMENTS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 _WORD = re.compile(r"\w+")
-_RESERVED = frozenset(
+_RESERVED = TEMPLATE_ARGUMENTS | frozenset(
     {"dict", "loop", "messages", "namespace", "raise_exception", "range", "strftime_now", "template"}
 )
-"""Names that are passed to templates, or that exist in every template's environment."""
+"""Names that are passed to templates or to their renderer, or exist in every template's environment."""
 _MAX_TOLD = 200  # characters of a template's message
 
 
@@ -38,14 +39,12 @@ class ChatTemplate:
     limit; servers use a `ProcessTextRunner` instead. `max_characters` bounds its output.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, *, max_characters: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, max_characters: int | None = None) -> None:
         self._tokenizer = tokenizer
         self.max_characters = max_characters
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that the template belongs to."""
         return self._tokenizer
 
@@ -66,8 +65,6 @@ class ChatTemplate:
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise InvalidRequestError for a name that only the server may set."""
         taken = {*_RESERVED, *getattr(self._tokenizer, "special_tokens_map", ())}
-        if self._tokenizer is not None:
-            taken |= inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in options:
             if not isinstance(name, str) or name in taken:
                 raise InvalidRequestError(f"a request cannot set {name!r} of the chat template; leave it out")
@@ -75,7 +72,9 @@ class ChatTemplate:
     def prepare(self) -> None:
         """Build what all conversations share, without running the template."""
         if self._tokenizer is not None:
-            self._control  # noqa: B018
+            self._control.prepare()
+        if self.exists:
+            import_module("sagellm.engines.text.jinja_templates")
 
     def reads(self, name: str) -> bool:
         """Say whether the template may read a variable: whether its name occurs as a word in the template."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from sagellm.engines.text.guarded_tokenizer import is_foreign, tokenizer_error
@@ -18,14 +19,23 @@ class ControlTokens:
         texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         longest_first = sorted((text for text in texts if text), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        self._encode_plain = _plain_encoder(tokenizer) if longest_first else None
+        self._tokenizer = tokenizer
+
+    def prepare(self) -> None:
+        """Build what is needed when a text has a control token; it takes as long as opening the tokenizer."""
+        if self._pattern is not None:
+            self._encode_plain  # noqa: B018
+
+    @cached_property
+    def _encode_plain(self) -> Callable[[str], list[int]]:
+        return _plain_encoder(self._tokenizer)
 
     def hide(self, text: str, placeholders: Placeholders) -> str:
         """Replace each control token by a mark."""
-        encode = self._encode_plain
-        if self._pattern is None or encode is None:
+        if self._pattern is None or self._pattern.search(text) is None:
             return text
         try:
+            encode = self._encode_plain
             return self._pattern.sub(lambda found: placeholders.mark(found[0], encode(found[0])), text)
         except BaseException as error:
             if not is_foreign(error):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from sagellm.engines.text.errors import TokenizerError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 _MAX_TOLD = 200  # characters of a tokenizer's message
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a text. Raises TokenizerError."""
     try:
         return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])

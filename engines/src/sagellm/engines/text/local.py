@@ -10,7 +10,7 @@ from sagellm.engines.text.calls import Call, Decode, Render, TokenCall
 from sagellm.engines.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from sagellm.engines.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -29,9 +29,7 @@ class LocalTextRunner:
     Threads cannot be killed, so calls have no deadline; servers use `ProcessTextRunner`.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, *, max_characters: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, max_characters: int | None = None) -> None:
         self._template = ChatTemplate(tokenizer, max_characters=max_characters)
 
     async def token_ids(self, call: TokenCall) -> list[list[int]]:

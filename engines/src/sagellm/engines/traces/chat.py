@@ -59,9 +59,9 @@ class ChatLogReader(TraceReaderProtocol):
 
 def _embedded_tokenizer() -> Tokenize:
     from sagellm.engines.embedded import embedded_model
-    from sagellm.engines.loading.tokenizer import load_tokenizer
+    from sagellm.engines.loading.tokenizer import open_tokenizer
 
-    tokenizer = load_tokenizer(embedded_model())
+    tokenizer = open_tokenizer(embedded_model())
     return lambda text: tokenizer(text, verbose=False)["input_ids"]  # type: ignore[misc]
 
 

@@ -13,6 +13,7 @@ from sagellm.engines.forward.device_memory import check_room
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.work import WorkMeter
 
+Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 
@@ -24,7 +25,9 @@ class ModelRunner:
         self._block_size = layout.block_size
         self._layout = layout
         self.device = device
+        self._is_on_host = device.type == "cpu"
         self.work = WorkMeter()
+        self._counted: Longs = np.arange(0)
 
     def initialize_kv_caches(self, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
@@ -37,25 +40,40 @@ class ModelRunner:
         Logits are requested at the last known token and the drafts (`num_drafts`) of each sampled row, and
         after these at the positions of prompts that are scored.
         """
-        size, seats = self._block_size, step.seats
-        num_new, starts = step.num_new.astype(np.int64), step.starts.astype(np.int64)
-        stops, ends = starts + num_new, np.cumsum(num_new)
-        rows = np.repeat(np.arange(len(seats)), num_new)
-        positions = np.arange(len(rows)) + (stops - ends)[rows]
-        seat_of = seats[rows]
-        slots = state.tables[seat_of, positions // size].astype(np.int64) * size + positions % size
-        num_blocks = -(-stops // size)
-        tables = state.tables[seats, : num_blocks.max()].astype(np.int64)
-        tables[np.arange(tables.shape[1]) >= num_blocks[:, None]] = 0  # what earlier occupants left
+        seats, num_new = step.seats, step.num_new
+        if np.count_nonzero(num_new == 1) == len(seats):
+            seat_of, positions = seats, step.starts.astype(np.int64)
+            last = positions  # of each row
+        else:
+            ends = num_new.cumsum(dtype=np.int64)
+            rows = np.repeat(np.arange(len(seats)), num_new)
+            positions = np.arange(len(rows)) + (step.starts + num_new - ends)[rows]
+            seat_of, last = seats[rows], positions[ends - 1]
+        blocks, offsets = np.divmod(positions, self._block_size)
+        slots = state.tables[seat_of, blocks] * np.int64(self._block_size) + offsets
         return InputBatch(
             input_ids=self._tensor(state.tokens[seat_of, positions].astype(np.int64)),
             position_ids=self._tensor(positions),
             slot_mapping=self._tensor(slots),
-            block_tables=self._tensor(tables),
+            block_tables=self._tensor(self._tables(seats, last // self._block_size, state)),
             query_lens=num_new.tolist(),
-            seq_lens=stops.tolist(),
-            logits_indices=self._tensor(_wanted(step, ends, stops, num_drafts)),
+            seq_lens=(last + 1).tolist(),
+            logits_indices=self._tensor(_wanted(step, num_drafts)),
         )
+
+    def _tables(self, seats: Ints, last_blocks: Longs, state: SeatState) -> Longs:
+        """Return the blocks of each row up to its last one; others are 0."""
+        width = int(np.maximum.reduce(last_blocks)) + 1
+        tables = state.tables[seats, :width].astype(np.int64)
+        is_left = self._numbers(width) > last_blocks[:, None]
+        if np.count_nonzero(is_left):
+            tables[is_left] = 0  # what earlier occupants left
+        return tables
+
+    def _numbers(self, count: int) -> Longs:
+        if len(self._counted) < count:
+            self._counted = np.arange(2 * count)
+        return self._counted[:count]
 
     def execute_model(self, batch: InputBatch) -> torch.Tensor:
         """Run the forward pass; returns float32 logits (sampled and scored positions, vocab)."""
@@ -65,18 +83,24 @@ class ModelRunner:
 
     def _tensor(self, values: Longs) -> torch.Tensor:
         tensor = torch.from_numpy(values)
+        if self._is_on_host:
+            return tensor
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()  # copied from pageable memory, it would wait for steps in flight
         return tensor.to(self.device, non_blocking=True)
 
 
-def _wanted(step: StepInput, ends: Longs, stops: Longs, num_drafts: Seq[int]) -> Longs:
+def _wanted(step: StepInput, num_drafts: Seq[int]) -> Longs:
     """Return the flat indices of the tokens whose logits are wanted."""
+    ends = step.num_new.cumsum(dtype=np.int64)
     last = ends[step.is_sampled] - 1
+    if not any(num_drafts) and not step.scored:
+        return last
     parts = [last]
     if any(num_drafts):
         parts = [
             np.arange(end - number, end + 1) for end, number in zip(last.tolist(), num_drafts, strict=True)
         ]
+    stops = step.starts + step.num_new
     parts += [np.arange(each.start, each.stop) + (ends[each.row] - stops[each.row]) for each in step.scored]
     return np.concatenate(parts)

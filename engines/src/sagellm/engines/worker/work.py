@@ -28,7 +28,7 @@ class WorkMetrics:
 
 
 class WorkMeter:
-    """Adds up the work of steps, with a few numpy calls per step."""
+    """Adds up the work of steps, with few operations per step."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_tokens = self._num_logits_rows = 0
@@ -37,14 +37,17 @@ class WorkMeter:
 
     def add(self, batch: InputBatch) -> None:
         """Count a step that was computed."""
-        import numpy as np  # commands that read these metrics load none
-
-        queries, contexts = np.array(batch.query_lens), np.array(batch.seq_lens)
+        queries, contexts = batch.query_lens, batch.seq_lens
+        num_tokens, num_kv_tokens = sum(queries), sum(contexts)
+        num_context_tokens = num_kv_tokens
+        if num_tokens > len(queries):  # else each sequence has one new token, which sees all its tokens
+            pairs = zip(queries, contexts, strict=True)
+            num_context_tokens = sum(new * (2 * context - new + 1) for new, context in pairs) // 2
         self._num_steps += 1
-        self._num_tokens += int(queries.sum())
-        self._num_context_tokens += int((queries * (2 * contexts - queries + 1)).sum()) // 2
-        self._num_kv_tokens += int(contexts.sum())
-        self._num_logits_rows += len(batch.logits_indices)
+        self._num_tokens += num_tokens
+        self._num_kv_tokens += num_kv_tokens
+        self._num_context_tokens += num_context_tokens
+        self._num_logits_rows += batch.logits_indices.shape[0]
 
     def metrics(self, geometry: ModelGeometry, layout: KVLayout, weight_bytes: int) -> WorkMetrics:
         """Return the counts so far, for a model of this shape."""

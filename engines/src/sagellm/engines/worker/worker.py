@@ -26,10 +26,12 @@ from sagellm.core import (
     StepOutput,
     TraceWriter,
 )
+from sagellm.engines.sampling.draws import Draw, HostDraw
 from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.worker.late_tokens import Draw, LateStep, LateTokens
+from sagellm.engines.worker.late_tokens import LateStep, LateTokens, Places, output_of
 from sagellm.engines.worker.model_runner import ModelRunner
+from sagellm.engines.worker.seat_draws import SeatDraws
 from sagellm.engines.worker.seat_state import SeatState
 
 Ints = npt.NDArray[np.int32]
@@ -53,7 +55,7 @@ class Worker:
 
     With a `draw`, a launched step whose rows ask for nothing but a token leaves the tokens on the device,
     from where the next step takes them. Any other step waits for those in flight, since penalties, say, need
-    all tokens on the host.
+    all tokens on the host. A draw on the host is made as part of the step.
     """
 
     def __init__(
@@ -67,7 +69,11 @@ class Worker:
         draw: Draw | None = None,
     ) -> None:
         self.runner, self.sampler, self._state = runner, sampler, state
-        self._late = None if draw is None else LateTokens(draw, state, runner.device)
+        self._seat_draws = SeatDraws(state, self._processor_states)
+        self._host_draw = draw if isinstance(draw, HostDraw) else None
+        self._late: LateTokens | None = None
+        if draw is not None and self._host_draw is None:
+            self._late = LateTokens(draw, self._seat_draws, state, runner.device)
         self._in_flight: deque[LateStep] = deque()
         self._trace = trace or NullTrace()
         self._around = around
@@ -86,14 +92,15 @@ class Worker:
             return lambda: none
         try:
             with self._around():
+                rows = step.is_sampled.nonzero()[0]
                 if self._late is not None:
-                    rows = np.flatnonzero(step.is_sampled)
-                    for seat in step.seats[rows].tolist():
-                        self._processor_states(seat)
-                    if self._late.takes(step, rows):
+                    if self._seat_draws.can_draw(step, step.seats[rows]):
                         return self._forward_and_draw(step, rows, self._late)
                     self._settle(self._late)
-                output = self._forward_and_sample(step)
+                if self._host_draw is not None and self._seat_draws.can_draw(step, step.seats[rows]):
+                    output = self._forward_and_choose(step, rows, self._host_draw)
+                else:
+                    output = self._forward_and_sample(step)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -107,12 +114,24 @@ class Worker:
             states = self._state.logits_states[seat] = self.sampler.start(request)
         return states
 
-    def _forward_and_draw(
-        self, step: StepInput, rows: npt.NDArray[np.intp], late: LateTokens
-    ) -> Callable[[], StepOutput]:
+    def _forward_and_choose(self, step: StepInput, rows: Places, draw: HostDraw) -> StepOutput:
         with self._trace.span("prepare"):
             batch = self.runner.prepare_inputs(step, self._state, ())
-            late.fill_in(step, batch.input_ids)
+        with self._trace.span("forward"):
+            logits = self.runner.execute_model(batch)
+        with self._trace.span("sample"):
+            seats, positions = step.seats[rows], (step.starts + step.num_new)[rows]
+            ids = draw.choose(logits, *self._seat_draws.settings(seats, positions)).astype(np.int32)
+            output = output_of(step, ids)
+            if not output.errors:
+                self._state.tokens[seats, positions] = ids
+            return output
+
+    def _forward_and_draw(self, step: StepInput, rows: Places, late: LateTokens) -> Callable[[], StepOutput]:
+        with self._trace.span("prepare"):
+            batch = self.runner.prepare_inputs(step, self._state, ())
+            if self._in_flight:
+                late.fill_in(step, batch.input_ids)
         with self._trace.span("forward"):
             logits = self.runner.execute_model(batch)
         with self._trace.span("sample"):

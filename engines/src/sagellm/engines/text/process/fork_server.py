@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def _load(path: Path) -> ChatTemplate:
-    from sagellm.engines.loading.tokenizer import load_tokenizer
+    from sagellm.engines.loading.tokenizer import open_tokenizer
 
     try:
-        template = ChatTemplate(load_tokenizer(path))
+        template = ChatTemplate(open_tokenizer(path))
         template.prepare()
     except SageLLMError as error:
         sys.exit(str(error))
