@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from sagellm.engines.testing import make_checkpoint, qwen3_0_6b_config
@@ -18,4 +18,6 @@ def ensure(path: Path, *, sharpness: float = 1.0) -> Path:
 
 
 if __name__ == "__main__":
-    print(ensure(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    print(ensure(parser.parse_args().directory))

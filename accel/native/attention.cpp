@@ -8,6 +8,7 @@
 #include "attention_amx_int8.h"
 #elif defined(__AVX512BF16__)
 #include "attention_bf16.h"
+#include "attention_vnni_int8.h"
 #endif
 
 namespace sage {
@@ -37,10 +38,21 @@ template <>
 struct KernelOf<KVKind::bf16> {
   using type = Bf16Kernel;
 };
+
+template <>
+struct KernelOf<KVKind::int8> {
+  using type = VnniInt8Kernel;
+};
 #endif
 
 template <KVKind kind>
 using Kernel = typename KernelOf<kind>::type;
+
+// Kernels that bring a tile into all heads' softmax at once, or into one head's at a time.
+template <class K, class = void>
+constexpr bool reads_heads_together = false;
+template <class K>
+constexpr bool reads_heads_together<K, std::void_t<decltype(std::declval<K&>().add_tile(std::declval<Queries&>(), std::declval<KVTile&>(), nullptr))>> = true;
 
 int64_t kernel_scratch_bytes(KVKind kind, int64_t head_dim) {
   switch (kind) {
@@ -225,6 +237,15 @@ class Member {
 
   // Block after block, and in a block head after head, as memory lies.
   void read_tile(KVTile& tile, const KVTile* following) {
+    if constexpr (reads_heads_together<Kernel<kind>>) {
+      kernel_.add_tile(queries_, tile, following);
+      return;
+    } else {
+      read_heads(tile, following);
+    }
+  }
+
+  void read_heads(KVTile& tile, const KVTile* following) {
     const int64_t first = queries_.first_head, last = first + queries_.num_heads - 1;
     for (int64_t head = first; head <= last; ++head) {
       tile.select_head(call_.kv, head);

@@ -1,17 +1,14 @@
-// Attention by AMX tiles over int8 KV, in integers: keys and values go into the products as they are stored.
-//
-// Queries and weights are numbers of 16 bits with a scale of their own, cut into two bytes, upper and lower, which are two
-// columns (queries) or rows (weights) of the products. Sums of 256 * upper + lower are exact, so that they are the same
-// whatever other queries there are. 8 bits would do for the bytes of KV, but not for weights: a softmax over many tokens
-// consists of small ones.
+// Attention by AMX tiles over int8 KV. The upper and lower bytes of queries are two columns of the products, those of
+// weights two rows.
 #pragma once
 #include <utility>
 
 #include "attention_amx_tile.h"
+#include "attention_int8.h"
 
 namespace sage::attention_detail {
 
-class AmxInt8Kernel {
+class AmxInt8Kernel : Int8Softmax {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 64);
@@ -19,7 +16,7 @@ class AmxInt8Kernel {
   }
 
   AmxInt8Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
-      : kv_(kv), scoring_(scoring), head_dim_(head_dim), padded_(round_up(head_dim, 64)),
+      : Int8Softmax(scoring, head_dim), kv_(kv), padded_(round_up(head_dim, 64)),
         reads_keys_in_place_(kv.block_size % 16 == 0) {
     const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
     queries_ = take(kMaxQueries * padded_ * 2);
@@ -74,13 +71,6 @@ class AmxInt8Kernel {
   // (part, token, query); narrow: (token, part, 8 queries)
   static constexpr int64_t kProductBytes = 2 * kTileTokens * 16 * 4;
   static constexpr int64_t kWeightBytes = 2 * 16 * kTileTokens;  // (part, query, token)
-  static constexpr float kLargestQuery = 127 * 256 + 127;  // both parts have a sign
-  static constexpr float kLargestWeight = 255 * 256 + 255;
-  static constexpr float kSmallest = 1e-33f;  // what has a smaller maximum counts as 0: its inverse could be infinite
-  // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
-  // be brought to the new one.
-  static constexpr float kSlack = 8.0f;
-
   // Parts are 16 columns each, or 8 of one tile where that is enough.
   int64_t part_columns() const { return is_narrow_ ? 8 : 16; }
   const unsigned char* packed_queries(int64_t query_tile) const { return queries_ + query_tile * 16 * padded_ * 2; }
@@ -88,27 +78,16 @@ class AmxInt8Kernel {
   void pack_queries(const float* const* query, int64_t count, float* units, unsigned char* to) const {
     alignas(16) float per_unit[16];
     for (int64_t i = 0; i < count; ++i) {
-      const float highest = largest_magnitude(query[i]);
-      per_unit[i] = highest > kSmallest ? kLargestQuery / highest : 0.0f;
-      units[i] = highest / kLargestQuery * scoring_.scale;
+      per_unit[i] = per_unit_of(query[i], units[i]);
     }
     alignas(64) unsigned char rows[2 * 16 * 64] = {};  // of parts of queries, 64 dimensions
     for (int64_t d = 0; d < padded_; d += 64) {
       for (int64_t i = 0; i < count; ++i) {
-        cut_query(query[i] + d, std::min<int64_t>(64, head_dim_ - d), all(per_unit[i]), rows + i * 64);
+        unsigned char* upper = rows + i * 64;
+        cut_query(query[i] + d, std::min<int64_t>(64, head_dim_ - d), all(per_unit[i]), upper, upper + part_columns() * 64);
       }
       transpose_rows(rows, to + d * 16);
       if (!is_narrow_) transpose_rows(rows + 16 * 64, to + (d + padded_) * 16);
-    }
-  }
-
-  // Some of a query's dimensions become upper and lower bytes, with zeros behind.
-  void cut_query(const float* x, int64_t count, Vec per_unit, unsigned char* to) const {
-    for (int64_t d = 0; d < 64; d += 16) {
-      const __m512i units = d < count ? _mm512_cvtps_epi32(mul(load(x + d), per_unit)) : _mm512_setzero_si512();
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(units, _mm512_set1_epi32(128)), 8);
-      _mm_store_si128(reinterpret_cast<__m128i*>(to + d), _mm512_cvtepi32_epi8(upper));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to + part_columns() * 64 + d), _mm512_cvtepi32_epi8(units));
     }
   }
 
@@ -117,19 +96,6 @@ class AmxInt8Kernel {
     for (int64_t i = 0; i < 16; ++i) x[i] = _mm512_load_si512(rows + i * 64);
     transpose(x);
     for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + i * 64, x[i]);
-  }
-
-  // Positive floats sort as integers do, and NaN, which must not get lost, comes last.
-  template <bool is_positive>
-  static Vec larger(Vec a, Vec b) {
-    if constexpr (!is_positive) return max(a, b);
-    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-  }
-
-  float largest_magnitude(const float* x) const {
-    Vec most[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t d = 0; d < head_dim_; d += 16) most[0] = larger<true>(most[0], magnitude(load(x + d)));
-    return _mm_cvtss_f32(maxima<true>(most));
   }
 
   // Where each 16 tokens' keys are. Those that are not the sequence's may be anything, as may what follows the last
@@ -239,7 +205,11 @@ class AmxInt8Kernel {
       }
     }
     alignas(16) float units[16];
-    for (int64_t i = 0; i < count; i += 4) weigh(queries, at * 16 + i, q + i, std::min<int64_t>(4, count - i), tile, dots, units, i);
+    for (int64_t i = 0; i < count; i += 4) {
+      unsigned char* upper = weights_ + i * kTileTokens;
+      const Weights to = {upper, upper + lower_row() * kTileTokens, units + i};
+      weigh(queries, at * 16 + i, q + i, std::min<int64_t>(4, count - i), tile, dots + i * kTileTokens, to);
+    }
     if (is_narrow_) pack_values(tile);
     multiply_values();
     add_sums(units, count, queries.softmax.acc + q * head_dim_);
@@ -275,99 +245,6 @@ class AmxInt8Kernel {
     }
     transpose(x);
     for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileTokens, x[i]);
-  }
-
-  static __m512i joined(__m512i upper, __m512i lower) { return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower); }
-
-  // The products of up to four queries of a tile become weights of 16 bits, times the scales of the values; each query's
-  // have a unit of their own. `n`: the first query's number in its head, `q`: in all, `i`: in the tile of queries.
-  void weigh(const Queries& queries, int64_t n, int64_t q, int64_t count, const KVTile& tile, const int32_t* dots, float* units,
-             int64_t i) const {
-    alignas(64) float scores[4 * kTileTokens];
-    __mmask16 seen[4][4];
-    Vec top[4] = {all(kNone), all(kNone), all(kNone), all(kNone)}, total[4] = {zero(), zero(), zero(), zero()};
-    Vec most[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t k = 0; k < count; ++k) {
-      set_seen(queries.low[n + k], queries.high[n + k], tile, seen[k]);
-      top[k] = score(query_units_[q + k], tile, dots + (i + k) * kTileTokens, seen[k], scores + k * kTileTokens);
-    }
-    raise_maxima(queries.softmax, q, count, maxima<false>(top));
-    for (int64_t k = 0; k < count; ++k) {
-      float* row = scores + k * kTileTokens;
-      for (int64_t u = 0; u < 4; ++u) {
-        const Vec p = _mm512_maskz_mov_ps(seen[k][u], weight_of(sub(load(row + u * 16), all(queries.softmax.m[q + k]))));
-        total[k] = add(total[k], p);
-        const Vec weight = _mm512_maskz_mul_ps(seen[k][u], p, load(tile.value_scale + u * 16));
-        most[k] = larger<true>(most[k], weight);
-        store(row + u * 16, weight);
-      }
-    }
-    // The arrays have room for all 16 queries of a tile.
-    float* l = queries.softmax.l + q;
-    _mm_storeu_ps(l, _mm_add_ps(_mm_loadu_ps(l), sums(total[0], total[1], total[2], total[3])));
-    const __m128 largest = maxima<true>(most);
-    _mm_store_ps(units + i, _mm_div_ps(largest, _mm_set1_ps(kLargestWeight)));
-    const __mmask8 is_any = _mm_cmp_ps_mask(largest, _mm_set1_ps(kSmallest), _CMP_GT_OQ);
-    alignas(16) float per_unit[4];
-    _mm_store_ps(per_unit, _mm_maskz_div_ps(is_any, _mm_set1_ps(kLargestWeight), largest));
-    for (int64_t k = 0; k < count; ++k) store_weights(scores + k * kTileTokens, all(per_unit[k]), weights_ + (i + k) * kTileTokens);
-  }
-
-  // Which of a tile's tokens [low, high) in the sequence are.
-  static void set_seen(int64_t low, int64_t high, const KVTile& tile, __mmask16 (&seen)[4]) {
-    const auto below = [&tile](int64_t position) {
-      const int64_t token = std::clamp(position - tile.first, tile.begin, tile.end);
-      return token >= 64 ? ~uint64_t{0} : (uint64_t{1} << token) - 1;
-    };
-    const uint64_t bits = below(high) & ~below(low);
-    for (int64_t u = 0; u < 4; ++u) seen[u] = static_cast<__mmask16>(bits >> (u * 16));
-  }
-
-  // Products become scores; returns the largest of each 16th token.
-  Vec score(float unit, const KVTile& tile, const int32_t* dots, const __mmask16 (&seen)[4], float* scores) const {
-    Vec top = all(kNone);
-    for (int64_t u = 0; u < 4; ++u) {
-      Vec x = mul(mul(_mm512_cvtepi32_ps(_mm512_load_si512(dots + u * 16)), load(tile.key_scale + u * 16)), all(unit));
-      if (scoring_.soft_cap != 0.0f) x = mul(all(scoring_.soft_cap), tanh(x));
-      top = _mm512_mask_max_ps(top, seen[u], top, x);
-      store(scores + u * 16, x);
-    }
-    return top;
-  }
-
-  void raise_maxima(const Softmax& softmax, int64_t q, int64_t count, __m128 highest) const {
-    const __m128 m = _mm_loadu_ps(softmax.m + q);
-    const __mmask8 grown = _mm_cmp_ps_mask(highest, _mm_add_ps(m, _mm_set1_ps(kSlack)), _CMP_GT_OQ);
-    for (unsigned rest = grown & ((1u << count) - 1); rest != 0; rest &= rest - 1) {
-      const int64_t k = __builtin_ctz(rest);
-      alignas(16) float top[4];
-      _mm_store_ps(top, highest);
-      const float decay = exp2(softmax.m[q + k] - top[k]);
-      float* acc = softmax.acc + (q + k) * head_dim_;
-      softmax.l[q + k] *= decay;
-      softmax.m[q + k] = top[k];
-      for (int64_t d = 0; d < head_dim_; d += 16) store(acc + d, mul(load(acc + d), all(decay)));
-    }
-  }
-
-  // The largest of each of four vectors
-  template <bool is_positive>
-  static __m128 maxima(const Vec (&x)[4]) {
-    const auto halves = [](Vec a, Vec b) { return larger<is_positive>(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
-    const __m512d ab = _mm512_castps_pd(halves(x[0], x[1])), cd = _mm512_castps_pd(halves(x[2], x[3]));
-    Vec most = larger<is_positive>(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-    most = larger<is_positive>(most, _mm512_shuffle_f32x4(most, most, 0x4e));
-    return _mm512_castps512_ps128(larger<is_positive>(most, _mm512_shuffle_f32x4(most, most, 0xb1)));
-  }
-
-  // Cuts weights into bytes. Fours of tokens come out transposed: token 16 u + 4 k + i at 16 k + 4 u + i.
-  void store_weights(const float* x, Vec per_unit, unsigned char* to) const {
-    __m512i w[4];
-    for (int64_t u = 0; u < 4; ++u) w[u] = _mm512_cvtps_epi32(mul(load(x + u * 16), per_unit));
-    const __m512i a = _mm512_packus_epi32(w[0], w[1]), b = _mm512_packus_epi32(w[2], w[3]), byte = _mm512_set1_epi16(255);
-    _mm512_store_si512(to, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
-    _mm512_store_si512(to + lower_row() * kTileTokens,
-                       _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
   }
 
   // Rows from an upper to a lower part of weights and of their sums.
@@ -431,15 +308,13 @@ class AmxInt8Kernel {
   }
 
   const KV& kv_;
-  Scoring scoring_;
-  int64_t head_dim_, padded_;
+  int64_t padded_;
   TileConfig config_;
   Prefetch* ahead_ = nullptr;
   bool is_narrow_ = false;
   bool reads_keys_in_place_;
   int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any
   unsigned char* queries_;
-  float* query_units_;
   unsigned char *keys_, *values_;
   int32_t* products_[2];
   unsigned char* weights_;

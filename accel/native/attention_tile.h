@@ -20,6 +20,8 @@ constexpr float kNone = -1e30f;  // maximum over no tokens; finite, so that diff
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
+inline void ask(const void* ahead) { _mm_prefetch(static_cast<const char*>(ahead), _MM_HINT_T1); }
+
 // Asks for what is read next, a few rows at a time: in one burst the requests would fill the core's buffers and hold up
 // the work that they are to overlap with. While a head's keys are used that is its values, and then the next keys: as
 // close as that, as farther requests hold up nearer ones (32 decodes took 5 % longer a whole tile ahead).
@@ -40,11 +42,11 @@ class Prefetch {
       if (at_ >= run_end_ && !next_run()) return;
       const char* row = at_;
       if (row_bytes_ == 256) {  // the usual lengths, unrolled
-        ask<4>(row);
+        ask_lines<4>(row);
       } else if (row_bytes_ == 128) {
-        ask<2>(row);
+        ask_lines<2>(row);
       } else {
-        for (int64_t i = 0; i < row_bytes_; i += 64) ask<1>(row + i);
+        for (int64_t i = 0; i < row_bytes_; i += 64) ask_lines<1>(row + i);
       }
       at_ = row + row_bytes_;
     }
@@ -58,8 +60,8 @@ class Prefetch {
 
   // The L1 cache is full of what is used now.
   template <int lines>
-  static void ask(const char* at) {
-    for (int i = 0; i < lines; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+  static void ask_lines(const char* at) {
+    for (int i = 0; i < lines; ++i) ask(at + i * 64);
   }
 
   bool next_run() {
@@ -94,6 +96,9 @@ struct KVTile {
 
   void locate(const KV& kv, int64_t layer, const int32_t* blocks, int64_t tile_first, int64_t from, int64_t to);
   void select_head(const KV& kv, int64_t head);
+  void select_tokens(const KV& kv, int64_t head, int64_t from, int64_t to);
+  void select_scales(const KV& kv, int64_t head);
+  void ask_scales(const KV& kv, int64_t head, int64_t from, int64_t to) const;
 };
 
 alignas(64) inline constexpr unsigned char kZeros[kMaxHeadDim * 4] = {};
@@ -120,12 +125,29 @@ inline void KVTile::locate(const KV& kv, int64_t layer, const int32_t* blocks, i
 }
 
 inline void KVTile::select_head(const KV& kv, int64_t head) {
+  select_tokens(kv, head, begin, end);
+  if (kv.kind == KVKind::int8) select_scales(kv, head);
+}
+
+// Those of tokens [from, to) alone.
+inline void KVTile::select_tokens(const KV& kv, int64_t head, int64_t from, int64_t to) {
   const int64_t offset = head * kv.head;
-  for (int64_t t = begin; t < end; ++t) {
+  for (int64_t t = std::max(from, begin); t < std::min(to, end); ++t) {
     key[t] = key_of_head_0[t] + offset;
     value[t] = key_of_head_0[t] + offset + kv.kv;
   }
-  if (kv.kind != KVKind::int8) return;
+}
+
+// Scales lie elsewhere than values, in pieces too short for the processor to see where they go on.
+inline void KVTile::ask_scales(const KV& kv, int64_t head, int64_t from, int64_t to) const {
+  for (int64_t t = std::max(from, begin); t < std::min(to, end); t += 16) {
+    const float* keys = scale_of_head_0[t] + head * (kv.head_scales / 4);
+    ask(keys);
+    ask(keys + kv.kv_scales / 4);
+  }
+}
+
+inline void KVTile::select_scales(const KV& kv, int64_t head) {
   const int64_t keys = head * (kv.head_scales / 4), values = keys + kv.kv_scales / 4;
   for (int64_t t = begin; t < end;) {
     const float* scale = scale_of_head_0[t];

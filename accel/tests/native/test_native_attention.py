@@ -269,6 +269,7 @@ def tolerance(variant: str, kind: str) -> float:
     errors = {
         ("avx512", "bfloat16"): ROUNDED_ERROR,
         ("amx", "bfloat16"): ROUNDED_ERROR,
+        ("avx512", "int8"): SPLIT_ERROR,
         ("amx", "int8"): SPLIT_ERROR,
     }
     return errors.get((variant, kind), FLOAT_ERROR)
