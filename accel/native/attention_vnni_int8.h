@@ -57,9 +57,10 @@ class VnniInt8Kernel : Int8Softmax {
       tile.ask_scales(kv_, queries.first_head + head, begin, end);
       if (is_wide) transpose_keys(tile, begin, end, ahead);
       for_few<2>(queries.count, [&](auto rows, int64_t i) {
-        if (!Seen<rows>(queries, i, tile, begin, end).any()) return;
+        const Seen<rows> seen(queries, i, tile, begin, end);
+        if (!seen.any()) return;
         if (is_wide) {
-          score_transposed<rows>(head * queries.stride + i, begin, end);
+          score_transposed<rows>(head * queries.stride + i, begin, seen.to);
         } else {
           score<rows>(head * queries.stride + i, tile, begin, end, i == 0 ? ahead : tile.key[tile.begin]);
         }
@@ -77,11 +78,12 @@ class VnniInt8Kernel : Int8Softmax {
     pieces.for_values([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
       if (is_packed) pack_values(tile, begin, end, ahead);
       for_few<2>(queries.count, [&](auto rows, int64_t i) {
-        if (!Seen<rows>(queries, i, tile, 0, kTileTokens).any()) return;
+        const Seen<rows> seen(queries, i, tile, 0, kTileTokens);
+        if (!seen.any()) return;
         if (is_packed) {
-          accumulate<rows, true>(queries, head * queries.stride + i, tile, begin, end, ahead);
+          accumulate<rows, true>(queries, head * queries.stride + i, tile, begin, end, seen.to, ahead);
         } else {
-          accumulate<rows, false>(queries, head * queries.stride + i, tile, begin, end, ahead);
+          accumulate<rows, false>(queries, head * queries.stride + i, tile, begin, end, seen.to, ahead);
         }
       });
     });
@@ -155,8 +157,9 @@ class VnniInt8Kernel : Int8Softmax {
 
   template <int64_t rows>
   void score_transposed(int64_t q, int64_t begin, int64_t end) const {
-    if (end - begin == kTileTokens) return score_columns<rows, 4>(q, begin);
-    for (int64_t t = begin; t < end; t += 16) score_columns<rows, 1>(q, t);
+    if (end - begin > 48) return score_columns<rows, 4>(q, begin);
+    for (; end - begin > 16; begin += 32) score_columns<rows, 2>(q, begin);
+    if (begin < end) score_columns<rows, 1>(q, begin);
   }
 
   // Of 16 * columns tokens from t on.
@@ -217,7 +220,7 @@ class VnniInt8Kernel : Int8Softmax {
 
   // Adds weights . values of a piece to the sums of the tile; those of its last piece to the accumulator.
   template <int64_t rows, bool is_packed>
-  void accumulate(const Queries& queries, int64_t q, const KVTile& tile, int64_t begin, int64_t end,
+  void accumulate(const Queries& queries, int64_t q, const KVTile& tile, int64_t begin, int64_t end, int64_t last_seen,
                   const unsigned char* ahead) const {
     const bool is_first = begin <= tile.begin, is_last = end >= tile.end;
     for (int64_t d = 0; d < head_dim_; d += 64) {
@@ -225,7 +228,7 @@ class VnniInt8Kernel : Int8Softmax {
       for (int64_t r = 0; r < 2 * rows; ++r) {
         for (int64_t c = 0; c < 4; ++c) sum[r][c] = _mm512_setzero_si512();
       }
-      for (int64_t t = begin; t < end; t += 4) {
+      for (int64_t t = begin; t < std::min(end, last_seen); t += 4) {
         // Where `store_weights` leaves the four tokens.
         const unsigned char* weight = weights_ + q * kTileTokens + t % 16 * 4 + t / 16 * 4;
         __m512i x[4];

@@ -66,7 +66,9 @@ SAGE_INLINE void keep_sums(const Product& p, const unsigned char* weights, int64
 // bf16 and int8: one chain of dots per output, in the order of k. All loops over rows are unrolled, as the
 // accumulators stay in registers only where no array is left.
 template <WeightKind kind, int rows>
-__attribute__((noinline)) static void rows_dots(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+__attribute__((noinline)) static void rows_dots(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
+                                                const unsigned char* end, int64_t lines_per_step) {
+  Ahead ahead{at, end, lines_per_step};
   const unsigned char* weights = p.panel(panel);
   const unsigned char* activations = p.rows_at(row_group);
   const int64_t num_steps = p.input.depth.num_steps(), height = p.input.height;
@@ -92,7 +94,9 @@ __attribute__((noinline)) static void rows_dots(const Product& p, int64_t panel,
 
 // Nibbles are value + 8: each group of a row starts at -8 times the group's sum.
 template <int rows>
-__attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+__attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
+                                                const unsigned char* end, int64_t lines_per_step) {
+  Ahead ahead{at, end, lines_per_step};
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
   const __m512i low_bits = _mm512_set1_epi8(15);
@@ -139,7 +143,9 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
 }
 
 template <int rows>
-__attribute__((noinline)) static void rows_f32(const Product& p, int64_t panel, int64_t row_group, Ahead ahead) {
+__attribute__((noinline)) static void rows_f32(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
+                                                const unsigned char* end, int64_t lines_per_step) {
+  Ahead ahead{at, end, lines_per_step};
   const unsigned char* weights = p.panel(panel);
   const unsigned char* activations = p.rows_at(row_group);
   __m512 left[rows], right[rows];
@@ -164,7 +170,9 @@ __attribute__((noinline)) static void rows_f32(const Product& p, int64_t panel, 
   finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
 }
 
-using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group, Ahead);
+// `Ahead` comes in registers: from memory it could be read only when all stores before have ended.
+using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group, const unsigned char* at,
+                            const unsigned char* end, int64_t lines_per_step);
 
 template <int rows>
 RowsKernel kernel_of(WeightKind kind) {
@@ -201,7 +209,7 @@ inline void multiply_rows(const Product& p, const Part& part) {
       ahead = {p.panel(panel + 1), p.panel(panel + 2), ceil_div(p.panels.panel_bytes / 64, steps)};
     }
     for (int64_t group = part.group_begin; group < part.group_end; ++group) {
-      kernel(p, panel, group, ahead);
+      kernel(p, panel, group, ahead.at, ahead.end, ahead.lines_per_step);
       ahead.at += p.input.depth.num_steps() * ahead.lines_per_step * 64;
     }
   }
