@@ -116,7 +116,7 @@ def test_a_peer_that_cannot_start_shows_its_log(checkpoint):
     peer = PeerSpec(name="vllm", command=(sys.executable,))
     with (
         pytest.raises(BenchmarkError, match=r"ended before it was ready:\n.*vllm"),
-        peer_server(peer, config, None),
+        peer_server(peer, config),
     ):
         pass
 
@@ -134,6 +134,23 @@ def test_vllm_gets_the_same_limits_and_as_much_kv(checkpoint):
     assert {"--no-enable-prefix-caching", "--num-gpu-blocks-override=10", "--block-size=128"} <= set(
         arguments
     )
+    unlimited = EngineConfig.from_flat(model=str(checkpoint))
+    assert "--max-model-len=900" in vllm_arguments(unlimited, 1280, longest=900)
+    assert not any("--max-model-len" in one for one in vllm_arguments(unlimited))
+
+
+def test_a_peer_that_fails_shows_the_error_it_began_with(checkpoint, tmp_path):
+    failing = tmp_path / "python"
+    failing.write_text(
+        "#!/bin/sh\necho 'ValueError: the cause' >&2\nseq 40\necho 'RuntimeError: what follows' >&2\nexit 1\n"
+    )
+    failing.chmod(0o755)
+    peer = PeerSpec(name="vllm", command=(str(failing),))
+    with (
+        pytest.raises(BenchmarkError, match=r"ValueError: the cause\n(.|\n)*RuntimeError: what follows"),
+        peer_server(peer, EngineConfig.from_flat(model=str(checkpoint))),
+    ):
+        pass
 
 
 def test_kv_use_counts_pressure_from_the_first_eviction():

@@ -129,11 +129,13 @@ def _servers(
             say(f"starting sagellm: {config.model.name}")
             contenders = [stack.enter_context(own_server(config))]
             limits = _Fit.of(contenders[0])
+        workload = _workload(settings, limits)
+        longest = None if limits.num_kv_tokens is None else workload.max_len
         for peer in settings.peers:
             say(f"{'starting' if peer.command else 'using'} {peer.name}")
             wanted = limits.config or config
-            contenders.append(stack.enter_context(peer_server(peer, wanted, limits.num_kv_tokens)))
-        yield contenders, _workload(settings, limits)
+            contenders.append(stack.enter_context(peer_server(peer, wanted, limits.num_kv_tokens, longest)))
+        yield contenders, workload
 
 
 @dataclass(frozen=True, kw_only=True)

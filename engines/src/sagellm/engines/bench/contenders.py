@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -31,6 +32,7 @@ _END_S = 20.0
 _POLL_S = 0.2
 _NAME = "benchmark"
 _SHOWN_LOG_LINES = 12
+_SHOWN_ERRORS = 3
 _VLLM_BLOCK = 128
 """Tokens in a block of vLLM on CPUs, by default."""
 
@@ -105,17 +107,20 @@ def own_server(config: EngineConfig) -> Iterator[Contender]:
 
 
 @contextmanager
-def peer_server(peer: PeerSpec, config: EngineConfig, num_kv_tokens: int | None) -> Iterator[Contender]:
+def peer_server(
+    peer: PeerSpec, config: EngineConfig, num_kv_tokens: int | None = None, longest: int | None = None
+) -> Iterator[Contender]:
     """Give a peer that runs, or start vLLM with the same model, limits and KV memory, until the block ends.
 
-    `num_kv_tokens`: None leaves vLLM's KV memory to the arguments of its own.
+    Without `num_kv_tokens` vLLM chooses its KV memory. `longest`: tokens of a prompt and its output, where
+    the configuration does not limit them; vLLM starts only with room for one request of its longest length.
     """
     if peer.url is not None:
         yield Contender(name=peer.name, url=peer.url)
         return
     port = _free_port()
     command = [peer.command[0], "-m", "vllm.entrypoints.openai.api_server", f"--port={port}"]
-    command += [*vllm_arguments(config, num_kv_tokens), *peer.command[1:]]
+    command += [*vllm_arguments(config, num_kv_tokens, longest), *peer.command[1:]]
     with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "8"}
         with _running(peer.name, command, environment | os.environ, Path(folder)) as server:
@@ -126,7 +131,9 @@ def peer_server(peer: PeerSpec, config: EngineConfig, num_kv_tokens: int | None)
             )
 
 
-def vllm_arguments(config: EngineConfig, num_kv_tokens: int | None) -> list[str]:
+def vllm_arguments(
+    config: EngineConfig, num_kv_tokens: int | None = None, longest: int | None = None
+) -> list[str]:
     """Write an engine's configuration as vLLM's flags."""
     model, scheduler = config.model, config.scheduler
     arguments = [
@@ -138,8 +145,8 @@ def vllm_arguments(config: EngineConfig, num_kv_tokens: int | None) -> list[str]
         "--enable-prompt-tokens-details",  # the answer says how much of its prompt was cached
         "--enable-prefix-caching" if config.prefix_cache.enabled else "--no-enable-prefix-caching",
     ]
-    if model.max_model_len is not None:
-        arguments.append(f"--max-model-len={model.max_model_len}")
+    if (max_model_len := model.max_model_len or longest) is not None:
+        arguments.append(f"--max-model-len={max_model_len}")
     if num_kv_tokens is not None:
         arguments += [
             f"--block-size={_VLLM_BLOCK}",
@@ -170,8 +177,11 @@ class _Server:
         self.age_s = time.perf_counter() - self._started_s
 
     def _last_lines(self) -> str:
+        """Return the end of the log, behind its first errors: many processes end after the one at fault."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-_SHOWN_LOG_LINES:])
+        before, end = lines[:-_SHOWN_LOG_LINES], lines[-_SHOWN_LOG_LINES:]
+        errors = [line for line in before if re.search(r"\b\w*Error: ", line)]
+        return "\n".join([*errors[:_SHOWN_ERRORS], *end])
 
 
 @contextmanager
