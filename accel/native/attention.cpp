@@ -48,12 +48,6 @@ struct KernelOf<KVKind::int8> {
 template <KVKind kind>
 using Kernel = typename KernelOf<kind>::type;
 
-// Kernels that bring a tile into all heads' softmax at once, or into one head's at a time.
-template <class K, class = void>
-constexpr bool reads_heads_together = false;
-template <class K>
-constexpr bool reads_heads_together<K, std::void_t<decltype(std::declval<K&>().add_tile(std::declval<Queries&>(), std::declval<KVTile&>(), nullptr))>> = true;
-
 int64_t kernel_scratch_bytes(KVKind kind, int64_t head_dim) {
   switch (kind) {
     case KVKind::bf16: return Kernel<KVKind::bf16>::scratch_bytes(head_dim);
@@ -221,7 +215,7 @@ class Member {
     for (int64_t at = from; at < to; std::swap(tile, next)) {
       at = (at / kTileTokens + 1) * kTileTokens;
       if (at < to) locate(*next, blocks, at, to);
-      read_tile(*tile, at < to ? next : nullptr);
+      kernel_.add_tile(queries_, *tile, at < to ? next : nullptr);
       if (at % kSplitTokens != 0 && at < to) continue;
       if (queries_.softmax.acc == work_.part.acc) fold_part();
       if (at >= to) break;
@@ -233,32 +227,6 @@ class Member {
   void locate(KVTile& tile, const int32_t* blocks, int64_t from, int64_t to) {
     const int64_t first = from / kTileTokens * kTileTokens;
     tile.locate(call_.kv, call_.layer, blocks, first, from, std::min(first + kTileTokens, to));
-  }
-
-  // Block after block, and in a block head after head, as memory lies.
-  void read_tile(KVTile& tile, const KVTile* following) {
-    if constexpr (reads_heads_together<Kernel<kind>>) {
-      kernel_.add_tile(queries_, tile, following);
-      return;
-    } else {
-      read_heads(tile, following);
-    }
-  }
-
-  void read_heads(KVTile& tile, const KVTile* following) {
-    const int64_t first = queries_.first_head, last = first + queries_.num_heads - 1;
-    for (int64_t head = first; head <= last; ++head) {
-      tile.select_head(call_.kv, head);
-      Prefetch ahead(call_.kv, head_dim_);
-      add_ahead(ahead, tile, head * call_.kv.head + call_.kv.kv);
-      if (head < last) add_ahead(ahead, tile, (head + 1) * call_.kv.head);
-      if (head == last && following != nullptr) add_ahead(ahead, *following, first * call_.kv.head);
-      kernel_.add_tile(queries_, head - first, tile, ahead);
-    }
-  }
-
-  static void add_ahead(Prefetch& ahead, const KVTile& tile, int64_t offset) {
-    ahead.add(tile.key_of_head_0, tile.begin, tile.end, tile.first + tile.begin, offset);
   }
 
   void fold_part() {

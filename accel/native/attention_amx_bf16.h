@@ -61,7 +61,13 @@ class AmxBf16Kernel {
     if (d < head_dim_) store(acc + d, _mm512_shuffle_f32x4(load(acc + d), load(acc + d), 0xd8));
   }
 
-  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+  // Brings a tile into the softmax of all heads' queries.
+  void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
+    for_heads(kv_, head_dim_, queries, tile, following, [&](int64_t head, Prefetch& ahead) { add_head(queries, head, tile, ahead); });
+  }
+
+ private:
+  void add_head(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;
     first_ = tile.begin / 16;
     last_ = (tile.end + 15) / 16;
@@ -81,7 +87,6 @@ class AmxBf16Kernel {
     }
   }
 
- private:
   // A tile of one head, of which tokens [16 first, 16 last) are read for few queries.
   struct Turn {
     int64_t head, first_token, first, last;

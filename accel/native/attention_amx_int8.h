@@ -1,23 +1,25 @@
-// Attention by AMX tiles over int8 KV. The upper and lower bytes of queries are two columns of the products, those of
-// weights two rows.
+// Attention by AMX tiles over int8 KV. Upper and lower bytes of queries, and of weights, are multiplied in tiles of their own.
 #pragma once
 #include <utility>
 
 #include "attention_amx_tile.h"
-#include "attention_int8.h"
+#include "attention_vnni_int8.h"
 
 namespace sage::attention_detail {
 
+// The few queries of a decode would leave most of a tile empty: AVX-512's products, in the same arithmetic, read KV as
+// memory lies.
 class AmxInt8Kernel : Int8Softmax {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 64);
-    return kMaxQueries * (padded * 2 + 4) + 2 * kTileTokens * padded + 2 * kProductBytes + kWeightBytes + 2 * 16 * padded * 4;
+    const int64_t many = kMaxQueries * (padded * 2 + 4) + 2 * kTileTokens * padded + 2 * kProductBytes + kWeightBytes + 2 * 16 * padded * 4;
+    return std::max(many, VnniInt8Kernel::scratch_bytes(head_dim));
   }
 
   AmxInt8Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
       : Int8Softmax(scoring, head_dim), kv_(kv), padded_(round_up(head_dim, 64)),
-        reads_keys_in_place_(kv.block_size % 16 == 0) {
+        reads_keys_in_place_(kv.block_size % 16 == 0), few_(kv, scoring, head_dim, scratch) {
     const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
     queries_ = take(kMaxQueries * padded_ * 2);
     query_units_ = reinterpret_cast<float*>(take(kMaxQueries * 4));
@@ -26,6 +28,7 @@ class AmxInt8Kernel : Int8Softmax {
     for (int32_t*& products : products_) products = reinterpret_cast<int32_t*>(take(kProductBytes));
     weights_ = take(kWeightBytes);
     sums_ = reinterpret_cast<int32_t*>(take(2 * 16 * padded_ * 4));
+    TileConfig().load();
   }
 
   ~AmxInt8Kernel() { _tile_release(); }
@@ -34,9 +37,8 @@ class AmxInt8Kernel : Int8Softmax {
 
   // Cuts the queries into bytes and packs those of each tile as (part, four dimensions, query, 4).
   void set_queries(const Queries& queries) {
-    is_narrow_ = queries.count <= 8;
-    config_.set(5, 7, is_narrow_ ? 2 * queries.count : 16, 64);
-    config_.load();
+    is_few_ = queries.count <= kFewQueries;
+    if (is_few_) return few_.set_queries(queries);
     for (int64_t h = 0; h < queries.num_heads; ++h) {
       for (int64_t at = 0; at < queries.stride; at += 16) {
         const int64_t q = h * queries.stride + at;
@@ -47,7 +49,14 @@ class AmxInt8Kernel : Int8Softmax {
 
   void sort_dimensions(float*) const {}  // they are in order
 
-  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+  // Brings a tile into the softmax of all heads' queries.
+  void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
+    if (is_few_) return few_.add_tile(queries, tile, following);
+    for_heads(kv_, head_dim_, queries, tile, following, [&](int64_t head, Prefetch& ahead) { add_head(queries, head, tile, ahead); });
+  }
+
+ private:
+  void add_head(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;
     first_ = tile.begin / 16;
     last_ = (tile.end + 15) / 16;
@@ -56,7 +65,7 @@ class AmxInt8Kernel : Int8Softmax {
     if (at == num_tiles) return;
     find_keys(tile);
     multiply_keys(first_tile + at, products_[0]);
-    if (!is_narrow_) pack_values(tile);
+    pack_values(tile);
     for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
       // The next products run while this softmax does.
       const int64_t next = next_seen(queries, tile, at + 1, num_tiles);
@@ -67,27 +76,23 @@ class AmxInt8Kernel : Int8Softmax {
     ahead.rows(2 * kTileTokens);
   }
 
- private:
-  // (part, token, query); narrow: (token, part, 8 queries)
-  static constexpr int64_t kProductBytes = 2 * kTileTokens * 16 * 4;
-  static constexpr int64_t kWeightBytes = 2 * 16 * kTileTokens;  // (part, query, token)
-  // Parts are 16 columns each, or 8 of one tile where that is enough.
-  int64_t part_columns() const { return is_narrow_ ? 8 : 16; }
+  static constexpr int64_t kFewQueries = 8;
+  static constexpr int64_t kProductBytes = 2 * kTileTokens * 16 * 4;  // (part, token, query)
+  static constexpr int64_t kWeightBytes = 2 * 16 * kTileTokens;       // (part, query, token)
+
   const unsigned char* packed_queries(int64_t query_tile) const { return queries_ + query_tile * 16 * padded_ * 2; }
 
   void pack_queries(const float* const* query, int64_t count, float* units, unsigned char* to) const {
     alignas(16) float per_unit[16];
-    for (int64_t i = 0; i < count; ++i) {
-      per_unit[i] = per_unit_of(query[i], units[i]);
-    }
+    for (int64_t i = 0; i < count; ++i) per_unit[i] = per_unit_of(query[i], units[i]);
     alignas(64) unsigned char rows[2 * 16 * 64] = {};  // of parts of queries, 64 dimensions
     for (int64_t d = 0; d < padded_; d += 64) {
       for (int64_t i = 0; i < count; ++i) {
         unsigned char* upper = rows + i * 64;
-        cut_query(query[i] + d, std::min<int64_t>(64, head_dim_ - d), all(per_unit[i]), upper, upper + part_columns() * 64);
+        cut_query(query[i] + d, std::min<int64_t>(64, head_dim_ - d), all(per_unit[i]), upper, upper + 16 * 64);
       }
       transpose_rows(rows, to + d * 16);
-      if (!is_narrow_) transpose_rows(rows + 16 * 64, to + (d + padded_) * 16);
+      transpose_rows(rows + 16 * 64, to + (d + padded_) * 16);
     }
   }
 
@@ -120,7 +125,7 @@ class AmxInt8Kernel : Int8Softmax {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int64_t u = first_; u < last_; ++u) {
       for (int64_t k = 0; k < 4; ++k) {
-        ahead_->rows(is_narrow_ ? 2 : 8);
+        ahead_->rows(8);
         const unsigned char* const* token = tile.value + u * 16 + k * 4;
         unsigned char* to = values_ + (k * 4 + u) * padded_ * 4;
         for (int64_t d = 0; d < head_dim_; d += 64) {
@@ -145,33 +150,11 @@ class AmxInt8Kernel : Int8Softmax {
   void multiply_keys(int64_t query_tile, int32_t* products) const {
     finish_writes();
     const unsigned char* query = packed_queries(query_tile);
-    for (int64_t u = first_; u < last_; u += 2) {
-      const int64_t v = std::min(u + 1, last_ - 1);
-      if (is_narrow_) {
-        multiply_keys_narrow(query, u, v, products);
-      } else {
-        multiply_keys_wide(query, u, v, products);
-      }
-    }
+    for (int64_t u = first_; u < last_; u += 2) multiply_keys(query, u, std::min(u + 1, last_ - 1), products);
   }
 
-  // Tiles 5 to 7 are narrow here.
-  void multiply_keys_narrow(const unsigned char* query, int64_t u, int64_t v, int32_t* products) const {
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t d = 0; d < padded_; d += 64) {
-      _tile_loadd(4, query + d * 16, 64);
-      _tile_loadd(2, key_[u] + d, key_step_);
-      _tile_dpbssd(0, 2, 4);
-      _tile_loadd(3, key_[v] + d, key_step_);
-      _tile_dpbssd(1, 3, 4);
-      ahead_->rows(16);
-    }
-    _tile_stored(0, products + u * 256, 64);
-    _tile_stored(1, products + v * 256, 64);
-  }
-
-  void multiply_keys_wide(const unsigned char* query, int64_t u, int64_t v, int32_t* products) const {
+  // Of 16 tokens each.
+  void multiply_keys(const unsigned char* query, int64_t u, int64_t v, int32_t* products) const {
     const unsigned char* lower = query + 16 * padded_;
     _tile_zero(0);
     _tile_zero(1);
@@ -197,48 +180,19 @@ class AmxInt8Kernel : Int8Softmax {
   void add_products(const Queries& queries, int64_t head, int64_t at, const KVTile& tile, const int32_t* products) {
     const int64_t count = std::min<int64_t>(16, queries.count - at * 16), q = head * queries.stride + at * 16;
     alignas(64) int32_t dots[16 * kTileTokens];  // (query, token)
-    for (int64_t u = first_; u < last_; ++u) {
-      if (is_narrow_) {
-        join_narrow(products + u * 256, count, dots + u * 16);
-      } else {
-        join_wide(products + u * 256, dots + u * 16);
-      }
-    }
+    for (int64_t u = first_; u < last_; ++u) join(products + u * 256, dots + u * 16);
     alignas(16) float units[16];
     for (int64_t i = 0; i < count; i += 4) {
       unsigned char* upper = weights_ + i * kTileTokens;
-      const Weights to = {upper, upper + lower_row() * kTileTokens, units + i};
+      const Weights to = {upper, upper + 16 * kTileTokens, units + i};
       weigh(queries, at * 16 + i, q + i, std::min<int64_t>(4, count - i), tile, dots + i * kTileTokens, to);
     }
-    if (is_narrow_) pack_values(tile);
     multiply_values();
     add_sums(units, count, queries.softmax.acc + q * head_dim_);
   }
 
-  // 16 tokens' products of 8 queries: 256 * upper + lower part, transposed to (query, kTileTokens).
-  static void join_narrow(const int32_t* products, int64_t count, int32_t* to) {
-    __m512i few[4], rest[4];  // four queries each: (4 tokens, a query of each in 128 bits)
-    for (int64_t i = 0; i < 4; ++i) {
-      const __m512i a = join_two(products + i * 16), b = join_two(products + (i + 8) * 16);  // tokens i, i + 4; i + 8, i + 12
-      few[i] = _mm512_shuffle_i32x4(a, b, 0x88);
-      rest[i] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    }
-    transpose_quarters(few);
-    for (int64_t i = 0; i < 4; ++i) _mm512_store_si512(to + i * kTileTokens, few[i]);
-    if (count <= 4) return;
-    transpose_quarters(rest);
-    for (int64_t i = 0; i < 4; ++i) _mm512_store_si512(to + (i + 4) * kTileTokens, rest[i]);
-  }
-
-  // A token's products of 8 queries, and those of the fourth token after it.
-  static __m512i join_two(const int32_t* products) {
-    const auto eight = [products](int64_t at) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(products + at)); };
-    const __m512i upper = _mm512_inserti64x4(_mm512_castsi256_si512(eight(0)), eight(64), 1);
-    const __m512i lower = _mm512_inserti64x4(_mm512_castsi256_si512(eight(8)), eight(72), 1);
-    return joined(upper, lower);
-  }
-
-  static void join_wide(const int32_t* products, int32_t* to) {
+  // 16 tokens' products: 256 * upper + lower part, transposed to (query, kTileTokens).
+  static void join(const int32_t* products, int32_t* to) {
     __m512i x[16];
     for (int64_t t = 0; t < 16; ++t) {
       x[t] = joined(_mm512_load_si512(products + t * 16), _mm512_load_si512(products + kTileTokens * 16 + t * 16));
@@ -247,37 +201,16 @@ class AmxInt8Kernel : Int8Softmax {
     for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileTokens, x[i]);
   }
 
-  // Rows from an upper to a lower part of weights and of their sums.
-  int64_t lower_row() const { return is_narrow_ ? config_.rows[5] / 2 : 16; }
-
   // sums (part, query, dimension) = parts of the weights . values
   void multiply_values() const {
     finish_writes();
-    if (is_narrow_) {
-      _tile_loadd(7, weights_, 64);
-      for (int64_t d = 0; d < head_dim_; d += 32) multiply_values_narrow(d, std::min(d + 16, head_dim_ - 16));
-    } else {
-      _tile_loadd(4, weights_, 64);
-      _tile_loadd(5, weights_ + kWeightBytes / 2, 64);
-      for (int64_t d = 0; d < head_dim_; d += 32) multiply_values_wide(d, std::min(d + 16, head_dim_ - 16));
-    }
+    _tile_loadd(4, weights_, 64);
+    _tile_loadd(5, weights_ + kWeightBytes / 2, 64);
+    for (int64_t d = 0; d < head_dim_; d += 32) multiply_values(d, std::min(d + 16, head_dim_ - 16));
   }
 
   // Of 16 dimensions from d and from e on. Unlike weights, values have a sign.
-  void multiply_values_narrow(int64_t d, int64_t e) const {
-    const int64_t step = padded_ * 4;
-    ahead_->rows(8);
-    _tile_zero(5);
-    _tile_zero(6);
-    _tile_loadd(2, values_ + d * 4, step);
-    _tile_dpbusd(5, 7, 2);
-    _tile_loadd(3, values_ + e * 4, step);
-    _tile_dpbusd(6, 7, 3);
-    _tile_stored(5, sums_ + d, step);
-    _tile_stored(6, sums_ + e, step);
-  }
-
-  void multiply_values_wide(int64_t d, int64_t e) const {
+  void multiply_values(int64_t d, int64_t e) const {
     const int64_t step = padded_ * 4;
     int32_t* lower = sums_ + 16 * padded_;
     _tile_zero(0);
@@ -298,7 +231,7 @@ class AmxInt8Kernel : Int8Softmax {
 
   void add_sums(const float* units, int64_t count, float* acc) const {
     for (int64_t i = 0; i < count; ++i) {
-      const int32_t *upper = sums_ + i * padded_, *lower = upper + lower_row() * padded_;
+      const int32_t *upper = sums_ + i * padded_, *lower = upper + 16 * padded_;
       const Vec unit = all(units[i]);
       for (int64_t d = 0; d < head_dim_; d += 16) {
         const __m512i sum = joined(_mm512_load_si512(upper + d), _mm512_load_si512(lower + d));
@@ -309,10 +242,9 @@ class AmxInt8Kernel : Int8Softmax {
 
   const KV& kv_;
   int64_t padded_;
-  TileConfig config_;
   Prefetch* ahead_ = nullptr;
-  bool is_narrow_ = false;
-  bool reads_keys_in_place_;
+  bool is_few_ = false, reads_keys_in_place_;
+  VnniInt8Kernel few_;
   int64_t first_ = 0, last_ = 0, key_step_ = 0;  // the tile's groups of 16 tokens that have any
   unsigned char* queries_;
   unsigned char *keys_, *values_;

@@ -14,16 +14,6 @@ inline Vec weight_of(Vec x) {
   return times_power_of_two(fma(p, f, all(1.0f)), n);
 }
 
-// Transposes the 4 by 4 integers of each 128 bits.
-inline void transpose_quarters(__m512i (&x)[4]) {
-  const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-  const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-  x[0] = _mm512_unpacklo_epi64(a, c);
-  x[1] = _mm512_unpackhi_epi64(a, c);
-  x[2] = _mm512_unpacklo_epi64(b, d);
-  x[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 // Transposes 16 by 16 integers.
 inline void transpose(__m512i (&x)[16]) {
   __m512i y[16];

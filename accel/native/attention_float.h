@@ -11,8 +11,8 @@ class FloatKernel {
     return (kMaxQueries * kTileTokens + 2 * kTileTokens * head_dim) * static_cast<int64_t>(sizeof(float));
   }
 
-  FloatKernel(const KV&, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
-      : scoring_(scoring), head_dim_(head_dim) {
+  FloatKernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
+      : kv_(kv), scoring_(scoring), head_dim_(head_dim) {
     scores_ = reinterpret_cast<float*>(scratch);
     keys_ = scores_ + kMaxQueries * kTileTokens;
     values_ = keys_ + kTileTokens * head_dim;
@@ -22,8 +22,17 @@ class FloatKernel {
 
   void sort_dimensions(float*) const {}  // they are in order
 
-  // Brings a tile's tokens of one KV head into the softmax of its queries.
-  void add_tile(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
+  // Brings a tile into the softmax of all heads' queries.
+  void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
+    for_heads(kv_, head_dim_, queries, tile, following, [&](int64_t head, Prefetch& ahead) { add_head(queries, head, tile, ahead); });
+  }
+
+ private:
+  static constexpr int64_t kWorthWidening = 8;  // queries; for fewer, values are widened where they are used
+  static constexpr int64_t kRows = kLanes == 16 ? 4 : 2;  // queries that share each value loaded: as registers allow
+  static constexpr int64_t kTokens = 4;
+
+  void add_head(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
     ahead_ = &ahead;
     const int64_t begin = head * queries.stride;
     if (kind == KVKind::f32 || queries.count < kWorthWidening) {
@@ -34,11 +43,6 @@ class FloatKernel {
       add<KVKind::f32>(queries, begin, tile, keys, values);
     }
   }
-
- private:
-  static constexpr int64_t kWorthWidening = 8;  // queries; for fewer, values are widened where they are used
-  static constexpr int64_t kRows = kLanes == 16 ? 4 : 2;  // queries that share each value loaded: as registers allow
-  static constexpr int64_t kTokens = 4;
 
   void widen(const KVTile& tile, const unsigned char** keys, const unsigned char** values) {
     for (int64_t t = 0; t < kTileTokens; ++t) {
@@ -137,6 +141,7 @@ class FloatKernel {
     }
   }
 
+  const KV& kv_;
   Scoring scoring_;
   int64_t head_dim_;
   float *scores_, *keys_, *values_;

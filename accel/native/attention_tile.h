@@ -196,6 +196,25 @@ struct Queries {
   Softmax softmax;
 };
 
+// body(head, ahead) for one head of the queries after the other, whose KV the tile then points to; `ahead` is to ask for
+// what is read next.
+template <class Body>
+inline void for_heads(const KV& kv, int64_t head_dim, const Queries& queries, KVTile& tile, const KVTile* following,
+                      const Body& body) {
+  const auto add = [](Prefetch& ahead, const KVTile& from, int64_t offset) {
+    ahead.add(from.key_of_head_0, from.begin, from.end, from.first + from.begin, offset);
+  };
+  const int64_t first = queries.first_head, last = first + queries.num_heads - 1;
+  for (int64_t head = first; head <= last; ++head) {
+    tile.select_head(kv, head);
+    Prefetch ahead(kv, head_dim);
+    add(ahead, tile, head * kv.head + kv.kv);
+    if (head < last) add(ahead, tile, (head + 1) * kv.head);
+    if (head == last && following != nullptr) add(ahead, *following, first * kv.head);
+    body(head - first, ahead);
+  }
+}
+
 // How a raw product q . k becomes a score times log2(e).
 struct Scoring {
   float scale;     // of the product; with a soft cap, of what goes into tanh
