@@ -114,6 +114,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Run one engine in a process of its own, between two measurements of the machine."""
     copies = options.copies or model.parent
+    copies.mkdir(parents=True, exist_ok=True)
     before = _limits(options.threads)
     order = {
         "model": str(model.resolve()),

@@ -1,7 +1,9 @@
-// Products with AVX2 and FMA: 6 rows (floats) or 4 rows (integers) by one panel of 16 outputs.
+// Products with AVX2 and FMA: up to 6 rows by one panel of 16 outputs, 12 vectors of sums.
 //
-// bf16 weights are widened by a shift and a mask. int8: |w| is the unsigned operand of maddubs and sign(x, w) the signed
-// one, which is exact for 8-bit activations (2 * 128 * 127 fits 16 bits). int4: the nibbles are the unsigned operand.
+// bf16 weights are widened to float32 by a shift and a mask; int8 ones to 16 bits, which an exact product of pairs takes.
+// int4: the nibbles are the unsigned operand of a product of bytes, of which 8 add up in 16 bits before they are widened.
+//
+// Sums of integers are added by inline assembly: with the intrinsics g++ 12 changes their order, and has too few registers then.
 #pragma once
 #include "linear_epilogue.h"
 
@@ -9,7 +11,7 @@ namespace sage::linear {
 
 #define SAGE_INLINE inline __attribute__((always_inline))
 
-template <int rows, int panels>
+template <int rows, int panels = 1>
 struct Sums {
   alignas(32) float left[panels][rows * kLanes];
   alignas(32) float right[panels][rows * kLanes];
@@ -18,13 +20,6 @@ struct Sums {
 SAGE_INLINE __m256i load_quads(const unsigned char* at) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(at)); }
 SAGE_INLINE __m256i same_quads(const unsigned char* at) {
   return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(at)));
-}
-
-template <int rows, int panels>
-void finish_panels(const Product& p, int64_t panel, int64_t row_group, const Sums<rows, panels>& sums) {
-  for (int i = 0; i < panels; ++i) {
-    finish(p, panel + i, p.first_row(row_group), p.num_rows(row_group), sums.left[i], sums.right[i]);
-  }
 }
 
 // Even and odd inputs of a line of bf16 pairs as floats.
@@ -73,12 +68,32 @@ __attribute__((noinline)) static void rows_float(const Product& p, int64_t panel
       store_lanes(sums.right[i] + row * kLanes, right[i][row]);
     }
   }
-  finish_panels(p, panel, row_group, sums);
+  for (int i = 0; i < panels; ++i) {
+    finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
+  }
 }
 
-SAGE_INLINE void dot_int8(__m256i& sum, __m256i w, __m256i size, __m256i x) {
-  const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, w));
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+// Weights of a panel's two vectors of outputs.
+struct Vectors {
+  __m256i left, right;
+};
+
+// body(weights, half) for both halves of a line, widened: of int8 the inputs 0 and 2 and then 1 and 3 of a quad, of int4 one
+// quad and the next.
+template <WeightKind kind, class Body>
+SAGE_INLINE void for_halves(const unsigned char* line, const Body& body) {
+  const auto widened = [&](const auto& widen) { return Vectors{widen(load_quads(line)), widen(load_quads(line + kHalfBytes))}; };
+  if constexpr (kind == WeightKind::int8) {
+    body(widened([](__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }), 0);
+    body(widened([](__m256i x) { return _mm256_srai_epi16(x, 8); }), 1);
+  } else {
+    body(widened([](__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }), 0);
+    body(widened([](__m256i x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }), 1);
+  }
+}
+
+SAGE_INLINE void add_pairs(__m256i& sum, __m256i words, __m256i x) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(words, x)));
 }
 
 template <int rows>
@@ -87,112 +102,123 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
   const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
   const unsigned char* activations = p.rows_at(row_group);
   __m256i left[rows], right[rows];
+#pragma GCC unroll 6
   for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm256_setzero_si256();
-  for (int64_t step = 0; step < p.input.depth.num_steps(); ++step, activations += p.input.height * 64) {
-    for (int64_t k = 0; k < 64; k += 4, weights += kLineBytes) {
-      const __m256i w0 = load_quads(weights), w1 = load_quads(weights + kHalfBytes);
-      const __m256i size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
-#pragma GCC unroll 4
-      for (int row = 0; row < rows; ++row) {
-        const __m256i x = same_quads(activations + row * 64 + k);
-        dot_int8(left[row], w0, size0, x);
-        dot_int8(right[row], w1, size1, x);
-      }
+  for (int64_t step = 0; step < p.input.depth.num_steps(); ++step, activations += p.input.block_bytes()) {
+    for (int64_t at = 0; at < 64; at += 8, weights += kLineBytes) {
+      for_halves<WeightKind::int8>(weights, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; ++row) {
+          const __m256i x = same_quads(activations + row * 64 + at + half * 4);
+          add_pairs(left[row], w.left, x);
+          add_pairs(right[row], w.right, x);
+        }
+      });
     }
   }
   const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
-  Sums<rows, 1> sums;
-  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
+  Sums<rows> sums;
+  const int64_t first = p.first_row(row_group);
+#pragma GCC unroll 6
   for (int64_t row = 0; row < rows; ++row) {
-    const Lanes scale = same_lanes(row < count ? p.scales[first + row] : 0.0f);
+    const Lanes scale = same_lanes(p.scales[first + row]);
     store_lanes(sums.left[0] + row * kLanes, multiply(multiply(scale, left_scale), to_float(left[row])));
     store_lanes(sums.right[0] + row * kLanes, multiply(multiply(scale, right_scale), to_float(right[row])));
   }
-  finish_panels(p, panel, row_group, sums);
+  finish(p, panel, first, rows, sums.left[0], sums.right[0]);
 }
 
-// Four products of a nibble and a byte, added pairwise in 16 bits, fit: 4 * 2 * 15 * 127.
+SAGE_INLINE void add_bytes(__m256i& sum, __m256i nibbles, __m256i x) {
+  asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(_mm256_maddubs_epi16(nibbles, x)));
+}
+
+SAGE_INLINE __m256i words_added(__m256i sum, __m256i words) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+}
+
+// Sums of 8 pairs of products fit 16 bits: 8 * 2 * 15 * 127.
 template <int rows>
 __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
-  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
-  const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  const int64_t first = p.first_row(row_group);
   const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows, 1> sums;
-  for (int row = 0; row < rows; ++row) {
-    store_lanes(sums.left[0] + row * kLanes, zero_lanes());
-    store_lanes(sums.right[0] + row * kLanes, zero_lanes());
-  }
+  Sums<rows> sums = {};
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
     const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
     __m256i left[rows], right[rows];
+#pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
-      const int32_t start = row < count ? -8 * p.sums[(first + row) * depth.num_groups + group] : 0;
-      left[row] = right[row] = _mm256_set1_epi32(start);
+      left[row] = right[row] = _mm256_set1_epi32(-8 * p.sums[(first + row) * depth.num_groups + group]);
     }
-    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += height * depth.step_bytes) {
-      for (int64_t k = 0; k < depth.step_bytes; k += 8, weights += kLineBytes) {
-        const __m256i w0 = load_quads(weights), w1 = load_quads(weights + kHalfBytes);
-        const __m256i low0 = _mm256_and_si256(w0, low_bits), low1 = _mm256_and_si256(w1, low_bits);
-        const __m256i high0 = _mm256_and_si256(_mm256_srli_epi16(w0, 4), low_bits);
-        const __m256i high1 = _mm256_and_si256(_mm256_srli_epi16(w1, 4), low_bits);
-#pragma GCC unroll 4
+    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
+      for (int64_t k = 0; k < depth.step_bytes; k += 32) {
+        __m256i left_words[rows], right_words[rows];
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; ++row) left_words[row] = right_words[row] = _mm256_setzero_si256();
+        for (int64_t at = k; at < k + 32; at += 8, weights += kLineBytes) {
+          for_halves<WeightKind::int4>(weights, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+            for (int row = 0; row < rows; ++row) {
+              const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
+              add_bytes(left_words[row], w.left, x);
+              add_bytes(right_words[row], w.right, x);
+            }
+          });
+        }
+#pragma GCC unroll 6
         for (int row = 0; row < rows; ++row) {
-          const unsigned char* quad = activations + row * depth.step_bytes + k;
-          const __m256i x0 = same_quads(quad), x1 = same_quads(quad + 4);
-          const __m256i pairs0 = _mm256_add_epi16(_mm256_maddubs_epi16(low0, x0), _mm256_maddubs_epi16(high0, x1));
-          const __m256i pairs1 = _mm256_add_epi16(_mm256_maddubs_epi16(low1, x0), _mm256_maddubs_epi16(high1, x1));
-          left[row] = _mm256_add_epi32(left[row], _mm256_madd_epi16(pairs0, ones));
-          right[row] = _mm256_add_epi32(right[row], _mm256_madd_epi16(pairs1, ones));
+          left[row] = words_added(left[row], left_words[row]);
+          right[row] = words_added(right[row], right_words[row]);
         }
       }
     }
     const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+#pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
-      const Lanes scale = same_lanes(row < count ? p.scales[(first + row) * depth.num_groups + group] : 0.0f);
+      const Lanes scale = same_lanes(p.scales[(first + row) * depth.num_groups + group]);
       float *to_left = sums.left[0] + row * kLanes, *to_right = sums.right[0] + row * kLanes;
       store_lanes(to_left, multiply_add(multiply(scale, left_scale), to_float(left[row]), load_lanes(to_left)));
       store_lanes(to_right, multiply_add(multiply(scale, right_scale), to_float(right[row]), load_lanes(to_right)));
     }
   }
-  finish_panels(p, panel, row_group, sums);
+  finish(p, panel, first, rows, sums.left[0], sums.right[0]);
 }
 
 using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group);
 
 template <int rows, int panels>
-RowsKernel float_kernel(WeightKind kind) {
-  return kind == WeightKind::bf16 ? rows_float<WeightKind::bf16, rows, panels> : rows_float<WeightKind::f32, rows, panels>;
-}
-
-template <int rows>
-RowsKernel integer_kernel(WeightKind kind) {
-  return kind == WeightKind::int8 ? rows_int8<rows> : rows_int4<rows>;
+RowsKernel kernel_of(WeightKind kind) {
+  switch (kind) {
+    case WeightKind::bf16: return rows_float<WeightKind::bf16, rows, panels>;
+    case WeightKind::f32: return rows_float<WeightKind::f32, rows, panels>;
+    case WeightKind::int8: return rows_int8<rows>;
+    default: return rows_int4<rows>;
+  }
 }
 
 template <int panels>
 RowsKernel rows_kernel(WeightKind kind, int64_t rows) {
-  const bool is_integer = is_quantized(kind);
   switch (rows) {
-    case 1: return is_integer ? integer_kernel<1>(kind) : float_kernel<1, panels>(kind);
-    case 2: return is_integer ? integer_kernel<2>(kind) : float_kernel<2, panels>(kind);
-    case 3: return is_integer ? integer_kernel<3>(kind) : float_kernel<3, 1>(kind);
-    case 4: return is_integer ? integer_kernel<4>(kind) : float_kernel<4, 1>(kind);
-    case 5: return float_kernel<5, 1>(kind);
-    default: return float_kernel<6, 1>(kind);
+    case 1: return kernel_of<1, panels>(kind);
+    case 2: return kernel_of<2, panels>(kind);
+    case 3: return kernel_of<3, 1>(kind);
+    case 4: return kernel_of<4, 1>(kind);
+    case 5: return kernel_of<5, 1>(kind);
+    default: return kernel_of<6, 1>(kind);
   }
 }
 
 inline void multiply_rows(const Product& p, const Part& part) {
-  const RowsKernel one = rows_kernel<1>(p.weight.kind, p.input.height), two = rows_kernel<2>(p.weight.kind, p.input.height);
-  const bool pairs = !is_quantized(p.weight.kind) && p.input.height <= 2;
+  const RowsKernel whole = rows_kernel<1>(p.weight.kind, p.input.height);
+  const RowsKernel last = rows_kernel<1>(p.weight.kind, p.num_rows(part.group_end - 1));  // may have fewer rows
+  const RowsKernel two = rows_kernel<2>(p.weight.kind, p.input.height);
+  const bool pairs = !is_quantized(p.weight.kind) && p.input.height <= 2 && part.group_end - part.group_begin == 1;
   int64_t panel = part.panel_begin;
-  for (; pairs && panel + 1 < part.panel_end; panel += 2) {
-    for (int64_t group = part.group_begin; group < part.group_end; ++group) two(p, panel, group);
-  }
+  for (; pairs && panel + 1 < part.panel_end; panel += 2) two(p, panel, part.group_begin);
   for (; panel < part.panel_end; ++panel) {
-    for (int64_t group = part.group_begin; group < part.group_end; ++group) one(p, panel, group);
+    for (int64_t group = part.group_begin; group + 1 < part.group_end; ++group) whole(p, panel, group);
+    last(p, panel, part.group_end - 1);
   }
 }
 

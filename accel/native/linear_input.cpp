@@ -51,14 +51,29 @@ struct Quantizer {
   }
 };
 
-// Quantizes `count` values (at most one step of `step` bytes), returns their sum.
-int32_t put_int8(unsigned char* to, const float* x, int64_t count, int64_t step, const Quantizer& q) {
+// Writes kLanes values, the first of them `begin`.
+void put_integers(unsigned char* to, int64_t begin, IntLanes value, bool as_words) {
+#if !defined(__AVX512F__)
+  if (as_words) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1));
+    words = _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + begin * 2), words);
+    return;
+  }
+#else
+  (void)as_words;
+#endif
+  store_bytes(reinterpret_cast<int8_t*>(to) + begin, value);
+}
+
+// Quantizes `count` values (at most one step of `step`), returns their sum.
+int32_t put_integers(unsigned char* to, const float* x, int64_t count, int64_t step, bool as_words, const Quantizer& q) {
   IntLanes total = zero_ints();
   for (int64_t i = 0; i < step; i += kLanes) {
     IntLanes value = zero_ints();
     if (i < count && q.inverse > 0.0f) value = to_int(multiply(load_lanes(x + i, count - i), same_lanes(q.inverse)));
     total = add(total, value);
-    store_bytes(reinterpret_cast<int8_t*>(to) + i, value);
+    put_integers(to, i, value, as_words);
   }
   return sum(total);
 }
@@ -73,7 +88,7 @@ void set_quantized_row(const InputLayout& layout, const Input& input, unsigned c
     const Quantizer quantizer(largest_magnitude(from, size));
     int32_t total = 0;
     for (int64_t i = 0; i < depth.steps_per_group; ++i, row += layout.block_bytes()) {
-      total += put_int8(row, from + i * depth.step, size - i * depth.step, depth.step, quantizer);
+      total += put_integers(row, from + i * depth.step, size - i * depth.step, depth.step, takes_words(input.kind), quantizer);
     }
     scales[group] = quantizer.scale;
     sums[group] = total;

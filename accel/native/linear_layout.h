@@ -43,9 +43,12 @@ inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 inline bool is_quantized(WeightKind kind) { return kind == WeightKind::int8 || kind == WeightKind::int4; }
 inline bool in_tiles(WeightKind kind) { return kHasTiles && (kind == WeightKind::bf16 || kind == WeightKind::int8); }
 
+// With AVX2 alone int8 weights meet words: of each four activations the first, third, second and fourth.
+inline bool takes_words(WeightKind kind) { return kind == WeightKind::int8 && !kHasTiles && !kHasDots; }
+
 // Bytes of one activation. Without bf16 dot products, bf16 weights meet float32 activations.
 inline int64_t activation_bytes(WeightKind kind) {
-  if (is_quantized(kind)) return 1;
+  if (is_quantized(kind)) return takes_words(kind) ? 2 : 1;
   return kind == WeightKind::bf16 && kHasDots ? 2 : 4;
 }
 
@@ -74,8 +77,7 @@ struct Depth {
 // Rows that a kernel takes at once; the rows of an input are spread evenly over as few groups as possible.
 inline int64_t most_rows(WeightKind kind, int64_t rows) {
   if (kHasTiles && (in_tiles(kind) || (kind == WeightKind::int4 && rows > 8))) return 32;
-  if (kHasDots) return 8;
-  return is_quantized(kind) ? 4 : 6;
+  return kHasDots ? 8 : 6;
 }
 
 struct InputLayout {
