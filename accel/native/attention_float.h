@@ -1,6 +1,6 @@
 // Attention in float32 over KV of any kind: every value is widened exactly. The base that all builds have.
 #pragma once
-#include "attention_tile.h"
+#include "attention_heads.h"
 
 namespace sage::attention_detail {
 
@@ -8,14 +8,12 @@ template <KVKind kind>
 class FloatKernel {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
-    return (kMaxQueries * kTileTokens + 2 * kTileTokens * head_dim) * static_cast<int64_t>(sizeof(float));
+    return (kMaxQueries * kTileTokens + kTileTokens * head_dim) * static_cast<int64_t>(sizeof(float));
   }
 
   FloatKernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
-      : kv_(kv), scoring_(scoring), head_dim_(head_dim) {
-    scores_ = reinterpret_cast<float*>(scratch);
-    keys_ = scores_ + kMaxQueries * kTileTokens;
-    values_ = keys_ + kTileTokens * head_dim;
+      : kv_(kv), scoring_(scoring), head_dim_(head_dim), scores_(reinterpret_cast<float*>(scratch)) {
+    wide_ = scores_ + kMaxQueries * kTileTokens;
   }
 
   void set_queries(const Queries&) {}
@@ -24,128 +22,148 @@ class FloatKernel {
 
   // Brings a tile into the softmax of all heads' queries.
   void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
-    for_heads(kv_, head_dim_, queries, tile, following, [&](int64_t head, Prefetch& ahead) { add_head(queries, head, tile, ahead); });
+    const bool widens = kind != KVKind::f32 && queries.count >= kWorthWidening;
+    const unsigned char* wide[kTileTokens];
+    Pieces pieces(kv_, queries, tile, following);
+    pieces.for_keys([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
+      if (kind == KVKind::int8) tile.ask_scales(kv_, queries.first_head + head, begin, end);
+      if (widens) widen(tile, tile.key, begin, end, ahead, wide);
+      for_few<kRows>(queries.count, [&](auto rows, int64_t i) {
+        const Seen<rows> seen(queries, i, tile, begin, end);
+        const int64_t q = head * queries.stride + i;
+        if (widens) {
+          score<KVKind::f32, rows, false>(queries, q, wide, seen.from, seen.to, nullptr);
+        } else if (i == 0) {
+          score<kind, rows, true>(queries, q, tile.key, seen.from, seen.to, ahead + (seen.from - begin) * row_bytes());
+        } else {
+          score<kind, rows, false>(queries, q, tile.key, seen.from, seen.to, nullptr);
+        }
+      });
+    });
+    for (int64_t head = 0; head < queries.num_heads; ++head) {
+      if (kind == KVKind::int8) tile.select_scales(kv_, queries.first_head + head);
+      for_few<kRows>(queries.count, [&](auto rows, int64_t i) { weigh<rows>(queries, head, i, tile); });
+    }
+    pieces.for_values([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
+      if (widens) widen(tile, tile.value, begin, end, ahead, wide);
+      for_few<kRows>(queries.count, [&](auto rows, int64_t i) {
+        const Seen<rows> seen(queries, i, tile, begin, end);
+        if (!seen.any()) return;
+        const int64_t q = head * queries.stride + i;
+        if (widens) {
+          accumulate<KVKind::f32, rows, false>(queries, q, wide, seen.from, seen.to, nullptr);
+        } else if (i == 0) {
+          accumulate<kind, rows, true>(queries, q, tile.value, seen.from, seen.to, ahead + (seen.from - begin) * row_bytes());
+        } else {
+          accumulate<kind, rows, false>(queries, q, tile.value, seen.from, seen.to, nullptr);
+        }
+      });
+    });
   }
 
  private:
   static constexpr int64_t kWorthWidening = 8;  // queries; for fewer, values are widened where they are used
   static constexpr int64_t kRows = kLanes == 16 ? 4 : 2;  // queries that share each value loaded: as registers allow
   static constexpr int64_t kTokens = 4;
+  static constexpr int64_t kElementBytes = kind == KVKind::f32 ? 4 : kind == KVKind::int8 ? 1 : 2;
 
-  void add_head(const Queries& queries, int64_t head, const KVTile& tile, Prefetch& ahead) {
-    ahead_ = &ahead;
-    const int64_t begin = head * queries.stride;
-    if (kind == KVKind::f32 || queries.count < kWorthWidening) {
-      add<kind>(queries, begin, tile, tile.key, tile.value);
-    } else {
-      const unsigned char *keys[kTileTokens], *values[kTileTokens];
-      widen(tile, keys, values);
-      add<KVKind::f32>(queries, begin, tile, keys, values);
-    }
-  }
+  int64_t row_bytes() const { return head_dim_ * kElementBytes; }
 
-  void widen(const KVTile& tile, const unsigned char** keys, const unsigned char** values) {
-    for (int64_t t = 0; t < kTileTokens; ++t) {
-      keys[t] = values[t] = kZeros;
+  // The rows of tokens [begin, end) as floats, and where each of them lies then.
+  void widen(const KVTile& tile, const unsigned char* const* rows, int64_t begin, int64_t end, const unsigned char* ahead,
+             const unsigned char** wide) const {
+    for (int64_t t = begin; t < end; ++t, ahead += row_bytes()) {
+      wide[t] = kZeros;
       if (t < tile.begin || t >= tile.end) continue;
-      float *key = keys_ + t * head_dim_, *value = values_ + t * head_dim_;
-      for (int64_t d = 0; d < head_dim_; d += kLanes) {
-        store(key + d, load_as_float<kind>(tile.key[t], d));
-        store(value + d, load_as_float<kind>(tile.value[t], d));
-      }
-      keys[t] = reinterpret_cast<const unsigned char*>(key);
-      values[t] = reinterpret_cast<const unsigned char*>(value);
+      for (int64_t at = 0; at < row_bytes(); at += 64) ask(ahead + at);
+      float* to = wide_ + t * head_dim_;
+      for (int64_t d = 0; d < head_dim_; d += kLanes) store(to + d, load_as_float<kind>(rows[t], d));
+      wide[t] = reinterpret_cast<const unsigned char*>(to);
     }
   }
 
-  template <KVKind as>
-  void add(const Queries& queries, int64_t begin, const KVTile& tile, const unsigned char* const* keys,
-           const unsigned char* const* values) {
-    int64_t i = 0;
-    for (; i + kRows <= queries.count; i += kRows) add_rows<as, kRows>(queries, begin, i, tile, keys, values);
-    if constexpr (kRows == 4) {
-      if (i + 2 <= queries.count) {
-        add_rows<as, 2>(queries, begin, i, tile, keys, values);
-        i += 2;
-      }
-    }
-    if (i < queries.count) add_rows<as, 1>(queries, begin, i, tile, keys, values);
-  }
-
-  template <KVKind as, int64_t rows>
-  void add_rows(const Queries& queries, int64_t begin, int64_t i, const KVTile& tile, const unsigned char* const* keys,
-                const unsigned char* const* values) {
-    int64_t low[rows], high[rows], from = kTileTokens, to = 0;
-    for (int64_t r = 0; r < rows; ++r) {
-      low[r] = std::max(tile.begin, queries.low[i + r] - tile.first);
-      high[r] = std::min(tile.end, queries.high[i + r] - tile.first);
-      from = std::min(from, low[r]);
-      to = std::max(to, high[r]);
-    }
-    if (from >= to) return;
-    from = from / kTokens * kTokens;
-    float* products = scores_ + i * kTileTokens;
-    score<as, rows>(queries.query + begin + i, keys, from, to, products);
+  // Of queries that `accumulate` takes together some may see nothing: they get weights of 0.
+  template <int64_t rows>
+  void weigh(const Queries& queries, int64_t head, int64_t i, const KVTile& tile) const {
+    const Seen<rows> seen(queries, i, tile, 0, kTileTokens);
+    if (!seen.any()) return;
     const Softmax& softmax = queries.softmax;
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t q = begin + i + r;
-      softmax_row(scoring_, products + r * kTileTokens, low[r], high[r], kind == KVKind::int8 ? &tile : nullptr,
+      const int64_t q = head * queries.stride + i + r;
+      softmax_row(scoring_, scores_ + q * kTileTokens, seen.low[r], seen.high[r], kind == KVKind::int8 ? &tile : nullptr,
                   softmax.m[q], softmax.l[q], softmax.acc + q * head_dim_, head_dim_);
     }
-    accumulate<as, rows>(products, values, from, to, softmax.acc + (begin + i) * head_dim_);
   }
 
-  // products[row][token] = query . key, each in the same order of additions whatever `rows` is.
-  template <KVKind as, int64_t rows>
-  void score(const float* const* query, const unsigned char* const* keys, int64_t from, int64_t to,
-             float* products) const {
+  // scores[row][token] = query . key, each in the same order of additions whatever `rows` is.
+  template <KVKind as, int64_t rows, bool asks>
+  void score(const Queries& queries, int64_t q, const unsigned char* const* keys, int64_t from, int64_t to,
+             const unsigned char* ahead) const {
+    const float* const* query = queries.query + q;
+    float* scores = scores_ + q * kTileTokens;
     for (int64_t t = from; t < to; t += kTokens) {
       Vec total[rows][kTokens];
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t k = 0; k < kTokens; ++k) total[r][k] = zero();
       }
-      ahead_->rows(kTokens);
+      if constexpr (asks) {
+        for (const unsigned char* end = ahead + kTokens * row_bytes(); ahead < end; ahead += 64) ask(ahead);
+      }
       for (int64_t d = 0; d < head_dim_; d += kLanes) {
-        Vec q[rows];
-        for (int64_t r = 0; r < rows; ++r) q[r] = load(query[r] + d);
+        Vec x[rows];
+        for (int64_t r = 0; r < rows; ++r) x[r] = load(query[r] + d);
         for (int64_t k = 0; k < kTokens; ++k) {
           const Vec key = load_as_float<as>(keys[t + k], d);
-          for (int64_t r = 0; r < rows; ++r) total[r][k] = fma(q[r], key, total[r][k]);
+          for (int64_t r = 0; r < rows; ++r) total[r][k] = fma(x[r], key, total[r][k]);
         }
       }
       for (int64_t r = 0; r < rows; ++r) {
-        _mm_storeu_ps(products + r * kTileTokens + t, sums(total[r][0], total[r][1], total[r][2], total[r][3]));
+        _mm_storeu_ps(scores + r * kTileTokens + t, sums(total[r][0], total[r][1], total[r][2], total[r][3]));
       }
     }
   }
 
-  // acc[row] += sum over tokens of weight[row][token] * value, token after token.
-  template <KVKind as, int64_t rows>
-  void accumulate(const float* weights, const unsigned char* const* values, int64_t from, int64_t to,
-                  float* acc) const {
-    for (int64_t t = from; t < to; t += kTokens) {
-      Vec weight[rows][kTokens];
+  // acc[row] += sum over tokens of weight[row][token] * value, token after token, a line of sums in registers at a time.
+  template <KVKind as, int64_t rows, bool asks>
+  void accumulate(const Queries& queries, int64_t q, const unsigned char* const* values, int64_t from, int64_t to,
+                  const unsigned char* ahead) const {
+    constexpr int64_t columns = 32 / kLanes;
+    float* acc = queries.softmax.acc + q * head_dim_;
+    const float* weights = scores_ + q * kTileTokens;
+    int64_t d = 0;
+    for (; d + columns * kLanes <= head_dim_; d += columns * kLanes) {
+      accumulate_at<as, rows, columns, asks>(weights, values, from, to, ahead, acc, d);
+    }
+    for (; d < head_dim_; d += kLanes) accumulate_at<as, rows, 1, false>(weights, values, from, to, ahead, acc, d);
+  }
+
+  template <KVKind as, int64_t rows, int64_t columns, bool asks>
+  void accumulate_at(const float* weights, const unsigned char* const* values, int64_t from, int64_t to,
+                     const unsigned char* ahead, float* acc, int64_t d) const {
+    Vec sum[rows][columns];
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) sum[r][c] = load(acc + r * head_dim_ + d + c * kLanes);
+    }
+    for (int64_t t = from; t < to; ++t) {
+      if constexpr (asks) {
+        for (int64_t at = 0; at < 32 * kElementBytes; at += 64) ask(ahead + (t - from) * row_bytes() + d * kElementBytes + at);
+      }
+      Vec value[columns];
+      for (int64_t c = 0; c < columns; ++c) value[c] = load_as_float<as>(values[t], d + c * kLanes);
       for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t k = 0; k < kTokens; ++k) weight[r][k] = all(weights[r * kTileTokens + t + k]);
+        const Vec weight = all(weights[r * kTileTokens + t]);
+        for (int64_t c = 0; c < columns; ++c) sum[r][c] = fma(weight, value[c], sum[r][c]);
       }
-      ahead_->rows(kTokens);
-      for (int64_t d = 0; d < head_dim_; d += kLanes) {
-        Vec value[kTokens];
-        for (int64_t k = 0; k < kTokens; ++k) value[k] = load_as_float<as>(values[t + k], d);
-        for (int64_t r = 0; r < rows; ++r) {
-          Vec total = load(acc + r * head_dim_ + d);
-          for (int64_t k = 0; k < kTokens; ++k) total = fma(weight[r][k], value[k], total);
-          store(acc + r * head_dim_ + d, total);
-        }
-      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) store(acc + r * head_dim_ + d + c * kLanes, sum[r][c]);
     }
   }
 
   const KV& kv_;
   Scoring scoring_;
   int64_t head_dim_;
-  float *scores_, *keys_, *values_;
-  Prefetch* ahead_ = nullptr;
+  float *scores_, *wide_;
 };
 
 }  // namespace sage::attention_detail

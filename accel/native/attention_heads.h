@@ -1,4 +1,4 @@
-// What the AVX-512 kernels share that read all heads of a tile together, as memory lies.
+// What the kernels share that read all heads of a tile together, as memory lies.
 //
 // A block's keys of all heads lie side by side, its values behind them. 32 decodes that read them in that order get 29 of the
 // 33 GB/s of a Zen 4's memory; head after head through the blocks of a tile it was 24.
