@@ -28,7 +28,7 @@ SAGE_INLINE __m256 odd_inputs(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-// With few rows two panels are walked at once, so that enough sums are in flight: each keeps its order.
+// Each of several panels keeps the order of its sums.
 template <WeightKind kind, int rows, int panels>
 __attribute__((noinline)) static void rows_float(const Product& p, int64_t panel, int64_t row_group) {
   const unsigned char* weights = p.panel(panel);
@@ -48,7 +48,7 @@ __attribute__((noinline)) static void rows_float(const Product& p, int64_t panel
   for (int64_t step = 0; step < p.input.depth.num_steps(); ++step, activations += p.input.height * 64) {
     constexpr int per_line = kind == WeightKind::bf16 ? 2 : 1;
     for (int64_t k = 0; k < 16; k += per_line, weights += kLineBytes) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int i = 0; i < panels; ++i) {
         const unsigned char* line = weights + i * p.panels.panel_bytes;
         const __m256i w0 = load_quads(line), w1 = load_quads(line + kHalfBytes);
@@ -96,36 +96,46 @@ SAGE_INLINE void add_pairs(__m256i& sum, __m256i words, __m256i x) {
   asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(words, x)));
 }
 
-template <int rows>
+template <int rows, int panels>
 __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group) {
   const unsigned char* weights = p.panel(panel);
-  const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
   const unsigned char* activations = p.rows_at(row_group);
-  __m256i left[rows], right[rows];
+  __m256i left[panels][rows], right[panels][rows];
+#pragma GCC unroll 4
+  for (int i = 0; i < panels; ++i) {
 #pragma GCC unroll 6
-  for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm256_setzero_si256();
+    for (int row = 0; row < rows; ++row) left[i][row] = right[i][row] = _mm256_setzero_si256();
+  }
   for (int64_t step = 0; step < p.input.depth.num_steps(); ++step, activations += p.input.block_bytes()) {
     for (int64_t at = 0; at < 64; at += 8, weights += kLineBytes) {
-      for_halves<WeightKind::int8>(weights, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int i = 0; i < panels; ++i) {
+        const unsigned char* line = weights + i * p.panels.panel_bytes;
+        for_halves<WeightKind::int8>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; ++row) {
-          const __m256i x = same_quads(activations + row * 64 + at + half * 4);
-          add_pairs(left[row], w.left, x);
-          add_pairs(right[row], w.right, x);
-        }
-      });
+          for (int row = 0; row < rows; ++row) {
+            const __m256i x = same_quads(activations + row * 64 + at + half * 4);
+            add_pairs(left[i][row], w.left, x);
+            add_pairs(right[i][row], w.right, x);
+          }
+        });
+      }
     }
   }
-  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
-  Sums<rows> sums;
   const int64_t first = p.first_row(row_group);
+#pragma GCC unroll 4
+  for (int i = 0; i < panels; ++i) {
+    const auto* scales = reinterpret_cast<const float*>(p.panel(panel + i) + p.panels.scales_at);
+    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+    Sums<rows> sums;
 #pragma GCC unroll 6
-  for (int64_t row = 0; row < rows; ++row) {
-    const Lanes scale = same_lanes(p.scales[first + row]);
-    store_lanes(sums.left[0] + row * kLanes, multiply(multiply(scale, left_scale), to_float(left[row])));
-    store_lanes(sums.right[0] + row * kLanes, multiply(multiply(scale, right_scale), to_float(right[row])));
+    for (int64_t row = 0; row < rows; ++row) {
+      const Lanes scale = same_lanes(p.scales[first + row]);
+      store_lanes(sums.left[0] + row * kLanes, multiply(multiply(scale, left_scale), to_float(left[i][row])));
+      store_lanes(sums.right[0] + row * kLanes, multiply(multiply(scale, right_scale), to_float(right[i][row])));
+    }
+    finish(p, panel + i, first, rows, sums.left[0], sums.right[0]);
   }
-  finish(p, panel, first, rows, sums.left[0], sums.right[0]);
 }
 
 SAGE_INLINE void add_bytes(__m256i& sum, __m256i nibbles, __m256i x) {
@@ -137,52 +147,69 @@ SAGE_INLINE __m256i words_added(__m256i sum, __m256i words) {
 }
 
 // Sums of 8 pairs of products fit 16 bits: 8 * 2 * 15 * 127.
-template <int rows>
+template <int rows, int panels>
 __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group);
   const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows> sums = {};
+  Sums<rows, panels> sums = {};
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
-    const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
-    __m256i left[rows], right[rows];
+    const unsigned char* scales = weights + p.panels.scales_at;
+    __m256i left[panels][rows], right[panels][rows];
+#pragma GCC unroll 4
+    for (int i = 0; i < panels; ++i) {
 #pragma GCC unroll 6
-    for (int row = 0; row < rows; ++row) {
-      left[row] = right[row] = _mm256_set1_epi32(-8 * p.sums[(first + row) * depth.num_groups + group]);
+      for (int row = 0; row < rows; ++row) {
+        left[i][row] = right[i][row] = _mm256_set1_epi32(-8 * p.sums[(first + row) * depth.num_groups + group]);
+      }
     }
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
       for (int64_t k = 0; k < depth.step_bytes; k += 32) {
-        __m256i left_words[rows], right_words[rows];
+        __m256i left_words[panels][rows], right_words[panels][rows];
+#pragma GCC unroll 4
+        for (int i = 0; i < panels; ++i) {
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; ++row) left_words[row] = right_words[row] = _mm256_setzero_si256();
-        for (int64_t at = k; at < k + 32; at += 8, weights += kLineBytes) {
-          for_halves<WeightKind::int4>(weights, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
-#pragma GCC unroll 6
-            for (int row = 0; row < rows; ++row) {
-              const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
-              add_bytes(left_words[row], w.left, x);
-              add_bytes(right_words[row], w.right, x);
-            }
-          });
+          for (int row = 0; row < rows; ++row) left_words[i][row] = right_words[i][row] = _mm256_setzero_si256();
         }
+        for (int64_t at = k; at < k + 32; at += 8, weights += kLineBytes) {
+#pragma GCC unroll 4
+          for (int i = 0; i < panels; ++i) {
+            const unsigned char* line = weights + i * p.panels.panel_bytes;
+            for_halves<WeightKind::int4>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; ++row) {
-          left[row] = words_added(left[row], left_words[row]);
-          right[row] = words_added(right[row], right_words[row]);
+              for (int row = 0; row < rows; ++row) {
+                const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
+                add_bytes(left_words[i][row], w.left, x);
+                add_bytes(right_words[i][row], w.right, x);
+              }
+            });
+          }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < panels; ++i) {
+#pragma GCC unroll 6
+          for (int row = 0; row < rows; ++row) {
+            left[i][row] = words_added(left[i][row], left_words[i][row]);
+            right[i][row] = words_added(right[i][row], right_words[i][row]);
+          }
         }
       }
     }
-    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < panels; ++i) {
+      const auto* of_panel = reinterpret_cast<const float*>(scales + i * p.panels.panel_bytes);
+      const Lanes left_scale = load_lanes(of_panel), right_scale = load_lanes(of_panel + kLanes);
 #pragma GCC unroll 6
-    for (int row = 0; row < rows; ++row) {
-      const Lanes scale = same_lanes(p.scales[(first + row) * depth.num_groups + group]);
-      float *to_left = sums.left[0] + row * kLanes, *to_right = sums.right[0] + row * kLanes;
-      store_lanes(to_left, multiply_add(multiply(scale, left_scale), to_float(left[row]), load_lanes(to_left)));
-      store_lanes(to_right, multiply_add(multiply(scale, right_scale), to_float(right[row]), load_lanes(to_right)));
+      for (int row = 0; row < rows; ++row) {
+        const Lanes scale = same_lanes(p.scales[(first + row) * depth.num_groups + group]);
+        float *to_left = sums.left[i] + row * kLanes, *to_right = sums.right[i] + row * kLanes;
+        store_lanes(to_left, multiply_add(multiply(scale, left_scale), to_float(left[i][row]), load_lanes(to_left)));
+        store_lanes(to_right, multiply_add(multiply(scale, right_scale), to_float(right[i][row]), load_lanes(to_right)));
+      }
     }
   }
-  finish(p, panel, first, rows, sums.left[0], sums.right[0]);
+  for (int i = 0; i < panels; ++i) finish(p, panel + i, first, rows, sums.left[i], sums.right[i]);
 }
 
 using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group);
@@ -192,16 +219,18 @@ RowsKernel kernel_of(WeightKind kind) {
   switch (kind) {
     case WeightKind::bf16: return rows_float<WeightKind::bf16, rows, panels>;
     case WeightKind::f32: return rows_float<WeightKind::f32, rows, panels>;
-    case WeightKind::int8: return rows_int8<rows>;
-    default: return rows_int4<rows>;
+    case WeightKind::int8: return rows_int8<rows, panels>;
+    default: return rows_int4<rows, panels>;
   }
 }
 
-template <int panels>
-RowsKernel rows_kernel(WeightKind kind, int64_t rows) {
+// Several panels are walked at once where few rows leave registers for them: the memory gives more to more streams.
+constexpr int64_t panels_together(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+inline RowsKernel rows_kernel(WeightKind kind, int64_t rows, bool together) {
   switch (rows) {
-    case 1: return kernel_of<1, panels>(kind);
-    case 2: return kernel_of<2, panels>(kind);
+    case 1: return together ? kernel_of<1, panels_together(1)>(kind) : kernel_of<1, 1>(kind);
+    case 2: return together ? kernel_of<2, panels_together(2)>(kind) : kernel_of<2, 1>(kind);
     case 3: return kernel_of<3, 1>(kind);
     case 4: return kernel_of<4, 1>(kind);
     case 5: return kernel_of<5, 1>(kind);
@@ -210,12 +239,12 @@ RowsKernel rows_kernel(WeightKind kind, int64_t rows) {
 }
 
 inline void multiply_rows(const Product& p, const Part& part) {
-  const RowsKernel whole = rows_kernel<1>(p.weight.kind, p.input.height);
-  const RowsKernel last = rows_kernel<1>(p.weight.kind, p.num_rows(part.group_end - 1));  // may have fewer rows
-  const RowsKernel two = rows_kernel<2>(p.weight.kind, p.input.height);
-  const bool pairs = !is_quantized(p.weight.kind) && p.input.height <= 2 && part.group_end - part.group_begin == 1;
+  const RowsKernel whole = rows_kernel(p.weight.kind, p.input.height, false);
+  const RowsKernel last = rows_kernel(p.weight.kind, p.num_rows(part.group_end - 1), false);  // may have fewer rows
+  const RowsKernel together = rows_kernel(p.weight.kind, p.input.height, true);
+  const int64_t count = part.group_end - part.group_begin == 1 ? panels_together(p.input.height) : 1;
   int64_t panel = part.panel_begin;
-  for (; pairs && panel + 1 < part.panel_end; panel += 2) two(p, panel, part.group_begin);
+  for (; count > 1 && panel + count <= part.panel_end; panel += count) together(p, panel, part.group_begin);
   for (; panel < part.panel_end; ++panel) {
     for (int64_t group = part.group_begin; group + 1 < part.group_end; ++group) whole(p, panel, group);
     last(p, panel, part.group_end - 1);
