@@ -275,7 +275,7 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "32 requests": lambda figures: figures["batch_32_tokens_per_s"]["median"],
     "prompt of 512": lambda figures: 512 / figures["ttft_512_s"]["median"],
 }
-CPUS = {"amx": "Intel, AMX", "avx512": "AMD Zen 4, AVX-512", "avx2": "AVX2"}
+CPUS = {"amx": "Intel, AMX", "avx512": "AMD Zen 4, AVX-512", "avx2": "AMD Zen 3, AVX2"}
 
 
 def forward_table(folder: Path = RESULTS) -> str:
