@@ -99,7 +99,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 NAMES_THAT_RUN = """
     afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
-    deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma3
+    deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo fuyu gemma gemma3
     gemma3_text gemma3n_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox granite
     granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
     iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral

@@ -71,6 +71,10 @@ class LlamaFamily(DecoderFamily):
         "mlp_bias": Entry(bool, default=False),
     }
 
+    def accepts(self, config: HFConfig) -> bool:
+        """Leave EXAONE to transformers: it is this architecture, but its tensors have names of its own."""
+        return config.get("model_type") != "exaone" and super().accepts(config)
+
     def read(self, config: HFConfig) -> Any:
         """Demand heads that divide the hidden size, even where the config has a head_dim."""
         read = super().read(config)
