@@ -17,7 +17,7 @@ from sagellm.engines.config.sources import load_config
 from sagellm.engines.loading import SafetensorsFormat
 from sagellm.engines.simulation.costs import read_costs
 
-MAX_SECONDS, MAX_BYTES = 1.0, 100_000_000
+MAX_SECONDS, MAX_BYTES = 3.0, 100_000_000
 
 
 def laughs(num_levels: int) -> str:
@@ -55,14 +55,14 @@ NOT_YAML = {
 }
 
 
-class WithinASecond:
-    """Fails if a block takes more CPU time than a second."""
+class WithinSeconds:
+    """Fails if a block takes more than MAX_SECONDS of this thread's CPU time."""
 
     def __enter__(self) -> None:
-        self._start = time.process_time()
+        self._start = time.thread_time()
 
     def __exit__(self, *_: object) -> None:
-        assert time.process_time() - self._start < MAX_SECONDS
+        assert time.thread_time() - self._start < MAX_SECONDS
 
 
 @pytest.mark.full
@@ -99,7 +99,7 @@ def test_yaml_beyond_a_limit_is_named_in_files_variables_and_flags(text: str, tm
         },
     }
     for start, source in sources.items():
-        with WithinASecond(), pytest.raises(ConfigError) as caught:
+        with WithinSeconds(), pytest.raises(ConfigError) as caught:
             load_config(**source)  # type: ignore[arg-type]
         message = str(caught.value)
         assert start.removesuffix("it ") in message
@@ -109,10 +109,10 @@ def test_yaml_beyond_a_limit_is_named_in_files_variables_and_flags(text: str, tm
 
 @pytest.mark.parametrize("text", NOT_YAML.values(), ids=NOT_YAML.keys())
 def test_invalid_yaml_is_a_short_config_error(text: str, tmp_path: Path) -> None:
-    with WithinASecond(), pytest.raises(ConfigError) as caught:
+    with WithinSeconds(), pytest.raises(ConfigError) as caught:
         parse_yaml(text)
     assert 0 < len(str(caught.value)) < 400
-    with WithinASecond(), pytest.raises(ConfigError) as caught:
+    with WithinSeconds(), pytest.raises(ConfigError) as caught:
         load_config(
             {"engine_kind": f"{{name: llm, options: {text}}}"},
             environ={"HOME": str(tmp_path)},
@@ -131,7 +131,7 @@ def test_ordinary_yaml_with_a_few_aliases_is_read() -> None:
 
 def test_thousands_of_unknown_settings_are_a_short_error(tmp_path: Path) -> None:
     (tmp_path / "sagellm.yaml").write_text("kv:\n" + "".join(f"  k{i}: 1\n" for i in range(2_000)))
-    with WithinASecond(), pytest.raises(ConfigError) as caught:
+    with WithinSeconds(), pytest.raises(ConfigError) as caught:
         load_config(environ={"HOME": str(tmp_path)}, directory=tmp_path)
     assert "and 1980 more" in str(caught.value)
 
@@ -150,7 +150,7 @@ HOSTILE_JSON = {
 def test_json_of_a_checkpoint_has_limits(text: bytes, expected: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(text)
-    with WithinASecond(), pytest.raises(CheckpointError, match=expected) as caught:
+    with WithinSeconds(), pytest.raises(CheckpointError, match=expected) as caught:
         SafetensorsFormat().open(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / name} cannot be read: it ")
 
@@ -160,7 +160,7 @@ def test_a_file_of_costs_has_the_same_limits(tmp_path: Path) -> None:
     for text, expected in HOSTILE_JSON.values():
         path.write_bytes(text)
         with (
-            WithinASecond(),
+            WithinSeconds(),
             pytest.raises(ConfigError, match=f"no costs can be read from {path}.*{expected}"),
         ):
             read_costs(path)

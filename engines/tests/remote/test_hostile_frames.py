@@ -366,9 +366,9 @@ def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(co
             num_refused = 0
         except BlockingIOError:
             num_refused += 1
-        begun = time.process_time()
+        begun = time.thread_time()
         core.server.turn(0)
-        slowest_s = max(slowest_s, time.process_time() - begun)
+        slowest_s = max(slowest_s, time.thread_time() - begun)
     assert slowest_s < 0.1
     (connection,) = core.server._connections
     assert len(connection.unsent) < 4 << 20

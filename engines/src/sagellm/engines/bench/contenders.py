@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sagellm.comm import read_memory
 from sagellm.core import ConfigError
 from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.bench.errors import BenchmarkError
@@ -35,6 +36,9 @@ _SHOWN_LOG_LINES = 12
 _SHOWN_ERRORS = 3
 _VLLM_BLOCK = 128
 """Tokens in a block of vLLM on CPUs, by default."""
+_KV_SHARE, _MOST_KV_GIB = 0.3, 8
+"""vLLM's KV memory on a CPU, of what is free: it does not start with more than there is, even where
+`--num-gpu-blocks-override` then makes it take less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +125,16 @@ def peer_server(
     port = _free_port()
     command = [peer.command[0], "-m", "vllm.entrypoints.openai.api_server", f"--port={port}"]
     command += [*vllm_arguments(config, num_kv_tokens, longest), *peer.command[1:]]
-    with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "8"}
-        with _running(peer.name, command, environment | os.environ, Path(folder)) as server:
-            health = f"http://127.0.0.1:{port}/health"
-            server.wait_for(lambda: _answers(health))
-            yield Contender(
-                name=peer.name, url=f"http://127.0.0.1:{port}/v1", start_s=server.age_s, pid=server.pid
-            )
+    environment = _vllm_environment() | os.environ
+    with (
+        tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder,
+        _running(peer.name, command, environment, Path(folder)) as server,
+    ):
+        health = f"http://127.0.0.1:{port}/health"
+        server.wait_for(lambda: _answers(health))
+        yield Contender(
+            name=peer.name, url=f"http://127.0.0.1:{port}/v1", start_s=server.age_s, pid=server.pid
+        )
 
 
 def vllm_arguments(
@@ -153,6 +159,20 @@ def vllm_arguments(
             f"--num-gpu-blocks-override={max(1, num_kv_tokens // _VLLM_BLOCK)}",
         ]
     return arguments
+
+
+def _vllm_environment() -> dict[str, str]:
+    """Give vLLM all cores of this process, and no more KV memory than it would start with."""
+    free_gib = int(read_memory().available_bytes * _KV_SHARE) >> 30
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(min(max(1, free_gib), _MOST_KV_GIB)),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+    if hasattr(os, "sched_getaffinity"):
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return environment
 
 
 class _Server:
