@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from sagellm.engines.config.schema import SECTIONS, EngineConfig
+from sagellm.engines.config.sections import STAGES
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "configuration.md").read_text()
-FLAGS = {key: flag_of(name) for name, key in ALL_NAMES.items()}
+FLAGS = {key: flag_of(name) for name, key in ALL_NAMES.items()} | {
+    f"scheduler.{stage}": f"{flag_of('scheduler_passes')} {stage}=NAME" for stage in STAGES
+}
 
 
 def shown(value: object) -> str:

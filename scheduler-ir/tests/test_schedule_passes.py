@@ -27,19 +27,19 @@ from sagellm.kvmgr.scheduler_ir import (
 
 GIVEN = """\
 step 0 at 3.500 s: available=7 tokens=64 seats=4 block=16
-  running 2 urgent tokens=33 computed=32 hit=0 priority=2
-  running 1 old tokens=33 computed=32 hit=0 priority=0
-  running 0 new tokens=33 computed=32 hit=0 priority=0
-  pending 0 short tokens=3 computed=0 hit=0 priority=0
-  pending 1 long tokens=40 computed=0 hit=16 priority=1"""
+  running 2 urgent tokens=33 computed=32 hit=0 priority=2 max=8 blocks=2 arrived=9
+  running 1 old tokens=33 computed=32 hit=0 priority=0 max=8 blocks=2 arrived=1
+  running 0 new tokens=33 computed=32 hit=0 priority=0 max=8 blocks=2 arrived=5
+  pending 0 short tokens=3 computed=0 hit=0 priority=0 max=8
+  pending 1 long tokens=40 computed=0 hit=16 priority=1 max=8"""
 
 DECIDED = """\
 step 0 at 3.500 s: available=7 tokens=32 seats=4 block=16
-  running 0 new tokens=33 computed=32 hit=0 priority=0
-  running 1 old tokens=33 computed=32 hit=0 priority=0
-  running 2 urgent tokens=33 computed=32 hit=0 priority=2
-  pending 1 long tokens=40 computed=0 hit=16 priority=1
-  pending 0 short tokens=3 computed=0 hit=0 priority=0
+  running 0 new tokens=33 computed=32 hit=0 priority=0 max=8 blocks=2 arrived=5
+  running 1 old tokens=33 computed=32 hit=0 priority=0 max=8 blocks=2 arrived=1
+  running 2 urgent tokens=33 computed=32 hit=0 priority=2 max=8 blocks=2 arrived=9
+  pending 1 long tokens=40 computed=0 hit=16 priority=1 max=8
+  pending 0 short tokens=3 computed=0 hit=0 priority=0 max=8
   number 0: order pending 1 0
   number 0: cap pending 1 = 8
   number 0: cap running 0-1 = 8

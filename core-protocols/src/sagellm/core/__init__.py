@@ -49,7 +49,11 @@ if TYPE_CHECKING:
     from sagellm.core.random_access import *
     from sagellm.core.request import *
     from sagellm.core.runtime import *
+    from sagellm.core.schedule_text import *
+    from sagellm.core.schedule_verifier import *
+    from sagellm.core.step_cost import *
     from sagellm.core.store_key import *
+    from sagellm.core.tenant import *
     from sagellm.core.tokens import *
     from sagellm.core.tracing import *
     from sagellm.core.version import *
@@ -142,8 +146,8 @@ _NAMES = {
     """,
     "protocols.scheduler_ir": """
         Admission Decision NullSchedulerIR NullSchedulerPass PrefixHit Probe RequestRows ScheduleIR
-        SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol SchedulerMetrics
-        SchedulerPassProtocol verify_rewrite
+        PassMetrics SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol SchedulerMetrics
+        SchedulerPassProtocol
     """,
     "protocols.step": """
         BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks
@@ -156,7 +160,11 @@ _NAMES = {
     "random_access": "MemoryRandomAccessFile RandomAccessFile SystemRandomAccessFile",
     "request": "FinishReason Request RequestRecord RequestStatus StepRecord",
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
+    "schedule_text": "schedule_from_text schedule_to_text",
+    "schedule_verifier": "verify_rewrite",
+    "step_cost": "StepCost StepWork",
     "store_key": "StoreKey",
+    "tenant": "DEFAULT_TENANT Tenant hash_of",
     "tokens": "EMPTY TokenIds TokenIdsLike pack",
     "tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",
     "version": "SAGELLM_API",

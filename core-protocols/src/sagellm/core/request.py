@@ -8,6 +8,8 @@ from typing import Literal
 
 from sagellm.core.ids import RequestId
 from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.step_cost import StepWork
+from sagellm.core.tenant import DEFAULT_TENANT, Tenant
 from sagellm.core.tokens import TokenIds
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -45,6 +47,8 @@ class Request:
     priority: int = 0  # larger is more urgent
     arrival_ns: int = 0  # Clock.now_ns()
     namespace: Namespace = DEFAULT
+    tenant: Tenant = DEFAULT_TENANT
+    deadline_ns: int | None = None  # Clock.now_ns() after which the answer is of no use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,9 @@ class RequestRecord:
     arrival_ns: int
     first_token_ns: int | None
     finished_ns: int
+    tenant: str = DEFAULT_TENANT.name
+    priority: int = 0
+    scheduled_ns: int | None = None  # start of the first step that computed any of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +82,4 @@ class StepRecord:
     num_scheduled_tokens: int
     num_preempted: int
     num_free_blocks: int
+    work: StepWork | None = None  # None if nothing was computed

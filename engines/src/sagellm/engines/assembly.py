@@ -40,6 +40,7 @@ from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves, rea
 from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
 from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.step_cost_fit import StepCostFit
 from sagellm.engines.engine_core.step_runner import StepRunner
 from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
@@ -65,6 +66,10 @@ logger = get_logger(__name__)
 
 SCALED = frozenset({"int8", "float8_e4m3fn"})
 """Number formats of KV that need scales."""
+
+
+CPU_STEP_MS, GPU_STEP_MS = 250.0, 50.0
+"""How long a step may take while others decode or wait, unless the configuration says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,7 @@ def build_core(  # noqa: PLR0913
         kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
         predictor = modules.make("lifetime_predictor", config.predictor.name)
         scheduler: Scheduler
+        cost_fit = StepCostFit()
         ir = modules.make(
             "scheduler",
             config.scheduler.name,
@@ -133,8 +139,10 @@ def build_core(  # noqa: PLR0913
             probe=lambda request: scheduler.probe(request),
             epoch=lambda: kv.manager.epoch,
             clock=runtime.clock,
+            cost=lambda: cost_fit.cost,
+            step_target_ms=_step_target_ms(config),
         )
-        for spec in config.scheduler.passes:
+        for spec in config.scheduler.pipeline:
             ir.add_optimization_pass(modules.make("scheduler_pass", spec))
         batching = BatchingMeter(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -160,6 +168,7 @@ def build_core(  # noqa: PLR0913
                 predictor=predictor,
                 registry=modules.registry,
                 runtime=runtime,
+                cost_fit=cost_fit,
                 trace=trace or NullTrace(),
                 metrics_of={
                     **kv.metrics_of,
@@ -291,6 +300,13 @@ def open_trace(path: str | None, clock: Clock) -> TraceWriter:
         raise ConfigError(
             f"trace.file is {path!r}, which cannot be written: {error.strerror}; name another file"
         ) from error
+
+
+def _step_target_ms(config: EngineConfig) -> float:
+    if config.scheduler.step_target_ms is not None:
+        return config.scheduler.step_target_ms
+    is_gpu = resolve_device(config.model.device).type == "cuda"
+    return GPU_STEP_MS if is_gpu else CPU_STEP_MS
 
 
 def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:

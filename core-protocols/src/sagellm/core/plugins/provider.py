@@ -48,7 +48,7 @@ KINDS = {
     "quantizer": Kind("factory(config)", config="protocols.quantizer:QuantizationConfig"),
     "scheduler": Kind(
         "factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=..., "
-        "probe=..., epoch=..., clock=...)"
+        "probe=..., epoch=..., clock=..., cost=..., step_target_ms=...)"
     ),
     "scheduler_pass": Kind("factory()"),
     "topology": Kind("factory()"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, overload
 
-from sagellm.core.errors import EngineError, InvalidInputError
+from sagellm.core.errors import InvalidInputError
 from sagellm.core.namespace import DEFAULT, Namespace
+from sagellm.core.step_cost import StepCost
+from sagellm.core.tenant import DEFAULT_TENANT, Tenant, hash_of
 from sagellm.core.tokens import TokenIdsLike, pack
 
 if TYPE_CHECKING:
@@ -62,8 +64,10 @@ class ScheduleRequest:
     num_blocks: int = 0  # held
     last_scheduled_step: int = -1
     predicted_remaining_tokens: float | None = None
-    deadline: float | None = None
+    confidence: float | None = None  # of that prediction, 0 to 1
+    deadline: float | None = None  # for the whole answer
     namespace: Namespace = DEFAULT
+    tenant: Tenant = DEFAULT_TENANT
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", pack(self.token_ids))
@@ -172,6 +176,48 @@ class RequestRows(Sequence[ScheduleRequest]):
         column: npt.NDArray[np.float32] = self._column("predicted_remaining_tokens")
         return column
 
+    @property
+    def confidence(self) -> npt.NDArray[np.float32]:
+        """Of the predictions, 0 to 1; 0 if unknown."""
+        column: npt.NDArray[np.float32] = self._column("confidence")
+        return column
+
+    @property
+    def max_tokens(self) -> Ints:
+        """Output tokens at which each ends at the latest."""
+        column: Ints = self._column("max_tokens")
+        return column
+
+    @property
+    def deadline(self) -> npt.NDArray[np.float64]:
+        """Seconds on the engine's clock; infinite if there is none."""
+        column: npt.NDArray[np.float64] = self._column("deadline")
+        return column
+
+    @property
+    def tenant(self) -> npt.NDArray[np.int64]:
+        """`Tenant.code` of each."""
+        column: npt.NDArray[np.int64] = self._column("tenant")
+        return column
+
+    @property
+    def weight(self) -> npt.NDArray[np.float32]:
+        """The weight of each one's tenant."""
+        column: npt.NDArray[np.float32] = self._column("weight")
+        return column
+
+    @property
+    def is_trusted(self) -> npt.NDArray[np.bool_]:
+        """Whether each one's tenant is trusted."""
+        column: npt.NDArray[np.bool_] = self._column("is_trusted")
+        return column
+
+    @property
+    def key(self) -> npt.NDArray[np.int64]:
+        """A number that stands for the request as long as it lives: `hash_of(request_id)`."""
+        column: npt.NDArray[np.int64] = self._column("key")
+        return column
+
     def by_rank(self) -> npt.NDArray[np.intp]:
         """Return the positions in order of rank: priority, then arrival, then position."""
         import numpy as np
@@ -188,18 +234,36 @@ class RequestRows(Sequence[ScheduleRequest]):
         return column
 
 
-_COLUMNS: Mapping[str, tuple[str, Callable[[ScheduleRequest], float]]] = {
-    "priority": ("i4", lambda row: row.priority),
-    "arrived_time": ("f8", lambda row: row.arrived_time),
-    "num_prompt_tokens": ("i4", lambda row: len(row.token_ids)),
-    "num_tokens": ("i4", lambda row: row.num_tokens),
-    "num_computed_tokens": ("i4", lambda row: row.num_computed_tokens),
-    "num_blocks": ("i4", lambda row: row.num_blocks),
-    "last_scheduled_step": ("i8", lambda row: row.last_scheduled_step),
+SCHEDULE_COLUMNS: Mapping[str, str] = {
+    "priority": "i4",
+    "arrived_time": "f8",
+    "num_prompt_tokens": "i4",
+    "num_tokens": "i4",
+    "num_computed_tokens": "i4",
+    "num_blocks": "i4",
+    "last_scheduled_step": "i8",
+    "predicted_remaining_tokens": "f4",
+    "confidence": "f4",
+    "max_tokens": "i4",
+    "deadline": "f8",
+    "tenant": "i8",
+    "weight": "f4",
+    "is_trusted": "?",
+    "key": "i8",
+}
+"""The columns of rows, with their numpy types."""
+
+_DERIVED: Mapping[str, Callable[[ScheduleRequest], float]] = {
+    "num_prompt_tokens": lambda row: len(row.token_ids),
     "predicted_remaining_tokens": (
-        "f4",
-        lambda row: float("nan") if (left := row.predicted_remaining_tokens) is None else left,
+        lambda row: float("nan") if (left := row.predicted_remaining_tokens) is None else left
     ),
+    "confidence": lambda row: row.confidence or 0.0,
+    "deadline": lambda row: float("inf") if row.deadline is None else row.deadline,
+    "tenant": lambda row: row.tenant.code,
+    "weight": lambda row: row.tenant.weight,
+    "is_trusted": lambda row: row.tenant.is_trusted,
+    "key": lambda row: hash_of(row.request_id),
 }
 
 
@@ -212,8 +276,8 @@ class _ObjectColumns(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         import numpy as np
 
-        dtype, value = _COLUMNS[name]
-        return np.fromiter(map(value, self._requests), dtype, len(self._requests))
+        value = _DERIVED.get(name) or attrgetter(name)
+        return np.fromiter(map(value, self._requests), SCHEDULE_COLUMNS[name], len(self._requests))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,10 +335,26 @@ class ScheduleIR:
     block_size: int
     step: int = 0
     now: float = 0.0  # seconds on the engine's clock
+    cost: StepCost | None = None  # what steps take here, once that is known
+    step_target_ms: float | None = None  # how long a step may take while others decode or wait
     probe: Probe | None = field(default=None, repr=False)
     state: Any = field(default=None, repr=False)
     """The value that `start` of the running pass returned; private to it and kept across steps."""
     decisions: tuple[Decision, ...] = ()
+
+    def with_state(self, state: Any) -> Self:
+        """Return the same schedule with the state of the pass that runs next."""
+        return self._with(state=state)
+
+    @property
+    def num_free_seats(self) -> int:
+        """Seats for waiting requests, once the preempted ones have left theirs."""
+        return self.max_num_seqs - len(self.running) + len(self.preempted)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a waiting request could be admitted at all; if not, their order decides nothing."""
+        return len(self.pending) > 0 and self.num_free_seats > 0
 
     def hits(self, rows: Rows) -> list[PrefixHit]:
         """Query the prefix cache for waiting requests; answers are kept until the cache changes."""
@@ -316,7 +396,7 @@ class ScheduleIR:
         ir, values = self, (available_memory, max_num_batched_tokens, max_num_seqs)
         for limit, value in zip(LIMITS, values, strict=True):
             if value is not None and value != getattr(self, limit):
-                ir = replace(ir._decide("lower", limit, (), value), **{limit: value})  # type: ignore[arg-type]
+                ir = ir._decide("lower", limit, (), value)._with(**{limit: value})
         return ir
 
     @cached_property
@@ -350,20 +430,20 @@ class ScheduleIR:
         return caps
 
     def to_text(self) -> str:
-        """Print the limits, the rows in their orders, and the decisions, one per line."""
-        lines = [
-            f"step {self.step} at {self.now:.3f} s: available={self.available_memory} "
-            f"tokens={self.max_num_batched_tokens} seats={self.max_num_seqs} block={self.block_size}"
-        ]
-        for part, order in (("running", self.preemption), ("pending", self.admission)):
-            for row in order.tolist():
-                request = getattr(self, part)[row]
-                lines.append(
-                    f"  {part} {row} {request.request_id} tokens={request.num_tokens} "
-                    f"computed={request.num_computed_tokens} hit={request.prefix_cache_hit} "
-                    f"priority={request.priority}"
-                )
-        return "\n".join([*lines, *(f"  {decision}" for decision in self.decisions)])
+        """Print limits, rows and decisions; `schedule_from_text` reads them back."""
+        from sagellm.core.schedule_text import schedule_to_text
+
+        return schedule_to_text(self)
+
+    def _with(self, **values: Any) -> Self:
+        """Return a copy with other values, without what was derived from the old ones. 1 µs."""
+        copy = object.__new__(type(self))
+        fields = copy.__dict__
+        fields.update(self.__dict__)
+        for name in _DERIVED_FROM_DECISIONS:
+            fields.pop(name, None)
+        fields.update(values)
+        return copy
 
     def _decide(
         self, kind: Any, target: Part | Limit, rows: Rows, value: int | str | None = None
@@ -371,7 +451,7 @@ class ScheduleIR:
         positions = self._positions(target, rows)
         if not len(positions) and kind not in ("order", "lower"):
             return self
-        return replace(self, decisions=(*self.decisions, Decision(kind, target, positions, value)))
+        return self._with(decisions=(*self.decisions, Decision(kind, target, positions, value)))
 
     def _positions(self, target: Part | Limit, rows: Rows) -> npt.NDArray[Any]:
         import numpy as np
@@ -404,6 +484,9 @@ class ScheduleIR:
             if decision.kind == kind
             for row in decision.rows.tolist()
         }
+
+
+_DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted")
 
 
 class Admission(NamedTuple):
@@ -484,6 +567,16 @@ class SchedulePlan:
 
 
 @dataclass(kw_only=True)
+class PassMetrics:
+    """What one pass of the pipeline has cost and decided."""
+
+    name: str
+    num_runs: int = 0
+    num_decisions: int = 0
+    total_ns: int = 0
+
+
+@dataclass(kw_only=True)
 class SchedulerMetrics:
     """Counts since the scheduler was made. Batching efficiency is explained in `sagellm.core.metrics`."""
 
@@ -493,6 +586,7 @@ class SchedulerMetrics:
     num_preempted: int = 0
     num_idle_steps: int = 0  # with nothing to compute
     last_schedule_ns: int = 0
+    passes: list[PassMetrics] = field(default_factory=list)  # in the order in which they run
 
 
 class SchedulerPassProtocol(ABC):
@@ -519,6 +613,9 @@ class SchedulerPassProtocol(ABC):
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Return the IR with this pass's decisions; `ir` itself is unchanged."""
 
+    def observe(self, plan: SchedulePlan, state: Any) -> None:  # noqa: B027  (most need not know)
+        """Update the state by what the step will compute. Called after each plan, never by other passes."""
+
 
 @dataclass(frozen=True)
 class NullSchedulerPass(SchedulerPassProtocol):
@@ -538,8 +635,9 @@ class SchedulerIRProtocol(ABC):
     """Decides what the next step computes.
 
     Providers are called as `factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=...,
-    probe=..., epoch=..., clock=...)`. The engine calls `schedule` once per step with rows of the
-    current state; the scheduler decides from numbers alone, allocates nothing and writes to nothing.
+    probe=..., epoch=..., clock=..., cost=..., step_target_ms=...)`. The engine calls `schedule` once per
+    step with rows of the current state; the scheduler decides from numbers alone, allocates nothing and
+    writes to nothing.
     The plan fits: it needs no more than `available_memory` blocks after its own preemptions,
     no more tokens than the budget and no more seats than there are. Every running request
     that has something to compute gets its turn within a bounded number of steps, and so does the
@@ -547,7 +645,8 @@ class SchedulerIRProtocol(ABC):
 
     `probe` is called for a waiting request just before it is considered, and when a pass calls
     `ir.hits`. An answer may be kept while `epoch()` returns the same number, which must change
-    whenever an answer could; without an epoch, until the end of the step.
+    whenever an answer could; without an epoch, until the end of the step. `cost()` returns the cost model
+    of a step, fitted to those of this engine, or None as long as too few have run.
 
     A plan counts all blocks of a preempted request as free, though shared ones may stay in use. The
     engine therefore frees first and allocates in the order of the plan; if an allocation fails,
@@ -620,127 +719,3 @@ class NullSchedulerIR(SchedulerIRProtocol):
     def metrics(self) -> SchedulerMetrics:
         """Return zeros."""
         return SchedulerMetrics()
-
-
-class _BrokenRule(Exception):
-    """Says which rule a pass broke, and how."""
-
-    def __init__(self, rule: str, how: str) -> None:
-        super().__init__(f"broke the rule {rule!r}: {how}")
-
-
-def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
-    """Return `before` with the new decisions of `after`, signed by the pass called `name`.
-
-    Every scheduler runs it after every pass. Raises EngineError with the names of the pass and of the
-    rule that it broke. O(rows decided on).
-    """
-    try:
-        if not isinstance(after, ScheduleIR):
-            raise _BrokenRule("a pass returns a ScheduleIR", f"it returned {type(after).__name__}")
-        new = _new_decisions(before, after)
-        for decision in new:
-            _check(decision, before)
-        _check_given(before, after, new)
-    except _BrokenRule as broken:
-        raise EngineError(f"scheduler pass {name!r} {broken}") from None
-    if not new:
-        return before
-    signed = tuple(replace(decision, made_by=name) for decision in new)
-    lowered: dict[str, Any] = {each.target: each.value for each in new if each.kind == "lower"}
-    return replace(before, decisions=before.decisions + signed, **lowered)
-
-
-def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...]:
-    if not isinstance(after.decisions, tuple):
-        raise _BrokenRule("decisions are a tuple", f"it returned {type(after.decisions).__name__}")
-    num_old = len(before.decisions)
-    kept, new = after.decisions[:num_old], after.decisions[num_old:]
-    if [*map(id, kept)] != [*map(id, before.decisions)]:
-        raise _BrokenRule("what earlier passes decided stands", "it dropped or replaced a decision")
-    return new
-
-
-def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...]) -> None:
-    """Compare everything but the decisions with the input and the effects of `lower`."""
-    for name in ("pending", "running", "probe", "state"):
-        if getattr(after, name) is not getattr(before, name):
-            raise _BrokenRule("a pass changes nothing but decisions", f"it replaced {name}")
-    lowered = {str(each.target): each.value for each in new if each.kind == "lower"}
-    for name in (*LIMITS, "block_size", "step", "now"):
-        expected, found = lowered.get(name, getattr(before, name)), getattr(after, name)
-        if found != expected:
-            hint = f"ir.lower({name}=...)" if name in LIMITS else "nothing"
-            raise _BrokenRule(
-                "a pass changes nothing but decisions",
-                f"it set {name} to {found} in place of {expected}; what may change it is {hint}",
-            )
-
-
-def _check(decision: Decision, before: ScheduleIR) -> None:
-    if not isinstance(decision, Decision):
-        raise _BrokenRule("a decision is a Decision", f"it added {type(decision).__name__}")
-    targets = _TARGETS.get(decision.kind) if isinstance(decision.kind, str) else None
-    if targets is None:
-        raise _BrokenRule(
-            "a decision is of a known kind", f"it is {decision.kind!r}, not one of {sorted(_TARGETS)}"
-        )
-    if decision.target not in targets:
-        raise _BrokenRule(
-            f"{decision.kind} is for {' or '.join(targets)}", f"it was decided for {decision.target!r}"
-        )
-    if decision.kind == "lower":
-        _check_number(decision, "limits only go down", 0, getattr(before, decision.target))
-        return
-    _check_rows(decision, len(getattr(before, decision.target)))
-    if decision.kind == "cap":
-        _check_number(decision, "a cap lets a request advance", 1, MAX_CAP)
-    elif decision.kind == "preempt" and decision.value not in WAYS:
-        raise _BrokenRule("preemption is by recompute or swap", f"it chose {decision.value!r}")
-    elif decision.kind == "defer" and not (isinstance(decision.value, str) and decision.value):
-        raise _BrokenRule("a deferral has a reason", f"it gave {decision.value!r}")
-
-
-def _check_number(decision: Decision, rule: str, least: int, most: int) -> None:
-    value = decision.value
-    if not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise _BrokenRule(
-            rule, f"it set {decision.kind} {decision.target} to {value!r}; possible is {least} … {most}"
-        )
-
-
-def _check_rows(decision: Decision, num_rows: int) -> None:
-    """Check that rows are positions, each named once, and that an order names all of them."""
-    import numpy as np
-
-    rows, target = decision.rows, decision.target
-    if getattr(rows, "ndim", None) != 1 or rows.dtype.kind not in "iu":
-        raise _BrokenRule("rows are positions", f"it named {target} rows by {rows!r}")
-    invented = rows[(rows < 0) | (rows >= num_rows)]
-    if len(invented):
-        raise _BrokenRule(
-            "rows are those that were given",
-            f"there are {num_rows} {target} rows, and none is {_some(invented)}",
-        )
-    counts = np.bincount(rows, minlength=num_rows)
-    doubled = np.flatnonzero(counts > 1)
-    if len(doubled):
-        raise _BrokenRule("a row is named once", f"it named {target} rows twice: {_some(doubled)}")
-    if decision.kind == "order" and len(rows) != num_rows:
-        raise _BrokenRule(
-            "an order keeps all rows", f"it lost {target} rows: {_some(np.flatnonzero(counts == 0))}"
-        )
-
-
-def _some(rows: npt.NDArray[Any]) -> str:
-    shown = ", ".join(map(str, rows[:8].tolist()))
-    return f"{shown}, … ({len(rows)} of them)" if len(rows) > 8 else shown
-
-
-_TARGETS: Mapping[str, tuple[str, ...]] = {
-    "order": ("pending", "running"),
-    "cap": ("pending", "running"),
-    "defer": ("pending",),
-    "preempt": ("running",),
-    "lower": LIMITS,
-}

@@ -14,8 +14,8 @@ from sagellm.core.protocols.scheduler_ir import (
     RequestRows,
     ScheduleIR,
     SchedulerPassProtocol,
-    verify_rewrite,
 )
+from sagellm.core.schedule_verifier import verify_rewrite
 from sagellm.core.testing.schedule_states import decoding_request, random_ir, waiting_request
 
 

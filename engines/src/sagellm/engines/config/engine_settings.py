@@ -62,7 +62,10 @@ class EngineSettings(TypedDict, total=False):
     scheduler: str | Mapping[str, Any] | ProviderSpec
     """scheduler by name"""
     scheduler_passes: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
-    """optimization passes by name, in order, separated by commas"""
+    """more passes by name, after order and before share, separated by commas; order=NAME, share=NAME,
+    preempt=NAME and chunk=NAME name those"""
+    step_target_ms: float | None
+    """milliseconds that a step may take while others decode or wait; null: 250 on a CPU, 50 on a GPU"""
     max_num_batched_tokens: int
     """most tokens computed in one step"""
     max_num_seqs: int

@@ -14,7 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.engines.config.explain import Aliases, explain
-from sagellm.engines.config.providers import OneProvider, Providers, Tiers, provider, providers
+from sagellm.engines.config.providers import (
+    OneProvider,
+    Providers,
+    Tiers,
+    provider,
+    providers,
+    split,
+)
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
 
@@ -203,17 +210,66 @@ class PrefixCacheConfig(Checked):
     )
 
 
+STAGES = ("order", "share", "preempt", "chunk")
+"""The passes that have a place of their own in the pipeline."""
+
+
 class SchedulerConfig(Checked):
     """Who runs in a step, and how much."""
 
     section: ClassVar[str] = "scheduler"
 
     name: OneProvider = provider("scheduler", "base", "scheduler by name")
+    order: OneProvider | None = provider(
+        "scheduler_pass", None, "pass that orders admission; null: by priority, then arrival"
+    )
+    share: OneProvider | None = provider(
+        "scheduler_pass", "fair-share", "pass that shares the engine between tenants; null: none"
+    )
+    preempt: OneProvider | None = provider(
+        "scheduler_pass", None, "pass that chooses who is preempted; null: the lowest priority, the latest"
+    )
+    chunk: OneProvider | None = provider(
+        "scheduler_pass", "chunked-prefill", "pass that cuts long prompts; null: none"
+    )
     passes: Providers = providers(
-        "scheduler_pass", "optimization passes by name, in order, separated by commas"
+        "scheduler_pass",
+        "more passes by name, after order and before share, separated by commas; "
+        "order=NAME, share=NAME, preempt=NAME and chunk=NAME name those",
+    )
+    step_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        le=600_000,
+        description="milliseconds that a step may take while others decode or wait; "
+        "null: 250 on a CPU, 50 on a GPU",
     )
     max_num_batched_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
     max_num_seqs: int = Field(default=256, ge=1, description="most sequences that run at once")
+
+    @property
+    def pipeline(self) -> tuple[ProviderSpec, ...]:
+        """All passes in the order in which they run."""
+        stages = (self.order, *self.passes, self.share, self.preempt, self.chunk)
+        return tuple(spec for spec in stages if spec is not None)
+
+    @classmethod
+    def with_own_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Also read `order=priority,share=none` among the passes, and "none" as no pass."""
+        given = super().with_own_options(values)
+        passes = given.get("passes")
+        if isinstance(passes, str) and not passes.lstrip().startswith("["):
+            passes = split(passes)
+        if isinstance(passes, list | tuple):
+            others = []
+            for each in passes:
+                stage, equals, name = each.partition("=") if isinstance(each, str) else ("", "", "")
+                if equals and stage.strip() in STAGES:
+                    given[stage.strip()] = name.strip()
+                else:
+                    others.append(each)
+            given["passes"] = tuple(others)
+        return given | {stage: None for stage in STAGES if given.get(stage) == "none"}
 
 
 class PredictorConfig(Checked):

@@ -34,6 +34,7 @@ from sagellm.core import (
     Seat,
     SequenceId,
     StepRecord,
+    StepWork,
     TokenOutput as TokenOutput,
     TraceWriter,
     get_logger,
@@ -43,6 +44,7 @@ from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
 from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.sampling.stop import check_stop_conditions
@@ -80,6 +82,7 @@ class CoreParts:
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
+    cost_fit: StepCostFit = field(default_factory=StepCostFit)
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
     progress: ProgressHook = field(default_factory=ProgressHook)
@@ -110,6 +113,7 @@ class EngineCore(EngineProtocol):
         self._metrics = EngineMetrics()
         self._num_steps = self._num_idle_steps = 0
         self._idle_since_ns = 0
+        self._work: StepWork | None = None  # of the step collected last
         self._num_preemptions_seen = 0
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
@@ -143,7 +147,7 @@ class EngineCore(EngineProtocol):
                 with self._trace.span("advance"):
                     self._advance(result, outputs)
             self._require_progress(planned, has_advanced=has_advanced or len(outputs) > 0)
-            self._measure_prefill()
+            self._measure()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -166,6 +170,7 @@ class EngineCore(EngineProtocol):
         with self._guessing():
             prediction = self.parts.predictor.predict(asked)
             sequence.predicted_remaining_tokens = prediction.remaining_length
+            sequence.confidence = prediction.confidence
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
         if self._is_traced:
@@ -245,12 +250,16 @@ class EngineCore(EngineProtocol):
         pairs = self.kv.take_copies()
         return (CopyBlocks(pairs),) if pairs else ()
 
-    def _measure_prefill(self) -> None:
-        """Record how long the prefill of the last step took, if that decides what is fetched."""
+    def _measure(self) -> None:
+        """Learn from how long the last step took."""
+        self._work = None
         step = self.steps.take_last()
-        if self.kv.offload is not None and step is not None:
-            context = float((step.num_new * (step.starts + step.num_new / 2)).sum())
-            self.kv.offload.measure_prefill(step.num_tokens, context, self.steps.last_ns)
+        if step is None or not len(step.seats):
+            return
+        self._work = work = work_of(step)
+        self.parts.cost_fit.add(work, self.steps.last_ns)
+        if self.kv.offload is not None:  # decides what is fetched
+            self.kv.offload.measure_prefill(work.num_tokens, float(work.num_pairs), self.steps.last_ns)
 
     def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
         needed, available = self.kv.num_blocks_for(sequence.num_tokens), self.kv.available_blocks
@@ -391,6 +400,9 @@ class EngineCore(EngineProtocol):
                 arrival_ns=sequence.request.arrival_ns,
                 first_token_ns=sequence.first_token_ns,
                 finished_ns=finished_ns,
+                tenant=sequence.request.tenant.name,
+                priority=sequence.request.priority,
+                scheduled_ns=sequence.scheduled_ns,
             )
             self._request_observers.tell(record=record)
 
@@ -420,6 +432,7 @@ class EngineCore(EngineProtocol):
                 num_scheduled_tokens=num_tokens,
                 num_preempted=num_preempted,
                 num_free_blocks=self.kv.available_blocks,
+                work=self._work,
             )
             self._step_observers.tell(record=record)
 

@@ -27,6 +27,7 @@ from sagellm.core import (
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+from sagellm.engines.engine_core.schedule_columns import schedule_request
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
 from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
@@ -169,32 +170,22 @@ class Scheduler:
     def _running_rows(self) -> RequestRows:
         seats = self._seats
         columns: dict[str, npt.NDArray[Any]] = {
-            "priority": seats.priority,
-            "arrived_time": seats.arrived_s,
-            "num_prompt_tokens": seats.num_prompt,
+            **seats.schedule_columns.arrays,
             "num_tokens": seats.num_schedulable,
             "num_computed_tokens": seats.num_computed,
             "num_blocks": seats.num_blocks,
             "last_scheduled_step": seats.last_step,
-            "predicted_remaining_tokens": seats.predicted,
         }
         return RequestRows(columns, self._running_seats, self._running_request)
 
     def _running_request(self, seat: int) -> ScheduleRequest:
-        seats, sequence = self._seats, self._seats.sequences[seat]
-        request = sequence.request
-        return ScheduleRequest(
-            request_id=sequence.sequence_id,
-            token_ids=request.token_ids,
-            max_tokens=request.max_tokens,
-            priority=request.priority,
-            arrived_time=request.arrival_ns / 1e9,
+        seats = self._seats
+        return schedule_request(
+            seats.sequences[seat],
             num_tokens=int(seats.num_schedulable[seat]),
             num_computed_tokens=int(seats.num_computed[seat]),
             num_blocks=int(seats.num_blocks[seat]),
             last_scheduled_step=int(seats.last_step[seat]),
-            predicted_remaining_tokens=sequence.predicted_remaining_tokens,
-            namespace=request.namespace,
         )
 
     def _carry_out(self, plan: SchedulePlan, served: Ints, admitted: Seq[Sequence]) -> PlannedStep | None:

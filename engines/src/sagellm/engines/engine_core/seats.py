@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
+from sagellm.engines.engine_core.schedule_columns import ScheduleColumns
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
@@ -46,9 +47,7 @@ class Seats:
         self.num_blocks: Ints = np.zeros(num_seats, np.int32)
         self.max_total: Ints = np.zeros(num_seats, np.int32)  # tokens at which a sequence ends
         self.min_total: Ints = np.zeros(num_seats, np.int32)  # tokens up to which no stop token counts
-        self.priority: Ints = np.zeros(num_seats, np.int32)
-        self.arrived_s = np.zeros(num_seats, np.float64)
-        self.predicted: npt.NDArray[np.float32] = np.full(num_seats, np.nan, np.float32)  # tokens that remain
+        self.schedule_columns = ScheduleColumns(num_seats)
         self.last_step: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # in which it was scheduled
         self.generation: Ints = np.zeros(num_seats, np.int32)
         self.is_held = np.zeros(num_seats, np.bool_)  # drafts are in flight: what follows is not known
@@ -79,9 +78,7 @@ class Seats:
         self.num_in_flight[seat] = self.num_blocks[seat] = 0
         self.max_total[seat] = num_prompt + request.max_tokens
         self.min_total[seat] = min(num_prompt + params.min_tokens, _MOST)
-        self.priority[seat], self.arrived_s[seat] = request.priority, request.arrival_ns / 1e9
-        predicted = sequence.predicted_remaining_tokens
-        self.predicted[seat] = np.nan if predicted is None else predicted
+        self.schedule_columns.put(seat, sequence)
         self.last_step[seat] = -1
         self.is_held[seat] = False
         if len(stops) > NUM_STOPS:

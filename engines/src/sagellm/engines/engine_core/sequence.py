@@ -42,6 +42,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
     predicted_remaining_tokens: float | None = None
+    confidence: float | None = None  # of that prediction
     scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability

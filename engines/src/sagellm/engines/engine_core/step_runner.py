@@ -94,7 +94,8 @@ class StepRunner:
         self._kv_ops: list[KVOp] = []  # of a step that was interrupted
         self._lost: set[int] = set()  # steps that failed in the executor; their outputs may still come
         self._num_steps = 0
-        self.last_ns = 0  # from the submission of the last collected step to its end
+        self.last_ns = 0  # from the submission of the last collected step, or the previous end, to its end
+        self._ended_ns = 0
         self._last: StepInput | None = None
 
     def take_last(self) -> StepInput | None:
@@ -218,7 +219,9 @@ class StepRunner:
             if self._lost:  # outputs come in order: those of earlier steps no longer come
                 self._lost = {number for number in self._lost if number > output.step}
             flight.output = output
-            self.last_ns, self._last = self._clock.now_ns() - flight.submitted_ns, flight.step
+            ended_ns = self._clock.now_ns()
+            self.last_ns, self._last = ended_ns - max(flight.submitted_ns, self._ended_ns), flight.step
+            self._ended_ns = ended_ns
         return flight.output
 
     def _take_in(self, flight: _Flight, output: StepOutput) -> Iterator[StepResult]:

@@ -8,18 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import RequestRows, ScheduleRequest, SequenceId
+from sagellm.engines.engine_core.schedule_columns import ScheduleColumns, schedule_request
 from sagellm.engines.engine_core.sequence import Sequence
-
-_COLUMNS = {
-    "priority": np.int32,
-    "arrived_time": np.float64,
-    "num_prompt_tokens": np.int32,
-    "num_tokens": np.int32,
-    "num_computed_tokens": np.int32,
-    "num_blocks": np.int32,
-    "last_scheduled_step": np.int64,
-    "predicted_remaining_tokens": np.float32,
-}
 
 
 class WaitingRows:
@@ -34,7 +24,10 @@ class WaitingRows:
         self._row_of: dict[SequenceId, int] = {}
         self._free: list[int] = []
         self._by_row: list[Sequence | None] = []
-        self._columns = {name: np.empty(0, dtype) for name, dtype in _COLUMNS.items()}
+        self._columns = ScheduleColumns()
+        self._num_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._zeros = self._num_tokens
+        self._none: npt.NDArray[np.int64] = np.empty(0, np.int64)  # -1: not scheduled yet
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -46,17 +39,9 @@ class WaitingRows:
         """Insert a sequence in order."""
         if not self._free:
             self._grow()
-        row, request = self._free.pop(), sequence.request
-        predicted = sequence.predicted_remaining_tokens
-        values = {
-            "priority": request.priority,
-            "arrived_time": request.arrival_ns / 1e9,
-            "num_prompt_tokens": len(request.token_ids),
-            "num_tokens": sequence.num_tokens,
-            "predicted_remaining_tokens": np.nan if predicted is None else predicted,
-        }
-        for name, value in values.items():
-            self._columns[name][row] = value
+        row = self._free.pop()
+        self._columns.put(row, sequence)
+        self._num_tokens[row] = sequence.num_tokens
         self._row_of[sequence.sequence_id], self._by_row[row] = row, sequence
         place = bisect_right(self._sequences, admission_order(sequence), key=admission_order)
         self._sequences.insert(place, sequence)
@@ -73,30 +58,26 @@ class WaitingRows:
 
     def rows(self) -> RequestRows:
         """Return them as a scheduler sees them, valid until one is added or removed."""
-        return RequestRows(self._columns, self._order, self._request)
+        columns = {
+            **self._columns.arrays,
+            "num_tokens": self._num_tokens,
+            "num_computed_tokens": self._zeros,
+            "num_blocks": self._zeros,
+            "last_scheduled_step": self._none,
+        }
+        return RequestRows(columns, self._order, self._request)
 
     def _request(self, row: int) -> ScheduleRequest:
         sequence = self._by_row[row]
         assert sequence is not None
-        request = sequence.request
-        return ScheduleRequest(
-            request_id=sequence.sequence_id,
-            token_ids=request.token_ids,
-            max_tokens=request.max_tokens,
-            priority=request.priority,
-            arrived_time=request.arrival_ns / 1e9,
-            num_tokens=sequence.num_tokens,
-            predicted_remaining_tokens=sequence.predicted_remaining_tokens,
-            namespace=request.namespace,
-        )
+        return schedule_request(sequence, num_tokens=sequence.num_tokens)
 
     def _grow(self) -> None:
         before = len(self._by_row)
         after = max(16, 2 * before)
-        for name, dtype in _COLUMNS.items():
-            column = np.full(after, -1 if name == "last_scheduled_step" else 0, dtype)
-            column[:before] = self._columns[name]
-            self._columns[name] = column
+        self._columns.grow(after)
+        self._num_tokens = np.concatenate((self._num_tokens, np.zeros(after - before, np.int32)))
+        self._zeros, self._none = np.zeros(after, np.int32), np.full(after, -1)
         self._by_row += [None] * (after - before)
         self._free += range(after - 1, before - 1, -1)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from sagellm.core.checks import require_object
-from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
-from sagellm.core.logging import get_logger
+from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.protocols.scheduler_ir import (
     Probe,
     RequestRows,
@@ -18,13 +15,12 @@ from sagellm.core.protocols.scheduler_ir import (
     SchedulerIRProtocol,
     SchedulerMetrics,
     SchedulerPassProtocol,
-    verify_rewrite,
 )
 from sagellm.core.runtime import Clock, SystemClock
+from sagellm.core.step_cost import StepCost
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
+from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, apply_pass
 from sagellm.kvmgr.scheduler_ir.step import Step
-
-_logger = get_logger(__name__)
 
 
 class BaseSchedulerIR(SchedulerIRProtocol):
@@ -43,7 +39,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     read the rows of requests that stay waiting. Not thread-safe: one engine, one scheduler.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
@@ -52,36 +48,29 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         probe: Probe | None = None,
         epoch: Callable[[], int] | None = None,
         clock: Clock | None = None,
+        cost: Callable[[], StepCost | None] | None = None,
+        step_target_ms: float | None = None,
     ) -> None:
         self._max_num_batched_tokens = _at_least_one("max_num_batched_tokens", max_num_batched_tokens)
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         self._block_size = _at_least_one("block_size", block_size)
         self._hits = PrefixHits(probe, self._step_number if epoch is None else epoch, block_size)
         self._clock = SystemClock() if clock is None else clock
-        self._passes: list[tuple[SchedulerPassProtocol, Any]] = []  # each with its state
+        self._cost = cost
+        self._step_target_ms = step_target_ms
+        self.pipeline = PassPipeline(self._clock)
         self._metrics = SchedulerMetrics()
 
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
         """Append a pass to the pipeline, with a new state. Raises ConfigError for any other object."""
-        require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
-        self._passes.append((optimization_pass, optimization_pass.start()))
-        _logger.info("scheduler pass %d is %s", len(self._passes), optimization_pass.name)
+        self.pipeline.add(optimization_pass)
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.
 
         Raises EngineError, naming the pass and the rule that it broke, or its exception.
         """
-        name = optimization_pass.name
-        try:
-            if ir.state is None:
-                ir = replace(ir, state=optimization_pass.start())
-            rewritten = optimization_pass.run(ir)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit too
-            raise EngineError(f"scheduler pass {name!r} failed: {type(error).__name__}: {error}") from error
-        return verify_rewrite(name, ir, rewritten)
+        return apply_pass(optimization_pass, ir)
 
     def schedule(
         self,
@@ -106,18 +95,20 @@ class BaseSchedulerIR(SchedulerIRProtocol):
             block_size=self._block_size,
             step=self._metrics.num_steps,
             now=started_ns / 1e9,
+            cost=None if self._cost is None else self._cost(),
+            step_target_ms=self._step_target_ms,
             probe=self._hits,
         )
-        for optimization_pass, state in self._passes:
-            ir = self.apply_pass(optimization_pass, replace(ir, state=state))
+        ir = self.pipeline.run(ir)
         plan = Step(ir, self._hits).plan()
+        self.pipeline.observe(plan)
         self._count(plan)
         self._metrics.last_schedule_ns = self._clock.now_ns() - started_ns
         return plan
 
     def metrics(self) -> SchedulerMetrics:
         """Return a copy of the counts so far."""
-        return replace(self._metrics)
+        return replace(self._metrics, passes=self.pipeline.metrics())
 
     def _step_number(self) -> int:
         return self._metrics.num_steps
@@ -130,8 +121,6 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         metrics.num_admitted += plan.num_admitted
         metrics.num_preempted += len(plan.preempted)
         metrics.num_idle_steps += not num_tokens
-        if plan.preempted:
-            _logger.debug("step %d preempts %d requests", metrics.num_steps, len(plan.preempted))
 
 
 def _at_least_one(key: str, value: int) -> int:

@@ -1,0 +1,69 @@
+"""What a step computes, and how long that takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, Self
+
+from sagellm.core.errors import InvalidInputError
+
+
+class StepWork(NamedTuple):
+    """The amounts that a step's duration depends on.
+
+    A row that computes tokens s … e of its sequence adds 1 sequence, e - s tokens, e tokens of KV read, and
+    (e - s) · (s + e) ÷ 2 pairs of a token and a token that it attends to.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_kv_tokens: int
+    num_pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """A linear model of a step's duration in nanoseconds: base + Σ coefficient · amount."""
+
+    base_ns: float = 0.0
+    token_ns: float = 0.0
+    seq_ns: float = 0.0
+    kv_token_ns: float = 0.0
+    pair_ns: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < float("inf"):
+                raise InvalidInputError(f"{name} is {value}; it must be a number of at least 0")
+
+    @classmethod
+    def of(cls, values: dict[str, float]) -> Self:
+        """Return the cost model in a mapping. Raises InvalidInputError for an unknown key or a bad value."""
+        known = set(asdict(cls()))
+        if unknown := sorted(set(values) - known):
+            raise InvalidInputError(f"a step cost has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        return cls(**{name: float(value) for name, value in values.items()})
+
+    def predict_ns(self, work: StepWork) -> float:
+        """Return the predicted duration of a step."""
+        return (
+            self.base_ns
+            + self.token_ns * work.num_tokens
+            + self.seq_ns * work.num_seqs
+            + self.kv_token_ns * work.num_kv_tokens
+            + self.pair_ns * work.num_pairs
+        )
+
+    def num_tokens_within(self, duration_ns: float, start: int) -> int:
+        """Return how many tokens of one sequence, after its first `start`, take at most this long.
+
+        Without the base. With n tokens: n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq.
+        """
+        left = duration_ns - self.seq_ns - self.kv_token_ns * start
+        linear = self.token_ns + self.kv_token_ns + self.pair_ns * start
+        if left <= 0:
+            return 0
+        if self.pair_ns == 0:
+            return int(min(left / linear, 1 << 30)) if linear else 1 << 30
+        root = (linear * linear + 2 * self.pair_ns * left) ** 0.5
+        return int(min((root - linear) / self.pair_ns, 1 << 30))

@@ -1,0 +1,68 @@
+"""Chunks of prompts by measured time, so that a long prompt does not hold up those who decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.core.step_cost import StepWork
+
+FIRST_TOKENS = 64
+"""Prompt tokens of a step while nothing is known about larger ones."""
+
+
+@dataclass(slots=True)
+class _Chunks:
+    largest: int = 0  # prompt tokens that one step has computed
+
+
+@dataclass(frozen=True)
+class ChunkedPrefillPass(SchedulerPassProtocol):
+    """Lowers the token budget so that a step takes `step_target_ms`, as the fitted cost predicts it.
+
+    Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, so many of
+    them may take longer by themselves; prompts then still advance by `min_tokens` a step. As a
+    prediction is no better than what was measured, a step has at most twice the prompt tokens of the
+    largest so far. Does nothing unless the engine has a target.
+    """
+
+    min_tokens: int = 16
+
+    @property
+    def name(self) -> str:
+        """`chunked-prefill`."""
+        return "chunked-prefill"
+
+    def start(self) -> _Chunks:
+        """Return that nothing was computed yet."""
+        return _Chunks()
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        """Lower the budget if a prompt is or may be computed beside others. O(running)."""
+        if ir.step_target_ms is None or len(ir.running) + len(ir.pending) < 2:
+            return ir
+        running = ir.running
+        missing = running.num_tokens - running.num_computed_tokens
+        prefills = np.flatnonzero(missing > 1)
+        if not len(prefills) and not ir.can_admit:
+            return ir
+        num_decodes = int(np.count_nonzero(missing == 1))
+        num_tokens = max(FIRST_TOKENS, 2 * ir.state.largest)
+        if ir.cost is not None:
+            context = int(running.num_tokens.sum(where=missing == 1, dtype=np.int64))
+            left_ns = 1e6 * ir.step_target_ms - ir.cost.predict_ns(
+                StepWork(num_decodes, num_decodes, context, context)
+            )
+            start = int(running.num_computed_tokens[prefills].max()) if len(prefills) else 0
+            num_tokens = min(num_tokens, ir.cost.num_tokens_within(left_ns, start))
+        budget = num_decodes + max(num_tokens, self.min_tokens)
+        return ir.lower(max_num_batched_tokens=min(budget, ir.max_num_batched_tokens))
+
+    def observe(self, plan: SchedulePlan, state: _Chunks) -> None:
+        """Remember the largest step."""
+        admitted = sum(entry.num_tokens for entry in plan.admitted)
+        if admitted or (len(plan.num_tokens) and int(plan.num_tokens.max()) > 1):
+            num_tokens = admitted + int(plan.num_tokens.sum(where=plan.num_tokens > 1))
+            state.largest = max(state.largest, num_tokens)
