@@ -26,6 +26,7 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.schedule_columns import schedule_request
 from sagellm.engines.engine_core.sequence import Sequence
@@ -75,6 +76,7 @@ class Scheduler:
         self._running_seats: Ints = np.empty(0, np.int32)
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
+        self.log = DecisionLog(kv.seats, now_ns)
 
     @property
     def num_waiting(self) -> int:
@@ -105,7 +107,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting.add(sequence)
+        self._queue(sequence)
 
     def probe(self, request: ScheduleRequest) -> PrefixHit:
         """Return what admitting a waiting request would reuse and take."""
@@ -119,6 +121,7 @@ class Scheduler:
             pending_requests=waiting, running_requests=running, available_memory=available_blocks
         )
         self.decisions = plan.decisions
+        self.log.planned(plan, self._running)
         if len(waiting):
             self._batching.measure(
                 plan,
@@ -158,6 +161,7 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        self.log.finished(sequence, status)
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
         if sequence.status is RequestStatus.WAITING:
             self._waiting.remove(sequence)
@@ -198,6 +202,7 @@ class Scheduler:
                 self._kv.reserve(seat, int(self._seats.num_computed[seat]) + int(num_new[row]))
             except OutOfBlocksError:
                 without.append(row)
+                self.log.without_blocks(seat)
         if without:
             seats, num_new = np.delete(served, without), np.delete(num_new, without)
         if plan.admitted:
@@ -212,18 +217,25 @@ class Scheduler:
         for entry, sequence in zip(plan.admitted, admitted, strict=True):
             try:
                 if self._kv.is_fetching(sequence):
+                    self.log.fetching(sequence)
                     continue
                 self._kv.admit(sequence)
             except OutOfBlocksError:
+                self.log.lacked_blocks()
                 break
             self._waiting.remove(sequence)
             self._start_running(sequence)
             if sequence.scheduled_ns is None:
                 sequence.scheduled_ns = now_ns
             assert sequence.seat is not None
+            self.log.admitted(sequence, entry)
             num_left = sequence.num_tokens - sequence.num_computed_tokens
             scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
         return scheduled
+
+    def _queue(self, sequence: Sequence) -> None:
+        place = self._waiting.add(sequence)
+        self.log.queued(sequence, place, len(self._waiting))
 
     def _start_running(self, sequence: Sequence) -> None:
         assert sequence.seat is not None
@@ -243,7 +255,7 @@ class Scheduler:
         sequence.status = RequestStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(sequence)
+        self._queue(sequence)
 
     def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
         """Cut sequences short if the step would score too many positions; the rest waits for a later step."""

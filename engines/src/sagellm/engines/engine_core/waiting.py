@@ -35,8 +35,8 @@ class WaitingRows:
     def __getitem__(self, place: int) -> Sequence:
         return self._sequences[place]
 
-    def add(self, sequence: Sequence) -> None:
-        """Insert a sequence in order."""
+    def add(self, sequence: Sequence) -> int:
+        """Insert a sequence in order and return its place, from 0."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -46,6 +46,7 @@ class WaitingRows:
         place = bisect_right(self._sequences, admission_order(sequence), key=admission_order)
         self._sequences.insert(place, sequence)
         self._order = np.insert(self._order, place, row)
+        return place
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
