@@ -164,7 +164,7 @@ _NAMES = {
     "schedule_text": "schedule_from_text schedule_to_text",
     "schedule_verifier": "verify_rewrite",
     "schedule_watchers": "PASS_WATCHERS emit_ir print_changed",
-    "step_cost": "StepCost StepWork",
+    "step_cost": "StepCost StepCostMetrics StepWork",
     "store_key": "StoreKey",
     "tenant": "DEFAULT_TENANT Tenant hash_of",
     "tokens": "EMPTY TokenIds TokenIdsLike pack",
