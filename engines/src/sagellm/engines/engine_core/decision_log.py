@@ -134,7 +134,7 @@ class DecisionLog:
             self._live[sequence.sequence_id] = story = Story(sequence, self._num_stories)
         story.state = "waiting"
         at_ns = self._now_ns() - sequence.request.arrival_ns
-        story.add(Queued(at_ns=at_ns, step=self._step, place=place + 1, num_waiting=num_waiting))
+        story.add(Queued(at_ns, self._step, place + 1, num_waiting))
         self._unplaced.append(story)
 
     def planned(self, plan: SchedulePlan, running: Seq[Sequence]) -> None:
@@ -191,17 +191,17 @@ class DecisionLog:
         """Record that a waiting sequence has got its seat and blocks."""
         story, seat = self._live[sequence.sequence_id], sequence.seat
         assert seat is not None
-        num_tokens, num_cached = int(self._seats.num_tokens[seat]), int(self._seats.num_computed[seat])
+        num_tokens, num_cached = self._seats.num_tokens.item(seat), self._seats.num_computed.item(seat)
         if sequence.num_preemptions:
             self._settle(story, num_cached)
         story.add(
             Admitted(
-                at_ns=self._begun_ns - sequence.request.arrival_ns,
-                step=self._step,
-                place=entry.row + 1,
-                places={name: int(places[entry.row]) for name, places in self._places.items()},
-                num_tokens=num_tokens,
-                num_cached_tokens=num_cached,
+                self._begun_ns - sequence.request.arrival_ns,
+                self._step,
+                entry.row + 1,
+                {name: int(places[entry.row]) for name, places in self._places.items()},
+                num_tokens,
+                num_cached,
             )
         )
         story.state = "running"
@@ -221,11 +221,7 @@ class DecisionLog:
                 self._unplaced.remove(story)
             self._settle(story, 0)
         story.add(
-            Finished(
-                at_ns=self._now_ns() - sequence.request.arrival_ns,
-                reason=status.value,
-                num_output_tokens=sequence.num_output_tokens,
-            )
+            Finished(self._now_ns() - sequence.request.arrival_ns, status.value, sequence.num_output_tokens)
         )
         story.state = "finished"
         self._finished.append(story)
@@ -340,7 +336,7 @@ class DecisionLog:
         for story, row in zip(new, rows.tolist(), strict=True):
             at_ns = self._begun_ns - story.sequence.request.arrival_ns
             places = {name: int(each[row]) for name, each in self._places.items()}
-            story.add(Placed(at_ns=at_ns, step=self._step, places=places))
+            story.add(Placed(at_ns, self._step, places))
 
     def _preempt(self, plan: SchedulePlan, running: Seq[Sequence]) -> None:
         for index, row in enumerate(plan.preempted):

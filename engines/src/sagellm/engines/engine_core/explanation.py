@@ -263,11 +263,11 @@ def _or_none(choose: Any, one: int | None, other: int | None) -> int | None:
 
 def _overtaken_by(story: Story, stories: Seq[Story], intervals: Seq[_Waiting]) -> list[str]:
     """Return the sequences behind this one in the queue that were admitted while it waited."""
-    rank = admission_order(story.sequence)
+    rank = (*admission_order(story.sequence), story.number)
     return [
         other.sequence.sequence_id
         for other in stories
-        if admission_order(other.sequence) > rank
+        if (*admission_order(other.sequence), other.number) > rank
         for event in other.events
         if isinstance(event, Admitted)
         and any(
