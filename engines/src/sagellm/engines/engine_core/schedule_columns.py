@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import ScheduleRequest, hash_of
-from sagellm.core.protocols.scheduler_ir import SCHEDULE_COLUMNS
+from sagellm.core import ScheduleRequest
+from sagellm.core.protocols.scheduler_ir import COUNT_COLUMNS, SCHEDULE_COLUMNS
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
-
-_COUNTS = {"num_tokens", "num_computed_tokens", "num_blocks", "last_scheduled_step"}
 
 
 class ScheduleColumns:
@@ -21,7 +19,9 @@ class ScheduleColumns:
 
     def __init__(self, num_rows: int = 0) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            name: np.zeros(num_rows, dtype) for name, dtype in SCHEDULE_COLUMNS.items() if name not in _COUNTS
+            name: np.zeros(num_rows, dtype)
+            for name, dtype in SCHEDULE_COLUMNS.items()
+            if name not in COUNT_COLUMNS
         }
 
     def put(self, row: int, sequence: Sequence) -> None:
@@ -38,7 +38,7 @@ class ScheduleColumns:
         arrays["tenant"][row] = tenant.code
         arrays["weight"][row] = tenant.weight
         arrays["is_trusted"][row] = tenant.is_trusted
-        arrays["key"][row] = hash_of(sequence.sequence_id)
+        arrays["key"][row] = sequence.key
 
     def grow(self, num_rows: int) -> None:
         """Append empty rows."""

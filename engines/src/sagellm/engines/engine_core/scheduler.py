@@ -73,6 +73,7 @@ class Scheduler:
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
+        self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
 
@@ -176,7 +177,7 @@ class Scheduler:
             "num_blocks": seats.num_blocks,
             "last_scheduled_step": seats.last_step,
         }
-        return RequestRows(columns, self._running_seats, self._running_request)
+        return RequestRows(columns, self._running_seats, self._running_request, self._kept_columns)
 
     def _running_request(self, seat: int) -> ScheduleRequest:
         seats = self._seats
@@ -208,34 +209,44 @@ class Scheduler:
 
     def _admit(self, plan: SchedulePlan, admitted: Seq[Sequence]) -> list[tuple[Seat, int]]:
         scheduled = []
+        started: list[Sequence] = []
         now_ns = self._now_ns()
-        for entry, sequence in zip(plan.admitted, admitted, strict=True):
-            try:
-                if self._kv.is_fetching(sequence):
-                    continue
-                self._kv.admit(sequence)
-            except OutOfBlocksError:
-                break
-            self._waiting.remove(sequence)
-            self._start_running(sequence)
-            if sequence.scheduled_ns is None:
-                sequence.scheduled_ns = now_ns
-            assert sequence.seat is not None
-            num_left = sequence.num_tokens - sequence.num_computed_tokens
-            scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        try:
+            for entry, sequence in zip(plan.admitted, admitted, strict=True):
+                try:
+                    if self._kv.is_fetching(sequence):
+                        continue
+                    self._kv.admit(sequence)
+                except OutOfBlocksError:
+                    break
+                started.append(sequence)
+                if sequence.scheduled_ns is None:
+                    sequence.scheduled_ns = now_ns
+                assert sequence.seat is not None
+                num_left = sequence.num_tokens - sequence.num_computed_tokens
+                scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        finally:  # if a module fails, what has blocks is known to run
+            self._start_running(started)
         return scheduled
 
-    def _start_running(self, sequence: Sequence) -> None:
-        assert sequence.seat is not None
-        sequence.status = RequestStatus.RUNNING
-        place = bisect_right(self._running, admission_order(sequence), key=admission_order)
-        self._running.insert(place, sequence)
-        self._running_seats = np.insert(self._running_seats, place, sequence.seat)
+    def _start_running(self, started: Seq[Sequence]) -> None:
+        self._waiting.remove(*started)
+        for sequence in started:
+            sequence.status = RequestStatus.RUNNING
+            place = bisect_right(self._running, admission_order(sequence), key=admission_order)
+            self._running.insert(place, sequence)
+        if self._running[-len(started) :] == started:
+            new = np.array([each.seat for each in started], np.int32)
+            self._running_seats = np.concatenate((self._running_seats, new))
+        else:
+            self._running_seats = np.array([each.seat for each in self._running], np.int32)
+        self._kept_columns = {}
 
     def _stop_running(self, sequence: Sequence) -> None:
         place = self._running.index(sequence)
         del self._running[place]
         self._running_seats = np.delete(self._running_seats, place)
+        self._kept_columns = {}
 
     def _preempt(self, sequence: Sequence) -> None:
         self._kv.release(sequence)

@@ -23,6 +23,7 @@ class WaitingRows:
         self._order: npt.NDArray[np.int32] = np.empty(0, np.int32)  # their rows
         self._row_of: dict[SequenceId, int] = {}
         self._free: list[int] = []
+        self._rows: RequestRows | None = None  # as long as none is added or removed, with what was gathered
         self._by_row: list[Sequence | None] = []
         self._columns = ScheduleColumns()
         self._num_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -37,6 +38,7 @@ class WaitingRows:
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence in order."""
+        self._rows = None
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -45,19 +47,28 @@ class WaitingRows:
         self._row_of[sequence.sequence_id], self._by_row[row] = row, sequence
         place = bisect_right(self._sequences, admission_order(sequence), key=admission_order)
         self._sequences.insert(place, sequence)
-        self._order = np.insert(self._order, place, row)
+        self._order = np.concatenate((self._order[:place], (row,), self._order[place:]), dtype=np.int32)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
-        place = self._sequences.index(sequence)
-        del self._sequences[place]
-        self._order = np.delete(self._order, place)
-        row = self._row_of.pop(sequence.sequence_id)
-        self._by_row[row] = None
-        self._free.append(row)
+    def remove(self, *sequences: Sequence) -> None:
+        """Remove sequences."""
+        is_kept = np.ones(len(self._sequences), np.bool_)
+        for sequence in sequences:
+            is_kept[self._sequences.index(sequence)] = False
+            row = self._row_of.pop(sequence.sequence_id)
+            self._by_row[row] = None
+            self._free.append(row)
+        for place in np.flatnonzero(~is_kept)[::-1].tolist():
+            del self._sequences[place]
+        self._order = self._order[is_kept]
+        self._rows = None
 
     def rows(self) -> RequestRows:
         """Return them as a scheduler sees them, valid until one is added or removed."""
+        if self._rows is None:
+            self._rows = self._new_rows()
+        return self._rows
+
+    def _new_rows(self) -> RequestRows:
         columns = {
             **self._columns.arrays,
             "num_tokens": self._num_tokens,

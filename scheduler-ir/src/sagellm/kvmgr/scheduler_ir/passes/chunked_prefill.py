@@ -44,7 +44,7 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
         if ir.step_target_ms is None or len(ir.running) + len(ir.pending) < 2:
             return ir
         running = ir.running
-        missing = running.num_tokens - running.num_computed_tokens
+        missing = running.num_missing
         prefills = np.flatnonzero(missing > 1)
         if not len(prefills) and not ir.can_admit:
             return ir

@@ -216,5 +216,7 @@ class FairSharePass(SchedulerPassProtocol):
 
 
 def _is_one_tenant(ir: ScheduleIR) -> bool:
-    columns = [rows.tenant for rows in (ir.pending, ir.running) if len(rows)]
-    return not columns or all((column == columns[0][0]).all() for column in columns)
+    pending, running = ir.pending, ir.running
+    if not (pending.has_one_tenant and running.has_one_tenant):
+        return False
+    return not len(pending) or not len(running) or bool(pending.tenant[0] == running.tenant[0])
