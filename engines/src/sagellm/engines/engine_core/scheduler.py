@@ -27,10 +27,9 @@ from sagellm.core import (
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.schedule_columns import schedule_request
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
-from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
+from sagellm.engines.engine_core.waiting import WaitingRows, admission_order, schedule_request
 
 Ints = npt.NDArray[np.int32]
 logger = get_logger(__name__)

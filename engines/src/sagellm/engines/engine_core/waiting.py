@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import RequestRows, ScheduleRequest, SequenceId
-from sagellm.engines.engine_core.schedule_columns import ScheduleColumns, schedule_request
+from sagellm.engines.engine_core.seats import ScheduleColumns
 from sagellm.engines.engine_core.sequence import Sequence
 
 
@@ -91,6 +91,24 @@ class WaitingRows:
         self._zeros, self._none = np.zeros(after, np.int32), np.full(after, -1)
         self._by_row += [None] * (after - before)
         self._free += range(after - 1, before - 1, -1)
+
+
+def schedule_request(sequence: Sequence, **counts: int) -> ScheduleRequest:
+    """Return the row of a sequence as an object."""
+    request = sequence.request
+    return ScheduleRequest(
+        request_id=sequence.sequence_id,
+        token_ids=request.token_ids,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        arrived_time=request.arrival_ns / 1e9,
+        predicted_remaining_tokens=sequence.predicted_remaining_tokens,
+        confidence=sequence.confidence,
+        deadline=None if request.deadline_ns is None else request.deadline_ns / 1e9,
+        namespace=request.namespace,
+        tenant=request.tenant,
+        **counts,
+    )
 
 
 def admission_order(sequence: Sequence) -> tuple[int, int]:
