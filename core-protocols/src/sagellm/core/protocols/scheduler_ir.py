@@ -91,7 +91,7 @@ class RequestRows(Sequence[ScheduleRequest]):
 
     Column `x` is `columns["x"][index]`, gathered when it is first read, and item `i` is
     `make(index[i])`. A row never read costs nothing; `len` is O(1). `kept` may be shared by successive rows
-    of the same requests: it takes what was gathered of everything but their counts, which alone change.
+    of the same requests: it takes what was gathered of everything but CHANGING_COLUMNS.
     """
 
     __slots__ = ("_columns", "_gathered", "_index", "_kept", "_make")
@@ -251,7 +251,7 @@ class RequestRows(Sequence[ScheduleRequest]):
         return np.lexsort((self.arrived_time, -urgency))
 
     def _column(self, name: str) -> Any:
-        gathered = self._gathered if name in COUNT_COLUMNS else self._kept
+        gathered = self._gathered if name in CHANGING_COLUMNS else self._kept
         column = gathered.get(name)
         if column is None:
             column = self._columns[name].take(self._index)
@@ -279,7 +279,15 @@ SCHEDULE_COLUMNS: Mapping[str, str] = {
 }
 """The columns of rows, with their numpy types."""
 
-COUNT_COLUMNS = frozenset({"num_tokens", "num_computed_tokens", "num_blocks", "last_scheduled_step"})
+CHANGING_COLUMNS = frozenset(
+    {
+        "num_tokens",
+        "num_computed_tokens",
+        "num_blocks",
+        "last_scheduled_step",
+        "predicted_remaining_tokens",
+    }
+)
 """Those that change while a request waits or runs."""
 
 _DERIVED: Mapping[str, Callable[[ScheduleRequest], float]] = {
@@ -319,10 +327,11 @@ class Decision:
     | `cap` | `pending`, `running` | tokens that each may compute in this step, at most |
     | `defer` | `pending` | why they are not admitted in this step |
     | `preempt` | `running` | `recompute` or `swap` |
+    | `swap` | `running` | nothing: if they are preempted, it is by swap |
     | `lower` | a limit | its new value |
     """
 
-    kind: Literal["order", "cap", "defer", "preempt", "lower"]
+    kind: Literal["order", "cap", "defer", "preempt", "swap", "lower"]
     target: Part | Limit
     rows: npt.NDArray[Any]  # positions in the target, read-only; empty for a limit
     value: int | str | None = None
@@ -367,6 +376,7 @@ class ScheduleIR:
     cost: StepCost | None = None  # what steps take here, once that is known
     step_target_ms: float | None = None  # how long a step may take while others decode or wait
     probe: Probe | None = field(default=None, repr=False)
+    epoch: int | None = None  # changes whenever an answer of `hits` may
     state: Any = field(default=None, repr=False)
     """The value that `start` of the running pass returned; private to it and kept across steps."""
     decisions: tuple[Decision, ...] = ()
@@ -411,9 +421,13 @@ class ScheduleIR:
     def preempt(self, rows: Rows, way: Literal["recompute", "swap"] = "recompute") -> ScheduleIR:
         """Take the blocks of these running requests before anything else is decided.
 
-        `swap` says that their KV is worth keeping; schedulers may still recompute it.
+        `swap` says that their KV is worth keeping; an engine without a place for it computes it again.
         """
         return self._decide("preempt", "running", rows, way)
+
+    def swap(self, rows: Rows) -> ScheduleIR:
+        """Preempt these running requests by swap if they are preempted in this step, for whatever reason."""
+        return self._decide("swap", "running", rows)
 
     def lower(
         self,
@@ -448,6 +462,12 @@ class ScheduleIR:
     def preempted(self) -> dict[int, str]:
         """The running rows that passes preempt, and how."""
         return self._values("preempt")
+
+    @cached_property
+    def swapped(self) -> frozenset[int]:
+        """The running rows whose KV is kept if they are preempted."""
+        marked = (each.rows.tolist() for each in self.decisions if each.kind == "swap")
+        return frozenset(row for row, way in self.preempted.items() if way == "swap").union(*marked)
 
     def caps(self, part: Part) -> Ints:
         """Return the most tokens that each row may compute: (rows,), 2³¹ - 1 if there is no cap."""
@@ -516,7 +536,7 @@ class ScheduleIR:
         }
 
 
-_DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted")
+_DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted", "swapped")
 
 
 class Admission(NamedTuple):
@@ -562,6 +582,7 @@ class SchedulePlan:
     num_new_blocks: Ints  # (served,) to allocate first
     admitted: Sequence[Admission] = ()
     preempted: Sequence[int] = ()  # running rows, in the order chosen
+    swapped: Sequence[int] = ()  # those of the preempted rows whose KV is worth keeping
     num_deferred: int = 0
     deferred_reason: DeferredReason | None = None
     """What ended admission; "pass" if it did not end early and passes deferred the rest."""

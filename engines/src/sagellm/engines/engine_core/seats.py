@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
-from sagellm.core.protocols.scheduler_ir import COUNT_COLUMNS, SCHEDULE_COLUMNS
+from sagellm.core.protocols.scheduler_ir import CHANGING_COLUMNS, SCHEDULE_COLUMNS
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
@@ -24,24 +24,37 @@ NUM_STOPS = 8
 """Stop tokens per sequence that are compared as columns; a sequence with more is checked individually."""
 
 
+_FIXED = {name: dtype for name, dtype in SCHEDULE_COLUMNS.items() if name not in CHANGING_COLUMNS}
+_FIXED["predicted_tokens"] = "f4"  # of the whole output, when it arrived; NaN if unknown
+
+
+class RemainingColumns(dict[str, npt.NDArray[Any]]):
+    """Columns in which the predicted remaining tokens are computed if somebody reads them."""
+
+    def __missing__(self, name: str) -> npt.NDArray[Any]:
+        if name != "predicted_remaining_tokens":
+            raise KeyError(name)
+        num_generated = self["num_tokens"] - self["num_prompt_tokens"]
+        remaining: npt.NDArray[Any] = np.maximum(self["predicted_tokens"] - num_generated, 1)
+        return remaining.astype(np.float32)
+
+
 class ScheduleColumns:
     """Everything but the counts, which change: one row per seat, or per waiting sequence."""
 
     def __init__(self, num_rows: int = 0) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            name: np.zeros(num_rows, dtype)
-            for name, dtype in SCHEDULE_COLUMNS.items()
-            if name not in COUNT_COLUMNS
+            name: np.zeros(num_rows, dtype) for name, dtype in _FIXED.items()
         }
 
     def put(self, row: int, sequence: Sequence) -> None:
         """Fill a row."""
         request, arrays = sequence.request, self.arrays
-        tenant, remaining = request.tenant, sequence.predicted_remaining_tokens
+        tenant, predicted = request.tenant, sequence.predicted_tokens
         arrays["priority"][row] = request.priority
         arrays["arrived_time"][row] = request.arrival_ns / 1e9
         arrays["num_prompt_tokens"][row] = len(request.token_ids)
-        arrays["predicted_remaining_tokens"][row] = np.nan if remaining is None else remaining
+        arrays["predicted_tokens"][row] = np.nan if predicted is None else predicted
         arrays["confidence"][row] = sequence.confidence or 0.0
         arrays["max_tokens"][row] = request.max_tokens
         arrays["deadline"][row] = np.inf if request.deadline_ns is None else request.deadline_ns / 1e9

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import RequestRows, ScheduleRequest, SequenceId
-from sagellm.engines.engine_core.seats import ScheduleColumns
+from sagellm.engines.engine_core.seats import RemainingColumns, ScheduleColumns
 from sagellm.engines.engine_core.sequence import Sequence
 
 
@@ -69,13 +69,13 @@ class WaitingRows:
         return self._rows
 
     def _new_rows(self) -> RequestRows:
-        columns = {
-            **self._columns.arrays,
-            "num_tokens": self._num_tokens,
-            "num_computed_tokens": self._zeros,
-            "num_blocks": self._zeros,
-            "last_scheduled_step": self._none,
-        }
+        columns = RemainingColumns(
+            self._columns.arrays,
+            num_tokens=self._num_tokens,
+            num_computed_tokens=self._zeros,
+            num_blocks=self._zeros,
+            last_scheduled_step=self._none,
+        )
         return RequestRows(columns, self._order, self._request)
 
     def _request(self, row: int) -> ScheduleRequest:
@@ -93,16 +93,19 @@ class WaitingRows:
         self._free += range(after - 1, before - 1, -1)
 
 
-def schedule_request(sequence: Sequence, **counts: int) -> ScheduleRequest:
+def schedule_request(sequence: Sequence, *, num_tokens: int, **counts: int) -> ScheduleRequest:
     """Return the row of a sequence as an object."""
-    request = sequence.request
+    request, remaining = sequence.request, sequence.predicted_tokens
+    if remaining is not None:
+        remaining = max(remaining - (num_tokens - len(request.token_ids)), 1.0)
     return ScheduleRequest(
         request_id=sequence.sequence_id,
         token_ids=request.token_ids,
         max_tokens=request.max_tokens,
         priority=request.priority,
         arrived_time=request.arrival_ns / 1e9,
-        predicted_remaining_tokens=sequence.predicted_remaining_tokens,
+        num_tokens=num_tokens,
+        predicted_remaining_tokens=remaining,
         confidence=sequence.confidence,
         deadline=None if request.deadline_ns is None else request.deadline_ns / 1e9,
         namespace=request.namespace,
