@@ -5,8 +5,9 @@ all, before the step, and on a thread of their own beside it. The three take tur
 load. Steps are decodes of 1 and some sequences, and a prompt of 512 tokens. `gain` is what "beside" saves,
 (before - beside) ÷ before, of medians; `possible` is what it would be if the shorter of both cost nothing.
 
-Then a run with a host tier counts, in the execution graphs of its steps, how many of the blocks that are read
-at eviction are written by the very next step that computes something: those reads must be over before it.
+Then a run with a host tier counts, in the execution graphs of its steps, how many of the blocks that are
+copied, read at eviction, or written from the tier must be there before the very next step that computes
+something is over: it, or a transfer before it, writes what was read; or it touches what was written.
 Makes MODEL, of random weights in the Qwen3-0.6B shape, if it is not there.
 """
 
@@ -25,7 +26,7 @@ import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
-from sagellm.core import BlockId, ExecutionGraph
+from sagellm.core import PASS_KINDS, BlockId, ExecutionGraph
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
 
@@ -106,6 +107,8 @@ def overlap(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         forward_backend=options.backend,
         num_blocks=2 * options.streams * (NUM_CONTEXT // 16 + options.steps) + options.blocks,
         max_num_seqs=options.streams,
+        max_num_batched_tokens=max(NUM_PROMPT, options.streams * NUM_CONTEXT),
+        scheduler_passes="chunk=none",
         enable_prefix_caching=False,
     )
     reads, rng = Reads(engine, options.blocks), np.random.default_rng(0)
@@ -130,29 +133,41 @@ def overlap(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def shares_written_next() -> dict[str, Any]:
-    """Count the blocks read at eviction, and those of them that the next computed step writes.
+def needed_next() -> dict[str, dict[str, int]]:
+    """Count the blocks of transfers, and those that the next computed step needs to be transferred.
 
-    With the embedded model, as it depends on lengths alone.
+    With the embedded model, as that depends on lengths alone. Prompts evict each other, share a part of a
+    block, and come again.
     """
     graphs: list[ExecutionGraph] = []
-    with LLMEngine(dtype="float32", num_blocks=160, max_num_seqs=4, kv_tiers={"host": "4GiB"}) as engine:
+    with LLMEngine(
+        dtype="float32", num_blocks=160, max_num_seqs=4, kv_tiers={"host": "4GiB"}, kv_fetch="always"
+    ) as engine:
         engine.watch_graphs(graphs.append)
         rng = np.random.default_rng(0)
-        for _ in range(8):
-            prompts = [rng.integers(5, 1500, 200).tolist() for _ in range(4)]
-            engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    read: set[int] = set()
-    num_read = num_written = 0
+        beginning = rng.integers(5, 1500, 40).tolist()
+        prompts = [[*beginning, *rng.integers(5, 1500, 160).tolist()] for _ in range(32)]
+        for start in [*range(0, 32, 4), *range(0, 32, 4)]:
+            params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+            engine.generate(prompts[start : start + 4], params)
+    moved: dict[str, set[int]] = {kind: set() for kind in ("copy", "read", "write")}
+    counts = {kind: {"num_blocks": 0, "num_needed_next": 0} for kind in moved}
     for graph in graphs:
         for node in graph.nodes:
-            if node.kind == "read":
-                read.update(node.reads or ())
-        if graph.num_rows:
-            written = {each for node in graph.nodes for each in node.writes or ()}
-            num_read, num_written = num_read + len(read), num_written + len(read & written)
-            read.clear()
-    return {"num_read": num_read, "num_written_next": num_written}
+            if node.kind in moved:
+                moved[node.kind].update((node.reads if node.kind == "read" else node.writes) or ())
+        if not graph.num_rows:
+            continue
+        computed = [node for node in graph.nodes if node.kind in PASS_KINDS]
+        written = {each for node in computed for each in node.writes or ()}
+        touched = written.union(*(node.reads or () for node in computed))
+        written |= moved["copy"] | moved["write"]
+        for kind, blocks in moved.items():
+            counts[kind]["num_blocks"] += len(blocks)
+            counts[kind]["num_needed_next"] += len(blocks & (written if kind == "read" else touched))
+        for blocks in moved.values():
+            blocks.clear()
+    return counts
 
 
 def main() -> None:
@@ -164,13 +179,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto", help="forward backend; default: %(default)s")
     parser.add_argument("--blocks", type=int, default=32, help="read each time; default: %(default)s")
-    parser.add_argument("--streams", type=int, default=16, help="that decode together; default: %(default)s")
+    parser.add_argument("--streams", type=int, default=8, help="that decode together; default: %(default)s")
     parser.add_argument("--steps", type=int, default=40, help="of each mode; default: %(default)s")
     output_flags(parser, "copy-overlap")
     options = parser.parse_args()
     model = ensure(options.model)
     foreign = foreign_cores()
-    found, shares = overlap(model, options), shares_written_next()
+    found, shares = overlap(model, options), needed_next()
     table = columns(
         ["step", *(f"{mode} ms" for mode in MODES), "read ms", "gain", "possible"],
         [
@@ -184,17 +199,20 @@ def main() -> None:
             for row in found
         ],
     )
-    text = f"{table}\n\n{shares['num_written_next']} of {shares['num_read']} blocks read at eviction are "
+    needed = "\n".join(
+        f"{kind}: {count['num_needed_next']} of {count['num_blocks']} blocks are needed by the next step"
+        for kind, count in shares.items()
+    )
     publish(
         "copy_overlap",
-        f"{text}written by the next step",
+        f"{table}\n\n{needed}",
         options,
         foreign_cores=foreign,
         dtype=options.dtype,
         backend=options.backend,
         num_blocks=options.blocks,
         steps=found,
-        eviction=shares,
+        needed_next=shares,
     )
 
 

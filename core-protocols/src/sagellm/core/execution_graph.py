@@ -138,7 +138,7 @@ def lower_step(
 
     With `layout` and `tables`, the blocks of each row (rows, blocks), the graph knows which blocks the
     forward pass touches, and orders it after the transfers that touch them too. Without, it comes after all
-    transfers. About 20 µs for 32 rows without tables.
+    transfers. 16 µs for 32 decodes; with tables 0.17 ms if their contexts have 1,000 tokens each.
     """
     block_bytes = 0 if layout is None else layout.block_bytes
     nodes: list[GraphNode] = []
@@ -209,11 +209,21 @@ def _blocks(
     """Return the blocks that have KV before `starts`, and those that tokens from there to `ends` are in."""
     import numpy as np
 
-    places = np.arange(tables.shape[1])
+    width = -(-int(ends.max()) // block_size)
+    places, tables = np.arange(width), tables[:, :width]
     is_read = places < -(-starts // block_size)[:, None]
     is_written = (places >= (starts // block_size)[:, None]) & (places < -(-ends // block_size)[:, None])
-    reads, writes = (np.unique(tables[which]).tolist() for which in (is_read, is_written))
-    return tuple(reads), tuple(writes)
+    return _distinct(tables[is_read]), _distinct(tables[is_written])
+
+
+def _distinct(block_ids: Ints) -> tuple[BlockId, ...]:
+    """Return block ids in order, each once; faster than to sort them, as many rows share blocks."""
+    import numpy as np
+
+    is_in = np.zeros(int(block_ids.max(initial=-1)) + 1, np.bool_)
+    is_in[block_ids] = True
+    found: list[BlockId] = is_in.nonzero()[0].tolist()
+    return tuple(found)
 
 
 def _sampling(step: StepInput) -> GraphNode | None:
