@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,12 +309,21 @@ def test_the_oldest_finished_ones_are_forgotten_first(make, monkeypatch):
     ids = [engine.add_request(PROMPT, GREEDY) for _ in range(5)]
     run(engine)
     log = engine.client.core.scheduler.log
-    assert [story.sequence.request.request_id for story in log.stories()] == ids[2:]
+    assert [story.facts.request_id for story in log.stories()] == ids[2:]
     assert log._num_finished_events == sum(len(story.events) for story in log.stories())
     monkeypatch.setattr(decision_log, "MAX_FINISHED_EVENTS", 6)
     engine.add_request(PROMPT, GREEDY)
     run(engine)
     assert len(log.stories()) == 1
+
+
+def test_no_prompt_is_kept_after_the_end(make):
+    engine = make()
+    engine.add_request(PROMPT, GREEDY)
+    run(engine)
+    (story,) = engine.client.core.scheduler.log.stories()
+    assert story.sequence is None
+    assert not any(isinstance(fact, Sized) and len(fact) >= len(PROMPT) for fact in story.facts[2:])
 
 
 def test_many_events_of_one_sequence_keep_its_beginning_and_its_end(make, monkeypatch):

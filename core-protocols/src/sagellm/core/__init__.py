@@ -7,6 +7,8 @@ from sagellm.core._lazy import lazy as lazy
 if TYPE_CHECKING:
     from sagellm.core.checks import *
     from sagellm.core.errors import *
+    from sagellm.core.execution_graph import *
+    from sagellm.core.graph_text import *
     from sagellm.core.ids import *
     from sagellm.core.kv_block import *
     from sagellm.core.kv_layout import *
@@ -71,6 +73,8 @@ _NAMES = {
         StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
         UnknownRequestError UnsupportedModelError nearest
     """,
+    "execution_graph": "ExecutionGraph GraphNode NodeKind PASS_KINDS lower_step",
+    "graph_text": "GraphShapes",
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",
     "kv_layout": "KVGroup KVLayout",

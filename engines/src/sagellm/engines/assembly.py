@@ -59,6 +59,7 @@ from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
+from sagellm.engines.worker.step_graphs import StepGraphs
 from sagellm.engines.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -120,7 +121,9 @@ def build_core(  # noqa: PLR0913
     )
     num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
     state = SeatState(num_seats, block_size=block_size)
-    worker = Worker(runner, sampler, state, trace=trace, around=around_step, draw=draw)
+    cost_fit = StepCostFit()
+    graphs = StepGraphs(state, layout, trace=trace, cost=lambda: cost_fit.cost)
+    worker = Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw)
     executor = modules.make("executor", config.forward.executor, worker)
     with ExitStack() as on_failure:
         on_failure.callback(executor.close)
@@ -132,7 +135,6 @@ def build_core(  # noqa: PLR0913
         kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
         predictor = modules.make("lifetime_predictor", config.predictor.name)
         scheduler: Scheduler
-        cost_fit = StepCostFit()
         ir = modules.make(
             "scheduler",
             config.scheduler.name,

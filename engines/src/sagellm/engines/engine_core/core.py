@@ -18,6 +18,7 @@ from sagellm.core import (
     EngineMetrics,
     EngineProtocol,
     EngineSequence,
+    ExecutionGraph,
     ExecutorProtocol,
     FinishReason,
     KVOp,
@@ -171,7 +172,7 @@ class EngineCore(EngineProtocol):
         )
         with self._guessing():
             prediction = self.parts.predictor.predict(asked)
-            sequence.predicted_remaining_tokens = prediction.remaining_length
+            sequence.predicted_tokens = prediction.remaining_length
             sequence.confidence = prediction.confidence
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
@@ -243,6 +244,10 @@ class EngineCore(EngineProtocol):
         """Have each layer of a forward pass call `beat`."""
         self.parts.progress.beat = beat
         self.runner.backend.report_progress(beat)
+
+    def watch_graphs(self, take: Callable[[ExecutionGraph], None]) -> None:
+        """Have `take` called with the execution graph of each later step, before it is executed."""
+        self.parts.worker.graphs.watch(take)
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""
