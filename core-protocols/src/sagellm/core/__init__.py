@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from sagellm.core.runtime import *
     from sagellm.core.schedule_text import *
     from sagellm.core.schedule_verifier import *
+    from sagellm.core.schedule_watchers import *
     from sagellm.core.step_cost import *
     from sagellm.core.store_key import *
     from sagellm.core.tenant import *
@@ -150,8 +151,8 @@ _NAMES = {
     """,
     "protocols.scheduler_ir": """
         Admission Decision NullSchedulerIR NullSchedulerPass PrefixHit Probe RequestRows ScheduleIR
-        PassMetrics SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol SchedulerMetrics
-        SchedulerPassProtocol
+        PassMetrics PassWatcher SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol
+        SchedulerMetrics SchedulerPassProtocol
     """,
     "protocols.step": """
         BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks
@@ -166,7 +167,8 @@ _NAMES = {
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
     "schedule_text": "schedule_from_text schedule_to_text",
     "schedule_verifier": "verify_rewrite",
-    "step_cost": "StepCost StepWork",
+    "schedule_watchers": "PASS_WATCHERS emit_ir print_changed",
+    "step_cost": "StepCost StepCostMetrics StepWork",
     "store_key": "StoreKey",
     "tenant": "DEFAULT_TENANT Tenant hash_of",
     "tokens": "EMPTY TokenIds TokenIdsLike pack",

@@ -80,3 +80,11 @@ class StepCost:
             return int(min(left / linear, 1 << 30)) if linear else 1 << 30
         root = (linear * linear + 2 * self.pair_ns * left) ** 0.5
         return int(min((root - linear) / self.pair_ns, 1 << 30))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCostMetrics:
+    """What an engine knows of its steps' costs, and how long a step may take while others decode or wait."""
+
+    cost: StepCost | None = None  # None before the first fit
+    step_target_ms: float | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from sagellm.core import (
+    PASS_WATCHERS,
     WHOLE,
     CheckpointError,
     ChromeTraceWriter,
@@ -27,6 +28,7 @@ from sagellm.core import (
     PluginRegistry,
     RequestLimits,
     Runtime,
+    StepCostMetrics,
     TraceWriter,
     UnsupportedModelError,
     get_logger,
@@ -38,6 +40,7 @@ from sagellm.engines.engine_core.core import CoreParts, EngineCore
 from sagellm.engines.engine_core.kv_modules import build_kv
 from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves, read_tiers
 from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
@@ -144,8 +147,9 @@ def build_core(  # noqa: PLR0913
             cost=lambda: cost_fit.cost,
             step_target_ms=_step_target_ms(config),
         )
-        for spec in config.scheduler.pipeline:
-            ir.add_optimization_pass(modules.make("scheduler_pass", spec))
+        passes = PassAdmin(ir, modules)
+        if config.scheduler.print != "none":
+            ir.watch(PASS_WATCHERS[config.scheduler.print]())
         batching = BatchingMeter(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -171,10 +175,14 @@ def build_core(  # noqa: PLR0913
                 registry=modules.registry,
                 runtime=runtime,
                 cost_fit=cost_fit,
+                passes=passes,
                 trace=trace or NullTrace(),
                 metrics_of={
                     **kv.metrics_of,
                     "scheduler": ir.metrics,
+                    "step_cost": lambda: StepCostMetrics(
+                        cost=cost_fit.cost, step_target_ms=_step_target_ms(config)
+                    ),
                     "batching": batching.metrics,
                     "lifetime_predictor": predictor.metrics,
                     "forward_backend": backend.metrics,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sagellm.core import ExecutionGraph, PluginRegistry, Runtime
+    from sagellm.engines.engine_core.explanation import RequestExplanation
 
 
 T = TypeVar("T")
@@ -229,6 +230,18 @@ class LLMEngine:
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine and its modules."""
         return self.client.metrics()
+
+    def explain(self, request_id: str | None = None) -> RequestExplanation:
+        """Say what the scheduler decided about a request, by its id or a unique prefix; None: the latest.
+
+        Raises UnknownRequestError, and EngineError if this kind of engine keeps no decision log.
+        """
+        from sagellm.engines.engine_core.core import EngineCore
+        from sagellm.engines.engine_core.explanation import Explainer
+
+        if not isinstance(self.client.core, EngineCore):
+            raise EngineError(f"the engine {self.config.engine.name.name!r} keeps no log of its decisions")
+        return Explainer(self.client.core).explain(request_id)
 
     def _queue(self, request: QueuedRequest, prompt: Prompt) -> None:
         if self._is_closed:

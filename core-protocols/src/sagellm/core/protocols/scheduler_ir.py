@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, overload
 
-from sagellm.core.errors import InvalidInputError
+from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.step_cost import StepCost
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant, hash_of
@@ -583,6 +583,8 @@ class SchedulePlan:
     admitted: Sequence[Admission] = ()
     preempted: Sequence[int] = ()  # running rows, in the order chosen
     swapped: Sequence[int] = ()  # those of the preempted rows whose KV is worth keeping
+    preempted_for: Sequence[int] = ()
+    """For each preempted row the running row that lacked blocks, itself if none was behind it; -1: a pass."""
     num_deferred: int = 0
     deferred_reason: DeferredReason | None = None
     """What ended admission; "pass" if it did not end early and passes deferred the rest."""
@@ -682,6 +684,10 @@ class NullSchedulerPass(SchedulerPassProtocol):
         return ir
 
 
+PassWatcher = Callable[[str, ScheduleIR, ScheduleIR], None]
+"""Called after each pass with its name and the schedule before and after it; must not raise."""
+
+
 class SchedulerIRProtocol(ABC):
     """Decides what the next step computes.
 
@@ -732,6 +738,21 @@ class SchedulerIRProtocol(ABC):
     @abstractmethod
     def metrics(self) -> SchedulerMetrics:
         """Return the counts so far."""
+
+    def watch(self, watcher: PassWatcher) -> None:
+        """Show what every pass decides, from the next step on.
+
+        Raises ConfigError unless this scheduler implements it.
+        """
+        raise ConfigError(f"the scheduler {type(self).__name__} does not show what its passes decide")
+
+    def set_passes(self, passes: Sequence[SchedulerPassProtocol]) -> None:
+        """Replace all passes from the next step on; one equal to a present pass keeps its state and counts.
+
+        If a pass is refused, the old ones stay. Raises ConfigError then, and unless this scheduler implements
+        it.
+        """
+        raise ConfigError(f"the scheduler {type(self).__name__} cannot change its passes while it runs")
 
 
 class NullSchedulerIR(SchedulerIRProtocol):

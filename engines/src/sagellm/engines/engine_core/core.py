@@ -43,6 +43,7 @@ from sagellm.core import (
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
@@ -83,6 +84,7 @@ class CoreParts:
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
+    passes: PassAdmin
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)

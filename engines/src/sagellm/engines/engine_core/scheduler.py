@@ -26,6 +26,7 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.seats import RemainingColumns
 from sagellm.engines.engine_core.sequence import Sequence
@@ -76,6 +77,7 @@ class Scheduler:
         self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
+        self.log = DecisionLog(kv.seats, now_ns)
 
     @property
     def num_waiting(self) -> int:
@@ -106,7 +108,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting.add(sequence)
+        self._queue(sequence)
 
     def probe(self, request: ScheduleRequest) -> PrefixHit:
         """Return what admitting a waiting request would reuse and take."""
@@ -120,6 +122,7 @@ class Scheduler:
             pending_requests=waiting, running_requests=running, available_memory=available_blocks
         )
         self.decisions = plan.decisions
+        self.log.planned(plan, self._running)
         if len(waiting):
             self._batching.measure(
                 plan,
@@ -159,6 +162,7 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        self.log.finished(sequence, status)
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
         if sequence.status is RequestStatus.RUNNING:
             self._stop_running(sequence)
@@ -199,6 +203,7 @@ class Scheduler:
                 self._kv.reserve(seat, int(self._seats.num_computed[seat]) + int(num_new[row]))
             except OutOfBlocksError:
                 without.append(row)
+                self.log.without_blocks(seat)
         if without:
             seats, num_new = np.delete(served, without), np.delete(num_new, without)
         if plan.admitted:
@@ -215,19 +220,27 @@ class Scheduler:
             for entry, sequence in zip(plan.admitted, admitted, strict=True):
                 try:
                     if self._kv.is_fetching(sequence):
+                        self.log.fetching(sequence)
                         continue
                     self._kv.admit(sequence)
                 except OutOfBlocksError:
+                    self.log.lacked_blocks()
                     break
                 started.append(sequence)
                 if sequence.scheduled_ns is None:
                     sequence.scheduled_ns = now_ns
                 assert sequence.seat is not None
+                self.log.admitted(sequence, entry)
                 num_left = sequence.num_tokens - sequence.num_computed_tokens
                 scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
         finally:  # if a module fails, what has blocks is known to run
-            self._start_running(started)
+            if started:
+                self._start_running(started)
         return scheduled
+
+    def _queue(self, sequence: Sequence) -> None:
+        place = self._waiting.add(sequence)
+        self.log.queued(sequence, place, len(self._waiting))
 
     def _start_running(self, started: Seq[Sequence]) -> None:
         self._waiting.remove(*started)
@@ -255,7 +268,7 @@ class Scheduler:
         sequence.status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(sequence)
+        self._queue(sequence)
 
     def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
         """Cut sequences short if the step would score too many positions; the rest waits for a later step."""

@@ -36,8 +36,8 @@ class WaitingRows:
     def __getitem__(self, place: int) -> Sequence:
         return self._sequences[place]
 
-    def add(self, sequence: Sequence) -> None:
-        """Insert a sequence in order."""
+    def add(self, sequence: Sequence) -> int:
+        """Insert a sequence in order and return its place, from 0."""
         self._rows = None
         if not self._free:
             self._grow()
@@ -48,6 +48,7 @@ class WaitingRows:
         place = bisect_right(self._sequences, admission_order(sequence), key=admission_order)
         self._sequences.insert(place, sequence)
         self._order = np.concatenate((self._order[:place], (row,), self._order[place:]), dtype=np.int32)
+        return place
 
     def remove(self, *sequences: Sequence) -> None:
         """Remove sequences."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.protocols.scheduler_ir import (
+    PassWatcher,
     Probe,
     RequestRows,
     ScheduleIR,
@@ -74,6 +75,17 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
         """Append a pass to the pipeline, with a new state. Raises ConfigError for any other object."""
         self.pipeline.add(optimization_pass)
+
+    def watch(self, watcher: PassWatcher) -> None:
+        """Show what every pass decides, from the next step on."""
+        self.pipeline.watch(watcher)
+
+    def set_passes(self, passes: Sequence[SchedulerPassProtocol]) -> None:
+        """Replace all passes from the next step on; one equal to a present pass keeps its state and counts.
+
+        If a pass is refused, the old ones stay. Raises ConfigError for any other object.
+        """
+        self.pipeline = self.pipeline.replaced_by(passes)
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.

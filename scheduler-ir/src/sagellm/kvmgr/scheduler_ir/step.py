@@ -34,7 +34,16 @@ class _Turns(NamedTuple):
 class Step:
     """Spends a token budget and the available blocks, on running requests and then on waiting ones."""
 
-    __slots__ = ("_available", "_budget", "_deferred", "_gone", "_hits", "_ir", "_preempted")
+    __slots__ = (
+        "_available",
+        "_budget",
+        "_deferred",
+        "_gone",
+        "_hits",
+        "_ir",
+        "_preempted",
+        "_preempted_for",
+    )
 
     def __init__(self, ir: ScheduleIR, hits: PrefixHits) -> None:
         self._ir = ir
@@ -42,6 +51,7 @@ class Step:
         self._budget = ir.max_num_batched_tokens  # tokens left
         self._available = ir.available_memory  # blocks left
         self._preempted: list[int] = []  # for lack of blocks
+        self._preempted_for: list[int] = []  # who lacked them
         self._gone = ir.preempted if ir.decisions else {}  # preempted by passes
         self._deferred = ir.deferred if ir.decisions else {}
 
@@ -73,6 +83,7 @@ class Step:
             num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
             admitted=admitted,
             preempted=preempted,
+            preempted_for=[*(-1 for _ in self._gone), *self._preempted_for],
             swapped=[row for row in preempted if row in ir.swapped] if preempted else (),
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
@@ -121,6 +132,7 @@ class Step:
             while needed > self._available and row not in gone:
                 victim = order.pop()
                 gone.add(victim)
+                self._preempted_for.append(row)
                 self._take_back(victim, served)
             if row not in gone:
                 self._available -= needed
