@@ -21,7 +21,6 @@ from sagellm.core import (
     SchedulePlan,
     Seat,
     SequenceId,
-    hash_of,
 )
 from sagellm.core.protocols.scheduler_ir import DeferredReason
 from sagellm.engines.engine_core.decision_events import (
@@ -69,7 +68,7 @@ class WaitRange:
     ended_ns: int  # when the step after the last one was planned
     least: int | None = None
     most: int | None = None
-    keys: npt.NDArray[np.int64] | None = None  # `hash_of` their ids; None: all whom no pass deferred
+    keys: npt.NDArray[np.int64] | None = None  # of the sequences; None: all whom no pass deferred
 
     def include(self, value: int) -> None:
         """Widen the range of values that the limit had."""
@@ -235,9 +234,9 @@ class DecisionLog:
             self._count_parts()
         return sorted((*self._finished, *self._live.values()), key=lambda story: story.number)
 
-    def ranges(self, sequence_id: SequenceId) -> tuple[list[WaitRange], list[WaitRange]]:
+    def ranges(self, sequence: Sequence) -> tuple[list[WaitRange], list[WaitRange]]:
         """Return the ranges in which passes deferred a sequence, and those of all others, by time."""
-        now_ns, key = self._now_ns(), hash_of(sequence_id)
+        now_ns, key = self._now_ns(), sequence.key
         for each in (*self._deferred, *([] if self._main is None else [self._main])):
             each.ended_ns = now_ns  # until the next step says otherwise
         own = [each for each in self._ranges if each.keys is not None and key in each.keys]
@@ -331,7 +330,7 @@ class DecisionLog:
             return  # nobody ordered them, though some are admitted
         keys = plan.pending.key
         by_key = np.argsort(keys)
-        wanted = np.array([hash_of(story.sequence.sequence_id) for story in new])
+        wanted = np.array([story.sequence.key for story in new])
         rows = by_key[keys.searchsorted(wanted, sorter=by_key)]
         for story, row in zip(new, rows.tolist(), strict=True):
             at_ns = self._begun_ns - story.sequence.request.arrival_ns
@@ -343,10 +342,10 @@ class DecisionLog:
             sequence = running[row]
             self._prefilling.pop(sequence.sequence_id, None)
             cause = plan.preempted_for[index] if index < len(plan.preempted_for) else -1
-            made_by, way = "", "recompute"
+            made_by = ""
             for decision in plan.decisions:
                 if cause < 0 and decision.kind == "preempt" and row in decision.rows:
-                    made_by, way = decision.made_by, str(decision.value)
+                    made_by = decision.made_by
             story = self._live.get(sequence.sequence_id)
             if story is None:  # it has ended, but a module failed to take its blocks back
                 continue
@@ -356,7 +355,7 @@ class DecisionLog:
                     step=self._step,
                     preempted_for=None if cause < 0 else running[cause].sequence_id,
                     made_by=made_by,
-                    way=way,
+                    way="swap" if row in plan.swapped else "recompute",
                     num_computed_tokens=sequence.num_computed_tokens,
                 )
             )

@@ -161,7 +161,7 @@ def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
         replace(event, at_ns=begun_ns - arrival_ns, duration_ns=ended_ns - begun_ns)
         for event, begun_ns, ended_ns in fetched
     ]
-    for ranges in log.ranges(story.sequence.sequence_id):
+    for ranges in log.ranges(story.sequence):
         covered, left = _cut(left, [(each, each.begun_ns, each.ended_ns) for each in ranges])
         found += [_waited(piece, interval, arrival_ns) for piece in covered]
     for begun_ns, ended_ns in left:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from sagellm.core import (
-    DEFAULT,
     EngineDeadError,
     EngineError,
     EngineMetrics,
-    Namespace,
     RequestId,
     Runtime,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt
+from sagellm.engines.input_processor import Prompt, RequestOptions
 from sagellm.engines.output_stream import OutputStream, OutputStreams
 from sagellm.engines.remote.messages import Call, FromCore, Hello, Reply, Step
 from sagellm.engines.remote.operations import read_metrics
@@ -119,25 +117,14 @@ class RemoteEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> OutputStream:
         """Check and send one request and return its stream.
 
         Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if the core is gone.
         """
         await self.supervisor.wait_until_ready()
-
-        process = partial(
-            self._driver.input.process_request,
-            prompt,
-            params,
-            request_id=request_id,
-            namespace=namespace,
-            priority=priority,
-        )
+        process = partial(self._driver.input.process_request, prompt, params, **options)
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             request = await asyncio.to_thread(process)
             await self.supervisor.wait_until_ready()
