@@ -78,6 +78,7 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     core.kv.check_integrity()
     core.close()
     counts = Counts(
+        busy_s=executor.busy_ns / 1e9,
         num_steps=executor.num_steps,
         num_computed_tokens=executor.num_tokens,
         batching_efficiency=batching.batching_efficiency,
@@ -89,3 +90,8 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
         scheduler=scheduler if isinstance(scheduler, SchedulerMetrics) else None,
         requests=served,
     )
+
+
+def with_passes(config: EngineConfig, text: str) -> EngineConfig:
+    """Return a configuration with these scheduler passes; stages that the text leaves out stay."""
+    return config.with_values({"scheduler.passes": text})

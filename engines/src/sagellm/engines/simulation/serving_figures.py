@@ -78,6 +78,7 @@ class ServingFigures(GroupFigures):
 
     num_failed: int
     duration_s: float
+    busy_s: float  # in steps
     num_steps: int
     num_computed_tokens: int
     num_preemptions: int
@@ -96,6 +97,7 @@ class ServingFigures(GroupFigures):
 class Counts:
     """What a run counted besides its requests."""
 
+    busy_s: float
     num_steps: int
     num_computed_tokens: int
     batching_efficiency: float | None
@@ -127,6 +129,7 @@ def serving_figures(
         **vars(group),
         num_failed=len(served) - len(done),
         duration_s=(clock["end_ns"] - start_ns) / 1e9,
+        busy_s=counts.busy_s,
         num_steps=counts.num_steps,
         num_computed_tokens=counts.num_computed_tokens,
         num_preemptions=sum(one.num_preemptions for one in served),

@@ -45,7 +45,7 @@ class StepCosts:
 
 def prefill_work(num_tokens: int) -> StepWork:
     """Return the work of a step that computes a whole prompt alone."""
-    return StepWork(num_tokens, 1, num_tokens, num_tokens * num_tokens // 2)
+    return StepWork(num_tokens, 1, num_tokens, num_tokens * num_tokens // 2, int(num_tokens > 1))
 
 
 def read_step_costs(path: Path) -> StepCosts:

@@ -43,6 +43,7 @@ class VirtualExecutor(ExecutorProtocol):
         self.on_step: OnStep | None = None
         self.num_steps = 0  # that computed something
         self.num_tokens = 0  # that they computed
+        self.busy_ns = 0  # that they took
 
     def submit(self, step: StepInput) -> None:
         """Advance the clock."""
@@ -58,7 +59,9 @@ class VirtualExecutor(ExecutorProtocol):
             self.num_tokens += work.num_tokens
             if self.on_step is not None:
                 self.on_step(step)
-            self._clock.advance_ns(round(self._cost.predict_ns(work)))
+            took_ns = round(self._cost.predict_ns(work))
+            self.busy_ns += took_ns
+            self._clock.advance_ns(took_ns)
         self._output = StepOutput(
             step=step.step, tokens=Runs(ids, counts), num_accepted=np.zeros_like(counts)
         )
