@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _GROUP = "Serving (with --cost)"
 _HEAD = (
     "PASSES", "GOODPUT/S", "TOKENS/S", "TTFT MEAN", "P50", "P99", "TPOT MEAN", "WAIT P99", "HIT RATE",
-    "RE-PREFILL", "BATCHING", "PREEMPTED", "JAIN",
+    "RE-PREFILL", "BATCHING", "LOWERED", "PREEMPTED", "JAIN",
 )  # fmt: skip
 
 
@@ -205,10 +205,15 @@ def _row(name: str, figures: ServingFigures) -> tuple[str, ...]:
         _seconds(waited, "p99"),
         f"{figures.token_hit_rate:.1%}",
         f"{figures.re_prefill_rate:.1%}",
-        "-" if figures.batching_efficiency is None else f"{figures.batching_efficiency:.1%}",
+        _share(figures.batching_efficiency),
+        _share(figures.lowered_batching_efficiency),
         f"{figures.num_preemptions:,}",
         "-" if figures.jains_index is None else f"{figures.jains_index:.3f}",
     )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _seconds(tail: Tail | None, name: str) -> str:

@@ -82,6 +82,7 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
         num_steps=executor.num_steps,
         num_computed_tokens=executor.num_tokens,
         batching_efficiency=batching.batching_efficiency,
+        lowered_batching_efficiency=batching.lowered_batching_efficiency,
         jains_index=None if shares is None else shares.index(),
     )
     return ServingRun(

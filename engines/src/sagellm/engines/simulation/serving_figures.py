@@ -88,6 +88,7 @@ class ServingFigures(GroupFigures):
     total_throughput_tokens_per_s: float
     re_prefill_rate: float
     batching_efficiency: float | None
+    lowered_batching_efficiency: float | None
     jains_index: float | None
     by_tenant: dict[str, GroupFigures]
     by_priority: dict[int, GroupFigures]
@@ -101,6 +102,7 @@ class Counts:
     num_steps: int
     num_computed_tokens: int
     batching_efficiency: float | None
+    lowered_batching_efficiency: float | None
     jains_index: float | None
 
 
@@ -139,6 +141,7 @@ def serving_figures(
         total_throughput_tokens_per_s=total_throughput(num_prompt, num_output, **clock),
         re_prefill_rate=re_prefill_rate(num_again, counts.num_computed_tokens),
         batching_efficiency=counts.batching_efficiency,
+        lowered_batching_efficiency=counts.lowered_batching_efficiency,
         jains_index=counts.jains_index,
         by_tenant=_by(served, lambda one: one.tenant, limits, prefill_ns),
         by_priority=_by(served, lambda one: one.priority, limits, prefill_ns),
