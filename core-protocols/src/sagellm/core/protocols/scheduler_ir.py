@@ -290,10 +290,11 @@ class Decision:
     | `cap` | `pending`, `running` | tokens that each may compute in this step, at most |
     | `defer` | `pending` | why they are not admitted in this step |
     | `preempt` | `running` | `recompute` or `swap` |
+    | `swap` | `running` | nothing: if they are preempted, it is by swap |
     | `lower` | a limit | its new value |
     """
 
-    kind: Literal["order", "cap", "defer", "preempt", "lower"]
+    kind: Literal["order", "cap", "defer", "preempt", "swap", "lower"]
     target: Part | Limit
     rows: npt.NDArray[Any]  # positions in the target, read-only; empty for a limit
     value: int | str | None = None
@@ -338,6 +339,7 @@ class ScheduleIR:
     cost: StepCost | None = None  # what steps take here, once that is known
     step_target_ms: float | None = None  # how long a step may take while others decode or wait
     probe: Probe | None = field(default=None, repr=False)
+    epoch: int | None = None  # changes whenever an answer of `hits` may
     state: Any = field(default=None, repr=False)
     """The value that `start` of the running pass returned; private to it and kept across steps."""
     decisions: tuple[Decision, ...] = ()
@@ -381,9 +383,13 @@ class ScheduleIR:
     def preempt(self, rows: Rows, way: Literal["recompute", "swap"] = "recompute") -> ScheduleIR:
         """Take the blocks of these running requests before anything else is decided.
 
-        `swap` says that their KV is worth keeping; schedulers may still recompute it.
+        `swap` says that their KV is worth keeping; an engine without a place for it computes it again.
         """
         return self._decide("preempt", "running", rows, way)
+
+    def swap(self, rows: Rows) -> ScheduleIR:
+        """Preempt these running requests by swap if they are preempted in this step, for whatever reason."""
+        return self._decide("swap", "running", rows)
 
     def lower(
         self,
@@ -418,6 +424,12 @@ class ScheduleIR:
     def preempted(self) -> dict[int, str]:
         """The running rows that passes preempt, and how."""
         return self._values("preempt")
+
+    @cached_property
+    def swapped(self) -> frozenset[int]:
+        """The running rows whose KV is kept if they are preempted."""
+        marked = (each.rows.tolist() for each in self.decisions if each.kind == "swap")
+        return frozenset(row for row, way in self.preempted.items() if way == "swap").union(*marked)
 
     def caps(self, part: Part) -> Ints:
         """Return the most tokens that each row may compute: (rows,), 2³¹ - 1 if there is no cap."""
@@ -486,7 +498,7 @@ class ScheduleIR:
         }
 
 
-_DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted")
+_DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted", "swapped")
 
 
 class Admission(NamedTuple):
@@ -532,6 +544,7 @@ class SchedulePlan:
     num_new_blocks: Ints  # (served,) to allocate first
     admitted: Sequence[Admission] = ()
     preempted: Sequence[int] = ()  # running rows, in the order chosen
+    swapped: Sequence[int] = ()  # those of the preempted rows whose KV is worth keeping
     num_deferred: int = 0
     deferred_reason: DeferredReason | None = None
     """What ended admission; "pass" if it did not end early and passes deferred the rest."""

@@ -169,7 +169,7 @@ class EngineCore(EngineProtocol):
         )
         with self._guessing():
             prediction = self.parts.predictor.predict(asked)
-            sequence.predicted_remaining_tokens = prediction.remaining_length
+            sequence.predicted_tokens = prediction.remaining_length
             sequence.confidence = prediction.confidence
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence as Seq
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from sagellm.core import (
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.schedule_columns import schedule_request
+from sagellm.engines.engine_core.schedule_columns import RemainingColumns, schedule_request
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
 from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
@@ -134,7 +133,7 @@ class Scheduler:
         served = self._running_seats.take(plan.rows)
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
         for row in sorted(plan.preempted, reverse=True):
-            self._preempt(self._running[row])
+            self._preempt(self._running[row], is_swapped=row in plan.swapped)
         planned = self._carry_out(plan, served, admitted)
         if planned is None and (len(served) or admitted) and not self._kv.num_fetches:
             # The eviction policy keeps what must go before anything can run; clearing asks no policy.
@@ -163,23 +162,23 @@ class Scheduler:
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
-        if sequence.status is RequestStatus.WAITING:
-            self._waiting.remove(sequence)
-        else:
+        if sequence.status is RequestStatus.RUNNING:
             self._stop_running(sequence)
+        else:
+            self._waiting.remove(sequence)
         del self._sequences[sequence_id]
         sequence.status = status
         return sequence
 
     def _running_rows(self) -> RequestRows:
         seats = self._seats
-        columns: dict[str, npt.NDArray[Any]] = {
-            **seats.schedule_columns.arrays,
-            "num_tokens": seats.num_schedulable,
-            "num_computed_tokens": seats.num_computed,
-            "num_blocks": seats.num_blocks,
-            "last_scheduled_step": seats.last_step,
-        }
+        columns = RemainingColumns(
+            seats.schedule_columns.arrays,
+            num_tokens=seats.num_schedulable,
+            num_computed_tokens=seats.num_computed,
+            num_blocks=seats.num_blocks,
+            last_scheduled_step=seats.last_step,
+        )
         return RequestRows(columns, self._running_seats, self._running_request)
 
     def _running_request(self, seat: int) -> ScheduleRequest:
@@ -241,10 +240,11 @@ class Scheduler:
         del self._running[place]
         self._running_seats = np.delete(self._running_seats, place)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, is_swapped: bool) -> None:
+        is_swapped = is_swapped and self._kv.swap_out(sequence)
         self._kv.release(sequence)
         self._stop_running(sequence)
-        sequence.status = RequestStatus.WAITING
+        sequence.status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)

@@ -41,7 +41,7 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
-    predicted_remaining_tokens: float | None = None
+    predicted_tokens: float | None = None  # of its output, when it arrived
     confidence: float | None = None  # of that prediction
     scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None

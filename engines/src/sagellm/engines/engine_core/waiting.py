@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import RequestRows, ScheduleRequest, SequenceId
-from sagellm.engines.engine_core.schedule_columns import ScheduleColumns, schedule_request
+from sagellm.engines.engine_core.schedule_columns import RemainingColumns, ScheduleColumns, schedule_request
 from sagellm.engines.engine_core.sequence import Sequence
 
 
@@ -58,13 +58,13 @@ class WaitingRows:
 
     def rows(self) -> RequestRows:
         """Return them as a scheduler sees them, valid until one is added or removed."""
-        columns = {
-            **self._columns.arrays,
-            "num_tokens": self._num_tokens,
-            "num_computed_tokens": self._zeros,
-            "num_blocks": self._zeros,
-            "last_scheduled_step": self._none,
-        }
+        columns = RemainingColumns(
+            self._columns.arrays,
+            num_tokens=self._num_tokens,
+            num_computed_tokens=self._zeros,
+            num_blocks=self._zeros,
+            last_scheduled_step=self._none,
+        )
         return RequestRows(columns, self._order, self._request)
 
     def _request(self, row: int) -> ScheduleRequest:

@@ -24,7 +24,7 @@ from sagellm.kvmgr.scheduler_ir.step import Step
 
 
 class BaseSchedulerIR(SchedulerIRProtocol):
-    """Continuous batching with chunked prefill and preemption by recompute.
+    """Continuous batching with chunked prefill and preemption, by recompute unless a pass decides on swap.
 
     A step first serves running requests, then admits waiting ones in order. While the token
     budget covers all running requests, each of them gets at least one token in every step; with
@@ -33,10 +33,10 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     tokens of a request, stops at the first request that does not fit and pauses in a step
     that preempts for lack of blocks.
 
-    Passes run first and decide on orders, caps, deferrals, preemptions and lower limits; `swap` is
-    planned as `recompute`. A step costs a few array operations on the columns of running requests and one
-    iteration of Python for each admitted request, and for each running one if blocks are short. Only passes
-    read the rows of requests that stay waiting. Not thread-safe: one engine, one scheduler.
+    Passes run first and decide on orders, caps, deferrals, preemptions, swaps and lower limits. A step costs
+    a few array operations on the columns of running requests and one iteration of Python for each admitted
+    request, and for each running one if blocks are short. Only passes read the rows of requests that stay
+    waiting. Not thread-safe: one engine, one scheduler.
     """
 
     def __init__(  # noqa: PLR0913
@@ -98,6 +98,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
             cost=None if self._cost is None else self._cost(),
             step_target_ms=self._step_target_ms,
             probe=self._hits,
+            epoch=self._hits.epoch(),
         )
         ir = self.pipeline.run(ir)
         plan = Step(ir, self._hits).plan()

@@ -63,6 +63,7 @@ class Step:
                 rows, num_tokens, num_new_blocks = rows[served], num_tokens[served], num_new_blocks[served]
         admitted: list[Admission] = []
         reason = self._admit(admitted)
+        preempted = [*self._gone, *self._preempted]
         return SchedulePlan(
             pending=ir.pending,
             running=ir.running,
@@ -71,7 +72,8 @@ class Step:
             num_tokens=num_tokens.astype(np.int32, copy=False),
             num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
             admitted=admitted,
-            preempted=[*self._gone, *self._preempted],
+            preempted=preempted,
+            swapped=[row for row in preempted if row in ir.swapped] if preempted else (),
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
             decisions=ir.decisions,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.kvmgr.scheduler_ir.passes.options import require_between
+from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -76,6 +78,9 @@ class FairSharePass(SchedulerPassProtocol):
     prompt_cost: float = 1.0
     output_cost: float = 2.0
 
+    def __post_init__(self) -> None:
+        require_between(self, 0, 1e9, "prompt_cost", "output_cost")
+
     @property
     def name(self) -> str:
         """`fair-share`."""
@@ -94,14 +99,16 @@ class FairSharePass(SchedulerPassProtocol):
         waiting, running = accounts.places(ir.pending), accounts.places(ir.running)
         if len(waiting) and len(accounts.codes) > 1:
             waiting = accounts.places(ir.pending)  # the running ones may have moved the places
-        num_waiting = np.bincount(waiting, minlength=len(accounts.codes))
+        is_deferred = np.zeros(len(waiting), np.bool_)
+        is_deferred[list(ir.deferred)] = True
+        num_waiting = np.bincount(waiting[~is_deferred], minlength=len(accounts.codes))
         num_running = np.bincount(running, minlength=len(accounts.codes))
-        accounts.activate((num_waiting + num_running) > 0)
-        if len(ir.pending):
+        accounts.activate(np.bincount(waiting, minlength=len(accounts.codes)) + num_running > 0)
+        if num_waiting.any():
             ir = self._make_room(ir, waiting, running, num_waiting, num_running)
         if ir.can_admit:
             ir = self._trusted_first(ir.order_pending(self._interleaved(ir, waiting)))
-        if ir.available_memory < ir.max_num_batched_tokens // ir.block_size + len(ir.running):
+        if may_lack_blocks(ir):
             by_rank = ir.preemption
             order = np.argsort(accounts.served[running[by_rank]], kind="stable")
             ir = ir.order_running(by_rank[order])
@@ -193,6 +200,8 @@ class FairSharePass(SchedulerPassProtocol):
         num_held = np.bincount(running, ir.running.num_blocks, len(share))
         total = num_held.sum() + ir.available_memory
         order = ir.admission
+        if ir.deferred:
+            order = order[~np.isin(order, list(ir.deferred))]
         head = int(order[np.argmin(ir.state.served[waiting[order]])])
         tenant = waiting[head]
         num_lacking = -(-int(ir.pending.num_tokens[head]) // ir.block_size) - ir.available_memory
