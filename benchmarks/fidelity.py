@@ -1,9 +1,10 @@
 """How well the cost model predicts the engine: `python benchmarks/fidelity.py [MODEL]`.
 
 Steps of one mix are measured on the real engine and fitted (as `sage llm bench fit` does). Another load, with
-conversations that share prefixes and arrive as a Poisson process, then runs on the real engine, and once more
+conversations that share prefixes and begin as a Poisson process, then runs on the real engine, and once more
 on virtual time with the fitted costs: each real step is predicted, and the simulated run's total time is
-compared with the real one's. Two rates: one that leaves the engine idle at times, one above its capacity.
+compared with the real one's. Two rates: one that leaves the engine idle at times, one above its capacity
+(requests a second when all come at once, as simulated).
 
 With --cpu-time, one thread computes and the clock is the process's CPU time, so that other processes
 of a shared machine count less; idle time is skipped on both sides.
@@ -58,7 +59,7 @@ class CPUClock(Clock):
         self._slept_ns += duration_ns
 
 
-def judged_load(options: argparse.Namespace, rate: float) -> list[TraceRequest]:
+def judged_load(options: argparse.Namespace) -> list[TraceRequest]:
     """Make conversations of several turns behind one system message, unlike the mix that is fitted."""
     settings = ConversationSettings(
         num_requests=options.requests,
@@ -66,38 +67,40 @@ def judged_load(options: argparse.Namespace, rate: float) -> list[TraceRequest]:
         system_len=options.scale * 4,
         user_len=Lengths.parse(f"lognormal:{options.scale * 5}:0.6"),
         output_len=Lengths.parse(f"lognormal:{options.scale * 2}:0.6"),
-        think_s=Lengths.parse("exponential:2"),
-        rate=rate / 2.5,  # conversations have 2.5 turns
+        think_s=Lengths.parse("exponential:20"),
+        rate=1.0,
         vocab_size=options.vocab_size,
         seed=options.seed + 1,
     )
     most = options.max_len
     return [
-        one
-        for one in simulate_clients(settings)
-        if one.num_prompt_tokens + one.num_output_tokens <= most
+        one for one in simulate_clients(settings) if one.num_prompt_tokens + one.num_output_tokens <= most
     ]
 
 
 def run_real(
-    requests: list[TraceRequest], config: EngineConfig, runtime: Runtime | None
+    requests: list[TraceRequest], config: EngineConfig, load: LoadSettings, runtime: Runtime | None
 ) -> tuple[list[ServedRequest], list[Any]]:
     """Run a load on the real engine; return its requests and its steps."""
     core, recorder, used = load_recorded_core(config, runtime)
     for _ in range(2):  # the first run finds memory cold
         core.kv.clear_cache()
         recorder.steps.clear()
-        served = LoadRun(core, used.clock, requests, LoadSettings()).run()
+        served = LoadRun(core, used.clock, requests, load).run()
     core.close()
     return served, recorder.steps
 
 
 def judge(
-    requests: list[TraceRequest], config: EngineConfig, costs: StepCosts, runtime: Runtime | None
+    requests: list[TraceRequest],
+    config: EngineConfig,
+    load: LoadSettings,
+    costs: StepCosts,
+    runtime: Runtime | None,
 ) -> dict[str, Any]:
     """Compare a real run with its simulation."""
-    served, steps = run_real(requests, config, runtime)
-    simulated = simulate_serving(requests, config, costs)
+    served, steps = run_real(requests, config, load, runtime)
+    simulated = simulate_serving(requests, config, costs, load=load)
     errors = errors_of(costs.step, steps)
     real_s = max(one.finished_ns or 0 for one in served) / 1e9
     real_busy_s = sum(one.took_ns for one in steps) / 1e9
@@ -181,10 +184,13 @@ def main() -> None:
     settings = FitSettings(duration_s=options.fit_s, seed=options.seed)
     steps, bare = measure_steps(config, settings, runtime=runtime)
     costs, fit = fit_steps(steps, bare)
-    saturated = simulate_serving(judged_load(options, 1e6), config, costs).figures
-    capacity = saturated.request_throughput_per_s
+    requests = judged_load(options)
+    at_once = simulate_serving(requests, config, costs, load=LoadSettings(stretch=1e-9)).figures
+    longest_s = requests[-1].arrival_s
     loads = {
-        f"{share} of capacity": judge(judged_load(options, share * capacity), config, costs, runtime)
+        f"{share} of capacity": judge(
+            requests, config, LoadSettings(stretch=at_once.duration_s / share / longest_s), costs, runtime
+        )
         for share in options.loads
     }
     found = {"model": options.model, "fit": asdict(fit), "loads": loads}

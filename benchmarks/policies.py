@@ -4,12 +4,13 @@ The trace of the kept figures is `conversation_trace.jsonl` of https://github.co
 (FAST25-release/traces, Apache-2.0), the costs are `cost/h200-8b.json`, a stated roofline. Everything that
 schedules and keeps KV is what serves; steps take what the roofline says, and the host takes no time.
 
-1. `choice`: the trace is halved. On the first half, at 0.9 of the load that FCFS can carry (its requests per
-   second when all of them wait at once), the pipeline with the highest goodput is chosen, and among those within
-   2 % of it the one with the lowest mean TTFT. On the second half it is compared with FCFS at 0.7, 0.9 and 1.1.
+1. `choice`: the trace is halved. On the first half, at 0.9 of the load that FCFS can carry (its requests
+   per second when all of them wait at once), the pipeline with the highest goodput is chosen, and among those
+   within 2 % of it the one with the lowest mean TTFT. On the second half it is compared with FCFS at 0.7,
+   0.9 and 1.1.
 2. `priority`: one request in ten, of at most 2,048 tokens, is urgent, at 0.9 of the load.
-3. `blocks`: re-prefill with 1,000 … 20,000 blocks under the chosen pipeline, beside what a cache alone computes
-   again under LRU and Belady's policy (`sage llm simulate --cache-only`).
+3. `blocks`: re-prefill with 1,000 … 20,000 blocks under the chosen pipeline, beside what a cache alone
+   computes again under LRU and Belady's policy (`sage llm simulate --cache-only`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ SATURATED = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One simulated run. `share_urgent` makes requests urgent; `is_told` says whether the engine learns it."""
+    """One simulated run. `share_urgent` of the requests are urgent; `is_told`: the engine knows."""
 
     trace: Path
     half: int | None  # 0 or 1; None: the whole trace
@@ -104,9 +105,7 @@ def run(job: Job) -> dict[str, Any]:
     requests = requests_of(job)
     values = {"kv.block_size": requests[0].block_tokens or 16, "kv.num_blocks": job.num_blocks}
     config = with_passes(EngineConfig().with_values(values), job.passes)
-    done = simulate_serving(
-        requests, config, read_step_costs(COST), load=LoadSettings(stretch=job.stretch)
-    )
+    done = simulate_serving(requests, config, read_step_costs(COST), load=LoadSettings(stretch=job.stretch))
     found = {"passes": job.passes, "stretch": job.stretch, "half": job.half, **_summary(done)}
     if job.share_urgent:
         urgent = urgent_places(requests, job.share_urgent)
@@ -151,7 +150,9 @@ def stretches(base: Job, run_all: Runner, halves: Sequence[int]) -> tuple[dict[i
     return rates, found
 
 
-def choose(base: Job, capacity: dict[int, float], run_all: Runner, candidates: Sequence[str]) -> dict[str, Any]:
+def choose(
+    base: Job, capacity: dict[int, float], run_all: Runner, candidates: Sequence[str]
+) -> dict[str, Any]:
     """Choose on the first half, and score the choice on the second."""
     found = run_all(
         [replace(base, passes=each, half=0, stretch=capacity[0] / MAIN_LOAD) for each in candidates]
@@ -180,7 +181,8 @@ def gains(fcfs: dict[str, Any], mine: dict[str, Any]) -> dict[str, float]:
     return {
         "goodput_gain": mine["goodput_requests_per_s"] / max(fcfs["goodput_requests_per_s"], 1e-9) - 1,
         "mean_ttft_gain": mine["ttft_s"]["mean"] / fcfs["ttft_s"]["mean"] - 1,
-        "throughput_gain": mine["output_throughput_tokens_per_s"] / fcfs["output_throughput_tokens_per_s"] - 1,
+        "throughput_gain": mine["output_throughput_tokens_per_s"] / fcfs["output_throughput_tokens_per_s"]
+        - 1,
     }
 
 

@@ -80,7 +80,8 @@ def test_recorded_steps_are_read_back(tmp_path):
         ("{}\n", "line 1 must have num_tokens"),
         ("[1]\n", "line 1 must have"),
         (
-            '{"num_tokens": 1, "num_seqs": 0, "num_kv_tokens": 1, "num_pairs": 1, "num_prefills": 0, "took_ns": 5}',
+            '{"num_tokens": 1, "num_seqs": 0, "num_kv_tokens": 1, "num_pairs": 1, "num_prefills": 0, '
+            '"took_ns": 5}',
             "num_seqs is 0",
         ),
     ],
@@ -93,7 +94,9 @@ def test_a_bad_line_is_named(tmp_path, text, message):
 
 
 def test_steps_of_the_embedded_model_are_measured():
-    config = EngineConfig().with_values({"kv.num_blocks": 256, "model.dtype": "float32", "model.device": "cpu"})
+    config = EngineConfig().with_values(
+        {"kv.num_blocks": 256, "model.dtype": "float32", "model.device": "cpu"}
+    )
     settings = FitSettings(duration_s=0.5, max_seqs=8, max_prompt_tokens=60, max_output_tokens=8)
     measured, bare = measure_steps(config, settings)
     assert len(measured) >= 20

@@ -101,7 +101,8 @@ def test_costs_are_fitted_saved_and_simulated(trace, sage, tmp_path):
     costs, steps = tmp_path / "fitted.json", tmp_path / "steps.jsonl"
     fitted = sage(
         "llm", "bench", "fit", "embedded", "--dtype", "float32", "--device", "cpu", "--num-blocks", "128",
-        "--duration", "0.5", "--max-seqs", "6", "--max-prompt-tokens", "40", "--save", costs, "--record", steps,
+        "--duration", "0.5", "--max-seqs", "6", "--max-prompt-tokens", "40", "--save", costs,
+        "--record", steps,
     )  # fmt: skip
     assert "median step error" in fitted.out
     again = sage("llm", "bench", "fit", "--steps", steps, "--json").json

@@ -61,7 +61,8 @@ class StepCost:
     def num_tokens_within(self, duration_ns: float, start: int) -> int:
         """Return how many tokens of one sequence, after its first `start`, take at most this long.
 
-        Without the base. With n tokens: n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq + prefill.
+        Without the base. With n tokens: n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq
+        + prefill.
         """
         left = duration_ns - self.seq_ns - self.prefill_ns - self.kv_token_ns * start
         linear = self.token_ns + self.kv_token_ns + self.pair_ns * start

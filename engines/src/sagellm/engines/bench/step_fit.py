@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 20
 _HELD_OUT = 5
-"""Every so manieth step is not fitted, but judged."""
+"""One step in so many is not fitted, but judged."""
 
 _FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 
@@ -52,8 +52,8 @@ class MeasuredStep(NamedTuple):
 class FitSettings:
     """How the mix of steps is made: rounds of requests, each run to its end, for `duration_s` seconds.
 
-    A round has 1 … `max_seqs` requests with prompts of 1 … `max_prompt_tokens` tokens, both drawn log-uniformly,
-    half of which begin alike; so the steps cover batches, contexts and chunks of all sizes.
+    A round has 1 … `max_seqs` requests with prompts of 1 … `max_prompt_tokens` tokens, both drawn
+    log-uniformly, half of which begin alike; so the steps cover batches, contexts and chunks of all sizes.
     """
 
     duration_s: float = 60.0
@@ -227,7 +227,7 @@ def _step(row: Any, line: int) -> MeasuredStep:
     if not isinstance(row, dict) or set(row) != set(names):
         raise ConfigError(f"line {line} must have {', '.join(names)} and nothing else")
     for name in names:
-        least = 0 if name == "num_prefills" else 1
+        least = 0 if name in ("num_pairs", "num_prefills") else 1
         if type(row[name]) is not int or row[name] < least:
             raise ConfigError(f"line {line}: {name} is {row[name]!r}; it must be an int of at least {least}")
     return MeasuredStep(StepWork(*(row[name] for name in StepWork._fields)), row["took_ns"])

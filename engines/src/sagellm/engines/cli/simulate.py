@@ -116,7 +116,8 @@ def _replay(
     capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]
     if not capacities:
         raise ConfigError(
-            "how many blocks of KV are there? Say so with --capacity 1000,5000, or simulate serving with --cost"
+            "how many blocks of KV are there? Say so with --capacity 1000,5000, or simulate serving with "
+            "--cost FILE"
         )
     policies = policies or [settings.prefix_cache.eviction_policy.name]
     if bounds:

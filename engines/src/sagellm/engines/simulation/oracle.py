@@ -12,6 +12,7 @@ from sagellm.core import (
     LifetimePrediction,
     LifetimePredictorProtocol,
     PredictionRequest,
+    SequenceId,
     check_observation,
 )
 
@@ -23,7 +24,7 @@ class OraclePredictor(LifetimePredictorProtocol):
     predictions that are within 10 %: 1 without an error.
     """
 
-    def __init__(self, output_lens: Mapping[str, int], *, error: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, output_lens: Mapping[SequenceId, int], *, error: float = 0.0, seed: int = 0) -> None:
         if not 0 <= error < float("inf"):
             raise ConfigError(f"the oracle's error is {error}; it must be a number of at least 0")
         self._output_lens, self._error, self._seed = output_lens, error, seed
@@ -34,12 +35,10 @@ class OraclePredictor(LifetimePredictorProtocol):
         """Predict what remains; equal questions get equal answers."""
         self._num_predictions += 1
         noise = Random(f"oracle {self._seed} {request.sequence_id}").gauss(0.0, self._error)
-        length = self._output_lens[request.sequence_id] * math.exp(noise)
+        length = self._output_lens[SequenceId(request.sequence_id)] * math.exp(noise)
         limit = max(0, request.max_length - request.current_length)
         remaining = min(max(0.0, length - request.current_length), limit)
-        return LifetimePrediction(
-            remaining_length=remaining, estimated_time=0.0, confidence=self._confidence
-        )
+        return LifetimePrediction(remaining_length=remaining, estimated_time=0.0, confidence=self._confidence)
 
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """Learn nothing."""

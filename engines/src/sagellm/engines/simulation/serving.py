@@ -58,9 +58,7 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     load = replace(load or LoadSettings(), stop_token_ids=frozenset({END}))
     if not 0 < load.stretch < float("inf"):
         raise ConfigError(f"stretch is {load.stretch}; it must be a number above 0")
-    made = build_simulated_core(
-        config, costs, output_lens(requests), registry=registry, predictor=predictor
-    )
+    made = build_simulated_core(config, costs, output_lens(requests), registry=registry, predictor=predictor)
     core, executor = made.core, made.executor
     run = LoadRun(core, made.clock, requests, load)
     shares = TenantShares(core) if len({one.tenant for one in requests}) > 1 else None

@@ -18,7 +18,6 @@ from sagellm.core import (
 )
 from sagellm.engines.simulation.served_load import ServedRequest
 
-
 Key = TypeVar("Key")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -41,12 +41,16 @@ _FILES = (
     make_flag(
         "steps",
         Path,
-        typer.Option("--steps", metavar="FILE", help="Run nothing; fit the steps in this file.", show_default=False),
+        typer.Option(
+            "--steps", metavar="FILE", help="Run nothing; fit the steps in this file.", show_default=False
+        ),
     ),
     make_flag(
         "record",
         Path,
-        typer.Option("--record", metavar="FILE", help="Write the measured steps (JSON lines).", show_default=False),
+        typer.Option(
+            "--record", metavar="FILE", help="Write the measured steps (JSON lines).", show_default=False
+        ),
     ),
 )
 
@@ -93,7 +97,7 @@ def fit(
     else:
         from sagellm.core import StepCost
 
-        device = "cuda" if loaded.model.device.startswith("cuda") else "cpu"
+        device: Literal["cpu", "cuda"] = "cuda" if loaded.model.device.startswith("cuda") else "cpu"
         steps = read_steps(steps_file)
         about = {"model": loaded.model.name, "dtype": loaded.model.dtype}
         costs = StepCosts(source=str(steps_file), device=device, step=StepCost(base_ns=1.0), about=about)
