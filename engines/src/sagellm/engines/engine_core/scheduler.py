@@ -95,6 +95,10 @@ class Scheduler:
         """All sequences, waiting or running."""
         return list(self._sequences)
 
+    def waiting_rows(self) -> RequestRows:
+        """Return the sequences that wait, as passes see them; valid until one is added or removed."""
+        return self._waiting.rows()
+
     @property
     def num_live_tokens(self) -> int:
         """Tokens of running sequences whose KV is stored."""
