@@ -123,6 +123,11 @@ class CoreServer:
         """Whether `stop` was called."""
         return self._is_stopping
 
+    @property
+    def num_owned(self) -> int:
+        """Unfinished sequences that peers have sent."""
+        return len(self._owner)
+
     def stop(self) -> None:
         """Have `serve` return after the step that runs; safe in a signal handler."""
         self._is_stopping = True

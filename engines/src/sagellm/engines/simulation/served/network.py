@@ -380,6 +380,8 @@ class SimTransport(asyncio.Transport):
             self._protocol.resume_writing()
 
     def _lose(self, error: Exception | None) -> None:
+        if self._is_lost:
+            return
         self._is_lost = self._is_closing = True
         self._end.close()
         self._loop.call_soon(self._protocol.connection_lost, error)

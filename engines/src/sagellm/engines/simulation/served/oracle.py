@@ -126,9 +126,9 @@ class LetterTokenizer:
         """Return the text of tokens."""
         return text_of(token_ids)
 
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the letters."""
-        return [LETTERS[each] for each in ids]
+    def convert_ids_to_tokens(self, ids: Sequence[int] | int) -> list[str] | str:
+        """Return the letters, or the one."""
+        return LETTERS[ids] if isinstance(ids, int) else [LETTERS[each] for each in ids]
 
     def get_vocab(self) -> Mapping[str, int]:
         """Return all letters."""

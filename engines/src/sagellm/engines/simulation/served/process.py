@@ -144,6 +144,12 @@ class SimCoreProcess:
         """Let it do nothing for a while."""
         self._thaws_s = max(self._thaws_s, self._world.loop.time() + duration_s)
 
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._thaws_s = 0.0
+        self._is_due = False
+        self._wake()
+
     @property
     def peers(self) -> list[SimSocket]:
         """Its end of each connection."""

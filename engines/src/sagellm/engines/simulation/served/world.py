@@ -96,6 +96,8 @@ class World(logging.Handler):
                 self.loop.run_until_complete(self._main())
             except StuckError as error:
                 self.violate("stuck", str(error), error)
+            except Exception as error:
+                self.violate("crash", f"{type(error).__name__}: {error}", error)
             finally:
                 self._end_loop()
         return Outcome(
@@ -206,7 +208,7 @@ class World(logging.Handler):
                 tasks.append(self.loop.create_task(self._run_client(next(clients))))
             else:
                 self.loop.call_later(event.at_s, self._cause, event)
-        self.loop.call_later(FAULTY_S, self.weather.end_all)
+        self.loop.call_later(FAULTY_S, self._end_faults)
         return tasks
 
     async def _run_client(self, client: Client) -> None:
@@ -250,6 +252,10 @@ class World(logging.Handler):
             case _:
                 self.weather.begin(fault.kind, fault.value)
 
+    def _end_faults(self) -> None:
+        self.weather.end_all()
+        self._processes[-1].thaw()
+
     def _lose_link(self, process: SimCoreProcess) -> None:
         for socket in process.peers:
             socket.cut()
@@ -274,27 +280,30 @@ class World(logging.Handler):
         await asyncio.sleep(max(0.0, FAULTY_S + 1.0 - self.loop.time()))
         for transport in self._connections:
             transport.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LIMIT_S):
-                await self._front.supervisor.wait_until_ready()
-                await asyncio.sleep(_QUIET_S)
-        for path in ("/health", "/ready"):
-            status = await self._get(path)
-            if status != 200:
-                self.violate("not ready", f"{path} answers {status}")
-        if self.violation is not None:
+        deadline_s = self.loop.time() + LIMIT_S
+        await asyncio.sleep(_QUIET_S)
+        while bad := {await self._get(path) for path in ("/health", "/ready")} - {200}:
+            if self.loop.time() > deadline_s:
+                self.violate("not ready", f"the probes answer {bad}")
+                return
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(_QUIET_S)
+        try:
+            await self._front.call("check")
+        except EngineError as error:
+            self.violate("integrity", str(error), error)
             return
-        await self._front.call("check")
-        core, app = self._processes[-1].core, self._app
+        core, server = self._processes[-1].core, self._processes[-1].server
+        assert server is not None, "the front is ready"
         scheduler, kv = core.scheduler, core.kv
         kv.offload.check_integrity()
         counts = {
-            "seats": app.state.admission.num_live,
+            "seats": self._app.state.admission.num_live,
             "requests in the front": self._front.num_live,
             "requests in the core": scheduler.num_running + scheduler.num_waiting,
             "blocks": kv.total_blocks - kv.available_blocks,
             "fetches": kv.num_fetches,
-            "owners": len(self._processes[-1].server.owners),
+            "sequences of peers": server.num_owned,
             "connections": self._connections_of_front.num_open,
         }
         if left := {name: count for name, count in counts.items() if count}:
@@ -333,8 +342,9 @@ class World(logging.Handler):
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
-        with suppress(StuckError):
-            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if tasks:
+            with suppress(StuckError):
+                self.loop.run_until_complete(asyncio.wait(tasks))
         for process in self._processes:
             process.kill()
         self.loop.close()
