@@ -17,6 +17,7 @@ from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.simulate_faults import FAULT_FLAGS, simulate_faults
 from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.config.providers import split
 from sagellm.engines.config.sources import load_config
@@ -61,14 +62,18 @@ SIMULATE_FLAGS = (
     _flag("limit", int, "INT", "Replay so many requests of it.", min=1),
     _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
     _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
+    *FAULT_FLAGS,
 )
 
 
 @app.command()
 @with_flags(SIMULATE_FLAGS)
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded or generated load.")],
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="A recorded or generated load.")
+    ] = None,
     *,
+    faults: Annotated[bool, typer.Option("--faults", help="Simulate a server with faults instead.")] = False,
     bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum.")] = True,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -78,7 +83,14 @@ def simulate(
     """Replay a trace through the prefix cache, KV pool and eviction policy that serve.
 
     No model runs and no request runs beside another: what is saved depends on the cache alone.
+
+    With --faults, no trace: a whole server runs on virtual time, with clients and faults from seeds.
     """
+    if faults:
+        simulate_faults(options, as_json=as_json)
+        return
+    if trace is None:
+        raise ConfigError("which load is replayed? Name a trace, or simulate a server's faults with --faults")
     from sagellm.engines.simulation.runs import simulate as run, with_bounds
     from sagellm.engines.traces import read_trace
 

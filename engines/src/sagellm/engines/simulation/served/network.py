@@ -23,7 +23,7 @@ class Pipe:
     """
 
     def __init__(self, network: Network, name: str, capacity: int) -> None:
-        self._network, self._name, self._capacity = network, name, capacity
+        self._network, self._name, self.capacity = network, name, capacity
         self._random = Random(f"{network.seed}/{name}")
         self._under_way: deque[tuple[asyncio.TimerHandle, bytes]] = deque()
         self._num_under_way = 0
@@ -37,7 +37,7 @@ class Pipe:
     @property
     def room(self) -> int:
         """How many bytes can be written now."""
-        return self._capacity - self._num_under_way - len(self.arrived)
+        return self.capacity - self._num_under_way - len(self.arrived)
 
     def write(self, data: bytes | bytearray | memoryview, now_s: float) -> int:
         """Take as many bytes as there is room for, written at this time; return how many."""
@@ -220,7 +220,7 @@ class Network:
     ) -> None:
         self.loop, self.weather, self.seed, self.log = loop, weather, seed, log
         self.listeners: dict[str, SimListener] = {}
-        self.capacity = 1 << 20
+        self.capacity = 1 << 16
         self._num_connections: dict[str, int] = {}
 
     def now_s(self) -> float:
@@ -255,13 +255,11 @@ class Network:
 class SimTransport(asyncio.Transport):
     """asyncio's transport over one end of a connection, with its flow control."""
 
-    max_buffer_bytes = 1 << 16
-    """Unsent bytes above which the protocol is asked to pause."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, end: SimSocket, protocol: asyncio.Protocol) -> None:
         super().__init__({"socket": end, "peername": end.getpeername(), "sockname": end.getsockname()})
         self._loop, self._end, self._protocol = loop, end, protocol
         self._buffer = bytearray()
+        self._max_buffer_bytes = end.writing.capacity  # unsent bytes above which the protocol is to pause
         self._is_closing = self._is_lost = self._is_ending = False
         self._is_paused = self._has_paused_protocol = self._has_ended = False
         end.on_change = self._exchange
@@ -372,10 +370,10 @@ class SimTransport(asyncio.Transport):
                 writing.end(self._loop.time())
 
     def _control_flow(self) -> None:
-        if not self._has_paused_protocol and len(self._buffer) > self.max_buffer_bytes:
+        if not self._has_paused_protocol and len(self._buffer) > self._max_buffer_bytes:
             self._has_paused_protocol = True
             self._protocol.pause_writing()
-        elif self._has_paused_protocol and len(self._buffer) <= self.max_buffer_bytes // 4:
+        elif self._has_paused_protocol and len(self._buffer) <= self._max_buffer_bytes // 4:
             self._has_paused_protocol = False
             self._protocol.resume_writing()
 

@@ -12,6 +12,9 @@ from sagellm.engines.simulation.served.oracle import BLOCK_SIZE, VOCAB
 FAULTY_S = 12.0
 """Faults occur this long; then they cease."""
 
+HANGS = 1e6
+"""The value of a freeze that never ends, unless somebody kills the process."""
+
 Behaviour = Literal["read", "slow", "leave", "half close"]
 """What a client does: read all, read with pauses, disconnect midway, or end its own half after the request."""
 
@@ -87,7 +90,8 @@ class Plan:
 
     seed: int
     settings: Mapping[str, Any]  # of the configuration, by dotted key
-    client_buffer_bytes: int  # of sockets and transports between clients and front
+    client_buffer_bytes: int  # of sockets between clients and front
+    link_buffer_bytes: int  # of sockets between front and core
     events: tuple[Event, ...]
     numbers: tuple[int, ...] = ()  # which events of the seed's plan these are
 
@@ -103,7 +107,7 @@ class Plan:
         )
 
 
-def draw_plan(seed: int, *, num_requests: int = 12) -> Plan:
+def draw_plan(seed: int, *, num_requests: int = 10) -> Plan:
     """Draw a run from its seed."""
     random = Random(f"served/{seed}")
     settings = {
@@ -121,11 +125,11 @@ def draw_plan(seed: int, *, num_requests: int = 12) -> Plan:
     asks = _draw_asks(random, num_requests)
     faults = _draw_faults(random)
     events = tuple(sorted((*asks, *faults), key=lambda event: event.at_s))
-    buffer_bytes = random.choice((128, 1024, 1 << 16))
     return Plan(
         seed=seed,
         settings=settings,
-        client_buffer_bytes=buffer_bytes,
+        client_buffer_bytes=random.choice((128, 1024, 1 << 16)),
+        link_buffer_bytes=random.choice((512, 1 << 16)),
         events=events,
         numbers=tuple(range(len(events))),
     )
@@ -171,7 +175,11 @@ def _draw_faults(random: Random) -> list[Fault]:
         if random.random() < 0.4
     ]
     faults += [
-        Fault(at_s=random.uniform(0, FAULTY_S), kind=random.choice(_DEADLY), value=random.uniform(0.1, 8))
+        Fault(
+            at_s=random.uniform(0, FAULTY_S),
+            kind=random.choice(_DEADLY),
+            value=random.choice((HANGS, random.uniform(0.1, 8))),
+        )
         for _ in range(random.choice((0, 0, 1, 1, 2, _MAX_DEADLY)))
     ]
     faults += [

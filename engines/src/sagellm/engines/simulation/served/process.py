@@ -19,6 +19,7 @@ from sagellm.engines.remote.operations import core_operations
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.simulation.served.network import SimSocket
 from sagellm.engines.simulation.served.oracle import LAYOUT, VOCAB, OracleBackend
+from sagellm.engines.simulation.served.plan import HANGS
 
 if TYPE_CHECKING:
     from sagellm.engines.simulation.served.world import World
@@ -145,10 +146,11 @@ class SimCoreProcess:
         self._thaws_s = max(self._thaws_s, self._world.loop.time() + duration_s)
 
     def thaw(self) -> None:
-        """Let it go on."""
-        self._thaws_s = 0.0
-        self._is_due = False
-        self._wake()
+        """Let it go on, unless it hangs."""
+        if self._thaws_s < HANGS:
+            self._thaws_s = 0.0
+            self._is_due = False
+            self._wake()
 
     @property
     def peers(self) -> list[SimSocket]:
@@ -189,7 +191,7 @@ class SimCoreProcess:
         limits = RequestLimits(
             vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, num_blocks=num_blocks, block_size=LAYOUT.block_size
         )
-        values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
+        values = {key: value for key, value in config.values().items() if key.startswith("scheduler.")}
         self.server = _Server(self, Hello(values, limits, SamplingParams(), self.pid))
         self._wake()
 

@@ -77,6 +77,7 @@ class World(logging.Handler):
         self.loop.set_exception_handler(self._take_exception)
         self.weather = Weather(self.clock, str(plan.seed))
         self.network = self.loop.network = Network(self.loop, self.weather, str(plan.seed), self.log)
+        self.network.capacity = plan.link_buffer_bytes
         self.files = FaultyFiles(self.weather)
         self.registry = _registry()
         self.tenants = Tenants()
@@ -288,6 +289,7 @@ class World(logging.Handler):
                 return
             await asyncio.sleep(1.0)
         await asyncio.sleep(_QUIET_S)
+        await self._wait_for_fetches()
         try:
             await self._front.call("check")
         except EngineError as error:
@@ -308,6 +310,12 @@ class World(logging.Handler):
         }
         if left := {name: count for name, count in counts.items() if count}:
             self.violate("leak", f"left over: {left}")
+
+    async def _wait_for_fetches(self) -> None:
+        """Give an idle core time to take in what its tiers still bring."""
+        deadline_s = self.loop.time() + LIMIT_S
+        while self._processes[-1].core.kv.num_fetches and self.loop.time() < deadline_s:
+            await asyncio.sleep(1.0)
 
     async def _get(self, path: str) -> int:
         with suppress(TimeoutError):
