@@ -30,7 +30,7 @@ FAULT_FLAGS = (
 
 
 def simulate_faults(options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Run seeds, print each violation with the events that suffice for it, and exit with 1 if there is one."""
+    """Run seeds; print each violation with the events that suffice for it, and exit with 1 if any."""
     from sagellm.engines.simulation.served.seeds import Totals, run_seeds
 
     first, count = options.get("first") or 0, options.get("seeds") or 100
@@ -52,9 +52,7 @@ def simulate_faults(options: Mapping[str, Any], *, as_json: bool) -> None:
             }
             for failure in failures
         ]
-        print_json(
-            {"first_seed": first, **asdict(totals), "elapsed_s": elapsed_s, "violations": violations}
-        )
+        print_json({"first_seed": first, **asdict(totals), "elapsed_s": elapsed_s, "violations": violations})
     else:
         typer.echo(
             f"{totals.num_seeds:,} seeds, {totals.num_attempts:,} requests sent, {totals.num_answered:,} "

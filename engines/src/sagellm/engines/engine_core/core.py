@@ -204,7 +204,7 @@ class EngineCore(EngineProtocol):
         return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
     def use_idle_time(self) -> bool:
-        """Let the backend prepare what later steps need, and take in KV whose requests were aborted meanwhile."""
+        """Let the backend prepare what later steps need; finish fetches whose requests were aborted."""
         if self.kv.num_fetches:
             try:
                 self.kv.poll()

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeAlias
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from sagellm.core import ConfigError, EngineDeadError
 from sagellm.core.chaos import child_environment, flaky
@@ -61,7 +62,15 @@ class CoreProcess(Protocol):
         ...
 
 
-Spawn: TypeAlias = Callable[[dict[str, Any]], tuple[CoreProcess, Heartbeat]]
+class Spawned(NamedTuple):
+    """A process that was started, and the signs of its progress."""
+
+    process: CoreProcess
+    heartbeat: Heartbeat
+    num_cpu_ticks: Callable[[], int | None]  # its CPU time, None if unknown
+
+
+Spawn: TypeAlias = Callable[[dict[str, Any]], Spawned]
 """Starts a process with an order: the configuration and where to listen. Raises OSError."""
 
 
@@ -88,10 +97,9 @@ class Stall:
 class CoreHandle:
     """One process of the core and the connection to it."""
 
-    def __init__(self, process: CoreProcess, heartbeat: Heartbeat, transport: asyncio.Transport) -> None:
-        self._process = process
+    def __init__(self, spawned: Spawned, transport: asyncio.Transport) -> None:
+        self._process, self.heartbeat, self._num_cpu_ticks = spawned
         self._transport = transport
-        self.heartbeat = heartbeat
 
     @property
     def pid(self) -> int:
@@ -108,7 +116,7 @@ class CoreHandle:
     @property
     def num_cpu_ticks(self) -> int | None:
         """The process's CPU time, as it does not beat while it loads; None if unknown."""
-        return _num_cpu_ticks(self.pid)
+        return self._num_cpu_ticks()
 
     @classmethod
     @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)
@@ -125,7 +133,8 @@ class CoreHandle:
             raise EngineDeadError(f"its process cannot be started: {error}") from error
         socket.unlink(missing_ok=True)  # of a core that was killed
         values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
-        process, heartbeat = spawn({"config": values, "socket": str(socket)})
+        spawned = spawn({"config": values, "socket": str(socket)})
+        process = spawned.process
         loop = asyncio.get_running_loop()
         stall = Stall(config.server.frozen_after_s, _POLL_S)
         try:
@@ -133,12 +142,12 @@ class CoreHandle:
                 with suppress(OSError):
                     connect = flaky("core.connect", errno.ECONNREFUSED, rate=10)(loop.create_unix_connection)
                     transport, _ = await connect(lambda: protocol, str(socket))
-                    return cls(process, heartbeat, transport)
+                    return cls(spawned, transport)
                 if process.poll() is not None:
                     raise EngineDeadError(
                         f"the engine's process ended at its start, with {process.returncode}"
                     )
-                if stall.is_over(_num_cpu_ticks(process.pid)):
+                if stall.is_over(spawned.num_cpu_ticks()):
                     raise EngineDeadError("the engine's process made no progress at its start")
                 await asyncio.sleep(_POLL_S)
         except BaseException:
@@ -189,8 +198,8 @@ def _num_cpu_ticks(pid: int) -> int | None:
     return int(user) + int(system)
 
 
-def start_process(order: dict[str, Any], *, log_level: str = "WARNING") -> tuple[CoreProcess, Heartbeat]:
-    """Start a core's process with its order on standard input; return it and its heartbeat."""
+def start_process(order: dict[str, Any], *, log_level: str = "WARNING") -> Spawned:
+    """Start a core's process with its order on standard input."""
     heartbeat, descriptor = Heartbeat.create()
     try:
         process = subprocess.Popen(
@@ -207,4 +216,4 @@ def start_process(order: dict[str, Any], *, log_level: str = "WARNING") -> tuple
             json.dumps({**order, "log_level": log_level, "heartbeat": descriptor}).encode() + b"\n"
         )
         process.stdin.flush()  # stays open: its end tells the core that the front is gone
-    return process, heartbeat
+    return Spawned(process, heartbeat, partial(_num_cpu_ticks, process.pid))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sagellm.engines.simulation.served.world import World
 
 _RETRIED = {429, 503}
-_CODES = {"engine_dead", "queue_full", "too_many_connections"}
+_CODES = {"engine_dead", "queue_full", "too_many_connections", "aborted"}
 """What may be wrong with a valid request to a server with faults; it is sent again."""
 _SLOW_READ_BYTES, _PAUSE_S = 64, 0.4
 
@@ -195,7 +195,8 @@ class Client:
             body["stop"] = [ask.stop]
         data = json.dumps(body).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key_of(ask.tenant)}\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            f"Authorization: Bearer {key_of(ask.tenant)}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         return head.encode() + data

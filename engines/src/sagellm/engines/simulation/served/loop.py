@@ -13,8 +13,15 @@ _POLL_S = 0.001
 """How often a reader is called again while it leaves something unread, as a real loop would at once."""
 
 
+_MAX_BUSY_TURNS = 20_000
+"""Turns of the loop without progress of time after which it counts as stuck; a few are usual."""
+
+_MAX_S = 3600.0
+"""Virtual time that no run takes."""
+
+
 class StuckError(Exception):
-    """Nothing is due and nothing is ready, so whoever waits would wait for ever."""
+    """Whoever waits would wait for ever: nothing is due, time does not pass, or an hour has passed."""
 
 
 class _Waiting:
@@ -22,13 +29,20 @@ class _Waiting:
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
+        self._num_busy = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Advance the clock by the timeout, at least a nanosecond. Raises StuckError if it is None."""
+        """Advance the clock by the timeout, at least a nanosecond. Raises StuckError."""
         if timeout is None:
             raise StuckError("nothing is due, and somebody waits")
+        self._num_busy += 1
         if timeout > 0:
+            self._num_busy = 0
             self._clock.advance_ns(max(1, round(timeout * 1e9)))
+        if self._num_busy > _MAX_BUSY_TURNS:
+            raise StuckError("callbacks follow each other without end")
+        if self._clock.now_ns() > _MAX_S * 1e9:
+            raise StuckError(f"{_MAX_S:g} s have passed")
         return []
 
     def close(self) -> None:
@@ -68,7 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         protocol = make()
         return SimTransport(self, end, cast(asyncio.Protocol, protocol)), protocol
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """Call back whenever a simulated socket has something to read."""
 
         def call() -> None:
@@ -88,7 +102,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         fd.on_change = None
         return True
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """Call the function at once: there are no threads."""
         future = self.create_future()
         try:

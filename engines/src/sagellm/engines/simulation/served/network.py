@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from errno import ECONNREFUSED, EPIPE
 from random import Random
-from typing import Any
 
 from sagellm.engines.simulation.served.weather import Weather
 

@@ -59,7 +59,7 @@ class OracleBackend(ForwardBackendProtocol):
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate the KV."""
         self._kv = np.zeros((num_blocks[0] * BLOCK_SIZE, len(_WEIGHTS)), np.uint64)
-        self._bytes = memoryview(self._kv).cast("B")
+        self._bytes = self._kv.data.cast("B")
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, one pair after the other."""
@@ -110,10 +110,11 @@ class OracleBackend(ForwardBackendProtocol):
 class LetterTokenizer:
     """A letter for each token of the oracle."""
 
-    chat_template: Any = None
-    all_special_tokens: Sequence[str] = ()
-    all_special_ids: Sequence[int] = ()
-    added_tokens_decoder: Mapping[int, Any] = {}
+    def __init__(self) -> None:
+        self.chat_template: Any = None
+        self.all_special_tokens: list[str] = []
+        self.all_special_ids: list[int] = []
+        self.added_tokens_decoder: Mapping[int, Any] = {}
 
     def __len__(self) -> int:
         return VOCAB
@@ -126,9 +127,13 @@ class LetterTokenizer:
         """Return the text of tokens."""
         return text_of(token_ids)
 
-    def convert_ids_to_tokens(self, ids: Sequence[int] | int) -> list[str] | str:
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
         """Return the letters, or the one."""
         return LETTERS[ids] if isinstance(ids, int) else [LETTERS[each] for each in ids]
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        """Join what was said."""
+        return "".join(message["content"] for message in conversation)
 
     def get_vocab(self) -> Mapping[str, int]:
         """Return all letters."""

@@ -16,7 +16,7 @@ HANGS = 1e6
 """The value of a freeze that never ends, unless somebody kills the process."""
 
 Behaviour = Literal["read", "slow", "leave", "half close"]
-"""What a client does: read all, read with pauses, disconnect midway, or end its own half after the request."""
+"""What a client does: read all, read with pauses, disconnect midway, or end its half after the request."""
 
 FaultKind = Literal[
     "kill",  # SIGKILL of the core
@@ -124,7 +124,8 @@ def draw_plan(seed: int, *, num_requests: int = 10) -> Plan:
     }
     asks = _draw_asks(random, num_requests)
     faults = _draw_faults(random)
-    events = tuple(sorted((*asks, *faults), key=lambda event: event.at_s))
+    both: list[Event] = [*asks, *faults]
+    events = tuple(sorted(both, key=lambda event: event.at_s))
     return Plan(
         seed=seed,
         settings=settings,
@@ -174,9 +175,10 @@ def _draw_faults(random: Random) -> list[Fault]:
         for kind in _SPELLS
         if random.random() < 0.4
     ]
+    moments = [fault.at_s + 0.3 for fault in faults]  # when spells have just begun
     faults += [
         Fault(
-            at_s=random.uniform(0, FAULTY_S),
+            at_s=random.choice((random.uniform(0, FAULTY_S), *moments)),
             kind=random.choice(_DEADLY),
             value=random.choice((HANGS, random.uniform(0.1, 8))),
         )

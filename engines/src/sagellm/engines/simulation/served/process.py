@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class SimCoreProcess:
         self.listener: Any = None
         self.selector = SimSelector()
         self.selector.on_change = self._wake
-        self._thaws_s = 0.0
+        self._thaws_s, self._froze_s = 0.0, inf
         self._is_due = False
         self._num_turns = 0
         world.loop.call_later(self._random.uniform(0.01, 0.1), self._listen)
@@ -141,14 +141,20 @@ class SimCoreProcess:
             self.server.stop()
             self._wake()
 
+    def num_cpu_ticks(self) -> int:
+        """Return a number that grows unless it is frozen: it is always busy until it serves."""
+        return round(100 * min(self._world.loop.time(), self._froze_s))
+
     def freeze(self, duration_s: float) -> None:
         """Let it do nothing for a while."""
-        self._thaws_s = max(self._thaws_s, self._world.loop.time() + duration_s)
+        now_s = self._world.loop.time()
+        self._thaws_s = max(self._thaws_s, now_s + duration_s)
+        self._froze_s = min(self._froze_s, now_s)
 
     def thaw(self) -> None:
         """Let it go on, unless it hangs."""
         if self._thaws_s < HANGS:
-            self._thaws_s = 0.0
+            self._thaws_s, self._froze_s = 0.0, inf
             self._is_due = False
             self._wake()
 

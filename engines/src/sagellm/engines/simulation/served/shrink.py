@@ -8,9 +8,7 @@ from sagellm.engines.simulation.served.plan import Plan
 from sagellm.engines.simulation.served.world import Outcome, run_plan
 
 
-def shrink(
-    plan: Plan, kind: str, *, run: Callable[[Plan], Outcome] = run_plan, max_runs: int = 300
-) -> Plan:
+def shrink(plan: Plan, kind: str, *, run: Callable[[Plan], Outcome] = run_plan, max_runs: int = 300) -> Plan:
     """Drop events while a violation of the same kind remains: first many at once, then one by one.
 
     Greedy, with at most `max_runs` runs: no single event of the result can be left out if that many suffice.

@@ -102,7 +102,7 @@ class FaultyFiles(MemoryFiles):
         self._num_refused = 0
 
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
-        """Open a file, or fail for want of a descriptor: once, since a core that cannot start counts as dead."""
+        """Open a file, or fail for want of a descriptor: only once, as that keeps a core from starting."""
         if not self._num_refused:
             try:
                 self._weather.check_descriptor()

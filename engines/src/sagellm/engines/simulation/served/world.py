@@ -22,7 +22,7 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.http.app import create_app
 from sagellm.engines.http.listener import Listener
 from sagellm.engines.http.server import make_server
-from sagellm.engines.remote.heartbeat import Heartbeat
+from sagellm.engines.remote.core_handle import Spawned
 from sagellm.engines.remote.remote_engine import RemoteEngine
 from sagellm.engines.simulation.served.client import Client, Tenants, WrongAnswerError, key_of
 from sagellm.engines.simulation.served.loop import StuckError, VirtualLoop
@@ -130,7 +130,9 @@ class World(logging.Handler):
         message = record.getMessage()
         if not _EXPECTED.search(message):
             cause = record.exc_info[1] if record.exc_info else None
-            self.violate("error logged", f"{record.name}: {message}" + (f": {cause!r}" if cause else ""), cause)
+            self.violate(
+                "error logged", f"{record.name}: {message}" + (f": {cause!r}" if cause else ""), cause
+            )
 
     def open_connection(self, label: str) -> tuple[asyncio.StreamReader, SimTransport]:
         """Connect a client to the front. Raises OSError."""
@@ -156,7 +158,8 @@ class World(logging.Handler):
             runtime=Runtime(clock=self.clock, randomness=Randomness(self.plan.seed), files=self.files),
             spawn=self._spawn,
         )
-        await self._front.supervisor.start()
+        async with asyncio.timeout(LIMIT_S):
+            await self._front.supervisor.start()
         max_num_seqs = config.scheduler.max_num_seqs
         self._app = create_app(self._front, config.server, max_num_seqs=max_num_seqs)
         self._server = make_server(self._app, config.server)
@@ -192,13 +195,13 @@ class World(logging.Handler):
             }
         )
 
-    def _spawn(self, order: dict[str, Any]) -> tuple[Any, Heartbeat]:
+    def _spawn(self, order: dict[str, Any]) -> Spawned:
         if self._processes:
             self.weather.check_descriptor()
         process = SimCoreProcess(self, len(self._processes), order)
         self._processes.append(process)
         self.log("spawn")
-        return process, process.heartbeat
+        return Spawned(process, process.heartbeat, process.num_cpu_ticks)
 
     def _schedule(self) -> list[asyncio.Task[None]]:
         """Let everything in the plan happen at its time; return the clients."""
@@ -321,7 +324,9 @@ class World(logging.Handler):
         with suppress(TimeoutError):
             async with asyncio.timeout(LIMIT_S):
                 reader, transport = self.open_connection(f"probe {path}")
-                transport.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+                transport.write(
+                    f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
+                )
                 line = await reader.readline()
                 await reader.read()
                 return int(line.split()[1])
