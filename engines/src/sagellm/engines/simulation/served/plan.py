@@ -35,7 +35,10 @@ FaultKind = Literal[
     "metrics",
 ]
 _SPELLS: tuple[FaultKind, ...] = ("late", "pieces", "disk full", "disk error", "descriptors")
-_OPERATOR: tuple[FaultKind, ...] = ("compact", "evict", "clear", "metrics")
+_OPERATOR: tuple[FaultKind, ...] = (
+    *("compact", "compact", "compact", "evict", "evict", "evict"),
+    *("clear", "metrics"),
+)
 _DEADLY: tuple[FaultKind, ...] = ("kill", "freeze", "lose link")
 _MAX_DEADLY = 2
 """After a fourth death within a minute the supervisor gives up, as documented; a start may fail too."""
@@ -92,6 +95,7 @@ class Plan:
     settings: Mapping[str, Any]  # of the configuration, by dotted key
     client_buffer_bytes: int  # of sockets between clients and front
     link_buffer_bytes: int  # of sockets between front and core
+    num_host_blocks: int  # of the tier in host memory, which is above one in a file
     events: tuple[Event, ...]
     numbers: tuple[int, ...] = ()  # which events of the seed's plan these are
 
@@ -112,7 +116,7 @@ def draw_plan(seed: int, *, num_requests: int = 10) -> Plan:
     random = Random(f"served/{seed}")
     settings = {
         "kv.block_size": BLOCK_SIZE,
-        "kv.num_blocks": random.choice((24, 40, 80)),
+        "kv.num_blocks": random.choice((20, 24, 40)),
         "kv.allocator": random.choice(("free_list", "buddy")),
         "kv.fetch": random.choice(("always", "always", "cheaper")),
         "prefix_cache.eviction_policy": random.choice(("reuse", "lru", "s3fifo")),
@@ -122,8 +126,9 @@ def draw_plan(seed: int, *, num_requests: int = 10) -> Plan:
         "server.max_connections": random.choice((6, 4096)),
         "server.frozen_after_s": 4.0,
     }
-    asks = _draw_asks(random, num_requests)
-    faults = _draw_faults(random)
+    bursts = [random.uniform(0, FAULTY_S) for _ in range(3)]
+    asks = _draw_asks(random, num_requests, bursts)
+    faults = _draw_faults(random, bursts)
     both: list[Event] = [*asks, *faults]
     events = tuple(sorted(both, key=lambda event: event.at_s))
     return Plan(
@@ -131,14 +136,14 @@ def draw_plan(seed: int, *, num_requests: int = 10) -> Plan:
         settings=settings,
         client_buffer_bytes=random.choice((128, 1024, 1 << 16)),
         link_buffer_bytes=random.choice((512, 1 << 16)),
+        num_host_blocks=random.choice((0, 4, 40)),
         events=events,
         numbers=tuple(range(len(events))),
     )
 
 
-def _draw_asks(random: Random, count: int) -> list[Ask]:
-    families = [_draw_tokens(random, random.randint(8, 40)) for _ in range(3)]
-    bursts = [random.uniform(0, FAULTY_S) for _ in range(3)]
+def _draw_asks(random: Random, count: int, bursts: list[float]) -> list[Ask]:
+    families = [_draw_tokens(random, random.randint(8, 40)) for _ in range(2)]
     return [_draw_ask(random, number, families, random.choice(bursts)) for number in range(count)]
 
 
@@ -152,8 +157,8 @@ def _draw_ask(random: Random, number: int, families: list[tuple[int, ...]], burs
         max_tokens=random.randint(1, 24),
         num_choices=random.choices((1, 2), (8, 1))[0],
         is_streamed=random.random() < 0.6,
-        tenant=random.randrange(2),
-        salt=random.choice(("", "", "s")),
+        tenant=random.choice((0, 0, 0, 1)),
+        salt=random.choice(("", "", "", "s")),
         stop="".join(random.choices("abcdefgh", k=1)) if random.random() < 0.2 else None,
         behaviour=behaviour,
         leaves_after_bytes=random.choice((0, 0, 100, 500, 2000)) if behaviour == "leave" else 0,
@@ -169,27 +174,30 @@ def _draw_tokens(random: Random, count: int) -> tuple[int, ...]:
     return tuple(random.randrange(VOCAB) for _ in range(count))
 
 
-def _draw_faults(random: Random) -> list[Fault]:
-    faults = [
+def _draw_faults(random: Random, bursts: list[float]) -> list[Fault]:
+    """Draw spells, and single faults at any time, just after the start of a spell, or while there is load."""
+    spells = [
         Fault(at_s=random.uniform(0, FAULTY_S), kind=kind, value=random.uniform(0.5, 8))
         for kind in _SPELLS
         if random.random() < 0.4
     ]
-    moments = [fault.at_s + 0.3 for fault in faults]  # when spells have just begun
-    faults += [
+
+    def moment_s() -> float:
+        loaded_s = random.choice(bursts) + random.uniform(0, 0.4)
+        return random.choice((loaded_s, loaded_s, random.uniform(0, FAULTY_S), *starts))
+
+    starts = [spell.at_s + 0.3 for spell in spells]
+    deadly = [
         Fault(
-            at_s=random.choice((random.uniform(0, FAULTY_S), *moments)),
+            at_s=moment_s(),
             kind=random.choice(_DEADLY),
             value=random.choice((HANGS, random.uniform(0.1, 8))),
         )
         for _ in range(random.choice((0, 0, 1, 1, 2, _MAX_DEADLY)))
     ]
-    faults += [
-        Fault(at_s=random.uniform(0, FAULTY_S), kind=random.choice((*_OPERATOR, "lose client")))
-        for _ in range(random.randint(0, 5))
+    others = [
+        Fault(at_s=moment_s(), kind=random.choice((*_OPERATOR, "lose client")))
+        for _ in range(random.randint(0, 8))
     ]
-    if random.random() < 0.3:
-        faults.append(
-            Fault(at_s=random.uniform(0, FAULTY_S), kind="clock", value=random.choice((-3600.0, 3600.0)))
-        )
-    return faults
+    steps = [Fault(at_s=moment_s(), kind="clock", value=random.choice((-3600.0, 3600.0)))]
+    return [*spells, *deadly, *others, *(steps if random.random() < 0.3 else ())]

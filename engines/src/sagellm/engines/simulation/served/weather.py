@@ -17,6 +17,9 @@ _VERY_LATE_SHARE, _VERY_LATE_S = 0.005, 6.0
 _FAILING_SHARE = 0.5
 """While a disk fails or descriptors are short, this share of calls fails."""
 
+_LYING_SHARE = 0.3
+"""This share of the reads that a failing disk lets through has a wrong bit."""
+
 
 class Weather:
     """Spells of faults by kind, each with its end; draws what happens to a single frame, file or call."""
@@ -64,30 +67,45 @@ class Weather:
         if writes:
             self._fail("disk full", errno.ENOSPC)
 
+    def tear(self, size: int) -> int:
+        """Draw how much of a failing write is written."""
+        return int(size * self._random.random())
+
+    def flipped_bit(self, num_bits: int) -> int | None:
+        """Draw the bit that a failing disk returns wrong without saying so, mostly none."""
+        if self.is_on("disk error") and num_bits and self._random.random() < _LYING_SHARE:
+            return self._random.randrange(num_bits)
+        return None
+
     def _fail(self, kind: str, code: int) -> None:
         if self.is_on(kind) and self._random.random() < _FAILING_SHARE:
             raise OSError(code, os.strerror(code))
 
 
 class FaultyFile(MemoryRandomAccessFile):
-    """An open file whose reads and writes fail as the weather wants; a failed write is written in part."""
+    """An open file whose reads and writes fail as the weather wants, after a part, or with a wrong bit."""
 
     def __init__(self, data: bytearray, weather: Weather) -> None:
         super().__init__(data)
         self._weather = weather
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Copy, or fail."""
+        """Copy, with a wrong bit now and then, or fail."""
         self._weather.check_disk(writes=False)
-        return super().read_into(offset, buffers)
+        num_read = super().read_into(offset, buffers)
+        last = buffers[-1]
+        bit = self._weather.flipped_bit(8 * len(last))
+        if bit is not None:
+            last[bit // 8] ^= 1 << bit % 8
+        return num_read
 
     def write(self, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
-        """Copy, or fail after the first half."""
+        """Copy, or fail after a part."""
         try:
             self._weather.check_disk(writes=True)
         except OSError:
             data = b"".join(buffers)
-            super().write(offset, [data[: len(data) // 2]])
+            super().write(offset, [data[: self._weather.tear(len(data))]])
             raise
         super().write(offset, buffers)
 

@@ -27,7 +27,7 @@ from sagellm.engines.remote.remote_engine import RemoteEngine
 from sagellm.engines.simulation.served.client import Client, Tenants, WrongAnswerError, key_of
 from sagellm.engines.simulation.served.loop import StuckError, VirtualLoop
 from sagellm.engines.simulation.served.network import Network, SimTransport
-from sagellm.engines.simulation.served.oracle import LetterTokenizer
+from sagellm.engines.simulation.served.oracle import LAYOUT, LetterTokenizer
 from sagellm.engines.simulation.served.plan import FAULTY_S, Ask, Fault, Plan
 from sagellm.engines.simulation.served.process import SimCoreProcess
 from sagellm.engines.simulation.served.weather import FaultyFiles, Weather
@@ -35,6 +35,7 @@ from sagellm.engines.simulation.served.weather import FaultyFiles, Weather
 LIMIT_S = 90.0
 """Virtual time after the last fault within which every request must be answered."""
 _QUIET_S = 5.0
+_MAX_SLICES = 20  # of one compaction
 _FRONT = "front"
 _EXPECTED = re.compile(
     r"is restarted|cannot start|cannot be started again yet|made no progress|engine's process \d* ?ended"
@@ -188,7 +189,7 @@ class World(logging.Handler):
         return EngineConfig().with_values(
             {
                 **self.plan.settings,
-                "kv.tiers": {"host": 12 * 512, "file": _file_tier(folder)},
+                "kv.tiers": _tiers(folder, self.plan.num_host_blocks),
                 "kv.store_key": str(key),
                 "server.api_keys": (key_of(0), key_of(1)),
                 "server.access_log": False,
@@ -267,13 +268,16 @@ class World(logging.Handler):
     async def _operate(self, kind: str) -> None:
         calls: dict[str, tuple[str, dict[str, Any]]] = {
             "compact": ("pool_compact", {}),
-            "evict": ("cache_evict", {"num_blocks": 5}),
+            "evict": ("cache_evict", {"num_blocks": 100}),
             "clear": ("cache_clear", {}),
             "metrics": ("metrics", {}),
         }
         name, arguments = calls[kind]
         try:
-            await self._front.call(name, **arguments)
+            for _ in range(_MAX_SLICES):
+                found = await self._front.call(name, **arguments)
+                if kind != "compact" or not found["num_moved_blocks"]:
+                    break
         except EngineError as error:
             self.log(f"{kind}: {error}")
 
@@ -394,5 +398,6 @@ def _key_file(folder: Path) -> Path:
     return path
 
 
-def _file_tier(folder: Path) -> dict[str, Any]:
-    return {"max_bytes": 40 * 4096, "folder": str(folder), "name": "simulated"}
+def _tiers(folder: Path, num_host_blocks: int) -> dict[str, Any]:
+    file = {"max_bytes": 40 * 4096, "folder": str(folder), "name": "simulated"}
+    return {"host": num_host_blocks * LAYOUT.block_bytes, "file": file}
