@@ -30,6 +30,11 @@ def mixed(before: int, token: int) -> int:
     return value ^ value >> 31
 
 
+def chosen(total: int) -> int:
+    """Return the token that follows from the sum of all KV; each of its bits matters."""
+    return ((total * 0x9E3779B97F4A7C15) & _MASK) >> 58
+
+
 @lru_cache(4096)
 def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     """Return the only right output for a prompt."""
@@ -39,7 +44,7 @@ def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]
         total += last
     tokens: list[int] = []
     for _ in range(num_tokens):
-        tokens.append(int(_WEIGHTS.sum()) * total % VOCAB)
+        tokens.append(chosen(int(_WEIGHTS.sum()) * total))
         last = mixed(last, tokens[-1])
         total += last
     return tuple(tokens)
@@ -93,7 +98,7 @@ class OracleBackend(ForwardBackendProtocol):
                 self._kv[slots[flat]] = last
                 total += int(_WEIGHTS.sum()) * last
                 if flat in wanted:
-                    logits[wanted[flat], total % VOCAB] = 100.0
+                    logits[wanted[flat], chosen(total)] = 100.0
                 flat += 1
         self._take_time(len(tokens))
         return logits

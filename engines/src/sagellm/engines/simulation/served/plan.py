@@ -27,6 +27,7 @@ FaultKind = Literal[
     "pieces",  # a spell in which data arrives in pieces
     "disk full",  # a spell in which writes fail with ENOSPC
     "disk error",  # a spell in which reads and writes fail with EIO
+    "bit rot",  # a spell in which reads have wrong bits
     "descriptors",  # a spell in which accept, open and spawn fail with EMFILE
     "clock",  # a step of the wall clock, in seconds
     "compact",  # and other things that an operator does
@@ -34,7 +35,7 @@ FaultKind = Literal[
     "clear",
     "metrics",
 ]
-_SPELLS: tuple[FaultKind, ...] = ("late", "pieces", "disk full", "disk error", "descriptors")
+_SPELLS: tuple[FaultKind, ...] = ("late", "pieces", "disk full", "disk error", "bit rot", "descriptors")
 _OPERATOR: tuple[FaultKind, ...] = (
     *("compact", "compact", "compact", "evict", "evict", "evict"),
     *("clear", "metrics"),
@@ -199,5 +200,7 @@ def _draw_faults(random: Random, bursts: list[float]) -> list[Fault]:
         Fault(at_s=moment_s(), kind=random.choice((*_OPERATOR, "lose client")))
         for _ in range(random.randint(0, 8))
     ]
+    if random.random() < 0.5:
+        others += [Fault(at_s=start_s + random.uniform(0.05, 0.25), kind="compact") for start_s in bursts]
     steps = [Fault(at_s=moment_s(), kind="clock", value=random.choice((-3600.0, 3600.0)))]
     return [*spells, *deadly, *others, *(steps if random.random() < 0.3 else ())]

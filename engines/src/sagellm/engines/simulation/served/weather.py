@@ -18,7 +18,7 @@ _FAILING_SHARE = 0.5
 """While a disk fails or descriptors are short, this share of calls fails."""
 
 _LYING_SHARE = 0.3
-"""This share of the reads that a failing disk lets through has a wrong bit."""
+"""This share of reads from a rotten disk has a wrong bit."""
 
 
 class Weather:
@@ -72,8 +72,8 @@ class Weather:
         return int(size * self._random.random())
 
     def flipped_bit(self, num_bits: int) -> int | None:
-        """Draw the bit that a failing disk returns wrong without saying so, mostly none."""
-        if self.is_on("disk error") and num_bits and self._random.random() < _LYING_SHARE:
+        """Draw the bit that a rotten disk returns wrong without saying so, mostly none."""
+        if self.is_on("bit rot") and num_bits and self._random.random() < _LYING_SHARE:
             return self._random.randrange(num_bits)
         return None
 
