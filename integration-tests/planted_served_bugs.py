@@ -26,8 +26,8 @@ from planted_bugs import change
 from sagellm.engines.simulation.served.plan import draw_plan
 from sagellm.engines.simulation.served.world import run_plan
 
-MAX_SEEDS = 60
-"""Seeds within which each bug must be found; so many are run without one."""
+MAX_SEEDS, CLEAN_SEEDS = 120, 60
+"""Seeds within which each bug must be found, and how many are run without one."""
 
 ALSO_FOUND = (
     "a-double-insert-into-the-free-list",
@@ -470,7 +470,7 @@ def find_all(bugs: Sequence[ServedBug]) -> Iterator[tuple[str, bool, Found]]:
 
     torch.set_num_threads(1)  # no pool of threads, which a forked process would not have
     run_plan(draw_plan(0))  # imports all there is, once
-    clean = run_with(None)
+    clean = run_with(None, CLEAN_SEEDS)
     yield "none", clean.kind is None, clean
     for each in bugs:
         found = run_with(each.plant)
