@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 from collections.abc import Callable, Mapping
 from math import inf
@@ -235,7 +236,7 @@ class SimCoreProcess:
             if self._num_turns % _CHECK_EVERY == 0:
                 self.core.kv.check_integrity()
         except Exception as error:
-            self._world.violate("core crash", f"{type(error).__name__}: {error}", error)
+            self._world.violate("core crash", f"{type(error).__name__}: {error}")
             self._end(1)
             return
         self.clock.advance_ns(_TURN_NS)
@@ -253,7 +254,7 @@ class SimCoreProcess:
             socket.cut()
         if self.listener is not None:
             self.listener.close()
-        self._world.close_descriptor(self._descriptor)
+        os.close(self._descriptor)
 
 
 class _Server(CoreServer):

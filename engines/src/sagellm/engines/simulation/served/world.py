@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,9 +96,9 @@ class World(logging.Handler):
             try:
                 self.loop.run_until_complete(self._main())
             except StuckError as error:
-                self.violate("stuck", str(error), error)
+                self.violate("stuck", str(error))
             except Exception as error:
-                self.violate("crash", f"{type(error).__name__}: {error}", error)
+                self.violate("crash", f"{type(error).__name__}: {error}")
             finally:
                 self._end_loop()
         return Outcome(
@@ -115,12 +114,10 @@ class World(logging.Handler):
         """Record that something happened now."""
         self._hash.update(f"{self.clock.now_ns()} {text};".encode())
 
-    def violate(self, kind: str, message: str, error: BaseException | None = None) -> None:
+    def violate(self, kind: str, message: str) -> None:
         """Record a violation; the first one counts."""
         if self.violation is None:
             self.violation = Violation(kind=kind, message=f"at {self.loop.time():.3f} s: {message}")
-            if error is not None and "SAGELLM_SIMULATION_RAISES" in os.environ:
-                raise error
 
     def wall_s(self) -> float:
         """Return the wall clock, which faults set."""
@@ -131,9 +128,7 @@ class World(logging.Handler):
         message = record.getMessage()
         if not _EXPECTED.search(message):
             cause = record.exc_info[1] if record.exc_info else None
-            self.violate(
-                "error logged", f"{record.name}: {message}" + (f": {cause!r}" if cause else ""), cause
-            )
+            self.violate("error logged", f"{record.name}: {message}" + (f": {cause!r}" if cause else ""))
 
     def open_connection(self, label: str) -> tuple[asyncio.StreamReader, SimTransport]:
         """Connect a client to the front. Raises OSError."""
@@ -143,10 +138,6 @@ class World(logging.Handler):
         transport, _ = self.loop.open_end(end, lambda: protocol)
         self._connections.append(transport)
         return reader, transport
-
-    def close_descriptor(self, descriptor: int) -> None:
-        """Close a descriptor of this machine."""
-        os.close(descriptor)
 
     # -- the run
 
@@ -221,9 +212,9 @@ class World(logging.Handler):
         try:
             await client.run()
         except WrongAnswerError as error:
-            self.violate("wrong answer", f"request {client.ask.number}: {error}", error)
+            self.violate("wrong answer", f"request {client.ask.number}: {error}")
         except Exception as error:
-            self.violate("client crash", f"request {client.ask.number}: {error!r}", error)
+            self.violate("client crash", f"request {client.ask.number}: {error!r}")
 
     async def _wait_for(self, tasks: list[asyncio.Task[None]]) -> None:
         deadline_s = self.loop.time() + FAULTY_S + LIMIT_S
@@ -300,7 +291,7 @@ class World(logging.Handler):
         try:
             await self._front.call("check")
         except EngineError as error:
-            self.violate("integrity", str(error), error)
+            self.violate("integrity", str(error))
             return
         core, server = self._processes[-1].core, self._processes[-1].server
         assert server is not None, "the front is ready"
@@ -338,7 +329,7 @@ class World(logging.Handler):
 
     def _take_exception(self, _: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self.violate("exception in a callback", f"{context.get('message')}: {error!r}", error)
+        self.violate("exception in a callback", f"{context.get('message')}: {error!r}")
 
     @contextmanager
     def _quiet_logs(self) -> Iterator[None]:
