@@ -17,6 +17,7 @@ from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.simulate_faults import FAULT_FLAGS, simulate_faults
 from sagellm.engines.cli.simulate_serving import SERVING_FLAGS, ServingTargets, simulate_serving
 from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.config.providers import split
@@ -63,14 +64,18 @@ SIMULATE_FLAGS = (
     _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
     _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
     *SERVING_FLAGS,
+    *FAULT_FLAGS,
 )
 
 
 @app.command()
 @with_flags(SIMULATE_FLAGS)
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded or generated load.")],
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="A recorded or generated load.")
+    ] = None,
     *,
+    faults: Annotated[bool, typer.Option("--faults", help="Simulate a server with faults instead.")] = False,
     cache_only: Annotated[
         bool, typer.Option("--cache-only", help="Replay through the cache alone; so without --cost.")
     ] = False,
@@ -85,7 +90,14 @@ def simulate(
     With --cost, requests arrive, wait, run and are preempted; each step takes what the file says, and the
     scheduler, its passes, KV pool, cache and tiers are those that serve. Without, no request runs beside
     another: what is saved depends on the cache, the pool and the eviction policy alone.
+
+    With --faults, no trace: a whole server runs on virtual time, with clients and faults from seeds.
     """
+    if faults:
+        simulate_faults(options, as_json=as_json)
+        return
+    if trace is None:
+        raise ConfigError("which load is replayed? Name a trace, or simulate a server's faults with --faults")
     plot, requests_file = options.get("plot"), options.get("requests")
     check_plot(plot)
     check_targets(plot, requests_file, overwrite=overwrite, source=trace)
