@@ -70,7 +70,7 @@ SIMULATE_FLAGS = (
 
 @app.command()
 @with_flags(SIMULATE_FLAGS)
-def simulate(
+def simulate(  # noqa: PLR0913
     trace: Annotated[
         Path | None, typer.Argument(metavar="TRACE", help="A recorded or generated load.")
     ] = None,
