@@ -222,8 +222,7 @@ def _distinct(block_ids: Ints) -> tuple[BlockId, ...]:
 
     is_in = np.zeros(int(block_ids.max(initial=-1)) + 1, np.bool_)
     is_in[block_ids] = True
-    found: list[BlockId] = is_in.nonzero()[0].tolist()
-    return tuple(found)
+    return tuple(map(BlockId, is_in.nonzero()[0].tolist()))
 
 
 def _sampling(step: StepInput) -> GraphNode | None:

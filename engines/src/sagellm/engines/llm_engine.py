@@ -24,7 +24,7 @@ from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
 from sagellm.engines.config.vllm_names import without_vllm_names
 from sagellm.engines.engine_client import InProcessClient
-from sagellm.engines.input_processor import Prompt
+from sagellm.engines.input_processor import Prompt, RequestOptions
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.request_driver import RequestDriver
@@ -178,15 +178,13 @@ class LLMEngine:
         self,
         prompt: str | TokenIdsLike,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> RequestId:
-        """Check and queue one request. Raises InvalidRequestError, DuplicateRequestError."""
-        request = self.driver.input.process_request(
-            prompt, params, request_id=request_id, namespace=namespace, priority=priority
-        )
+        """Check and queue one request, with `RequestOptions`, as in `priority=1`.
+
+        Raises InvalidRequestError, DuplicateRequestError.
+        """
+        request = self.driver.input.process_request(prompt, params, **options)
         self._queue(request, prompt)
         return request.request_id
 

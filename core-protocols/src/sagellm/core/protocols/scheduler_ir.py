@@ -582,9 +582,9 @@ class SchedulePlan:
     num_new_blocks: Ints  # (served,) to allocate first
     admitted: Sequence[Admission] = ()
     preempted: Sequence[int] = ()  # running rows, in the order chosen
+    swapped: Sequence[int] = ()  # those of the preempted rows whose KV is worth keeping
     preempted_for: Sequence[int] = ()
     """For each preempted row the running row that lacked blocks, itself if none was behind it; -1: a pass."""
-    swapped: Sequence[int] = ()  # those of the preempted rows whose KV is worth keeping
     num_deferred: int = 0
     deferred_reason: DeferredReason | None = None
     """What ended admission; "pass" if it did not end early and passes deferred the rest."""

@@ -75,6 +75,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
         self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
+        self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
         self.log = DecisionLog(kv.seats, now_ns)
@@ -94,6 +95,10 @@ class Scheduler:
         """All sequences, waiting or running."""
         return list(self._sequences)
 
+    def waiting_rows(self) -> RequestRows:
+        """Return the sequences that wait, as passes see them; valid until one is added or removed."""
+        return self._waiting.rows()
+
     @property
     def num_live_tokens(self) -> int:
         """Tokens of running sequences whose KV is stored."""
@@ -109,6 +114,8 @@ class Scheduler:
         """Queue a sequence."""
         self._sequences[sequence.sequence_id] = sequence
         self._queue(sequence)
+        if sequence.request.deadline_ns is not None:
+            self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.request.deadline_ns / 1e9)
 
     def probe(self, request: ScheduleRequest) -> PrefixHit:
         """Return what admitting a waiting request would reuse and take."""
@@ -146,6 +153,19 @@ class Scheduler:
         if self._seats.scored:
             return self._limit_scored(planned)
         return planned if self._propose is None else self._with_drafts(planned, self._propose)
+
+    def expired(self, now_ns: int) -> list[SequenceId]:
+        """Return the sequences whose deadline has passed. One comparison until the earliest one has."""
+        now_s = now_ns / 1e9
+        if now_s <= self._earliest_deadline_s:
+            return []
+        waiting = self._waiting.rows().deadline
+        running = self._seats.schedule_columns.arrays["deadline"][self._running_seats]
+        late = [self._waiting[place].sequence_id for place in np.flatnonzero(waiting < now_s).tolist()]
+        late += [self._running[place].sequence_id for place in np.flatnonzero(running < now_s).tolist()]
+        left = np.concatenate((waiting[waiting >= now_s], running[running >= now_s]))
+        self._earliest_deadline_s = left.min(initial=np.inf)
+        return late
 
     def shut_out(self) -> Sequence | None:
         """Return the first waiting sequence if there is no room for it even though nothing runs."""
@@ -234,7 +254,8 @@ class Scheduler:
                 num_left = sequence.num_tokens - sequence.num_computed_tokens
                 scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
         finally:  # if a module fails, what has blocks is known to run
-            self._start_running(started)
+            if started:
+                self._start_running(started)
         return scheduled
 
     def _queue(self, sequence: Sequence) -> None:

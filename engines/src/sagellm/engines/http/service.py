@@ -37,6 +37,7 @@ class Service:
     metrics: ServerMetrics
     encoder: PromptEncoder
     public_namespaces: tuple[str, ...]
+    deadline_ms: int | None = None  # of requests that give none
 
     async def read(self, scope: Scope, kind: type[B]) -> B:
         """Return the checked body of a request; ignored fields are listed in the answer's headers.

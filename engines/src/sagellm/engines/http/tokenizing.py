@@ -62,7 +62,7 @@ class _Tokenizing(ABC, Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         try:
-            with self.service.admission.seat():
+            with self.service.admission.seat(scope["state"]["tenant"].name):
                 body = await self.service.read(scope, self.kind)
                 self.service.check_model(body.model)
                 answer = await self.answer(body)
