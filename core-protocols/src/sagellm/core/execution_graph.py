@@ -10,7 +10,7 @@ when both may.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from sagellm.core.errors import InvalidInputError
 from sagellm.core.ids import BlockId
@@ -222,8 +222,7 @@ def _distinct(block_ids: Ints) -> tuple[BlockId, ...]:
 
     is_in = np.zeros(int(block_ids.max(initial=-1)) + 1, np.bool_)
     is_in[block_ids] = True
-    found: list[BlockId] = is_in.nonzero()[0].tolist()
-    return tuple(found)
+    return cast("tuple[BlockId, ...]", tuple(is_in.nonzero()[0].tolist()))
 
 
 def _sampling(step: StepInput) -> GraphNode | None:
