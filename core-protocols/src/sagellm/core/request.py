@@ -19,8 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 class RequestStatus(Enum):
     """Where a request is in its life.
 
-    SWAPPED is experimental and not used yet: preemption recomputes KV. It is reserved for requests whose KV
-    waits in a tier.
+    SWAPPED is a waiting request that was preempted, and whose KV was copied to the tiers.
     """
 
     WAITING = "waiting"

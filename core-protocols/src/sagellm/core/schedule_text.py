@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _HEAD = re.compile(r"step (\d+) at (\S+) s: (.*)")
 _ROW = re.compile(r"  (running|pending) (\d+) (\"(?:[^\"\\]|\\.)*\"|[^\s=]+)( .*)")
-_DECISION = re.compile(r"  (?:(.+?): )?(order|cap|defer|preempt|lower) (\w+)((?: \d+(?:-\d+)?)*)(?: = (.*))?")
+_DECISION = re.compile(
+    r"  (?:(.+?): )?(order|cap|defer|preempt|swap|lower) (\w+)((?: \d+(?:-\d+)?)*)(?: = (.*))?"
+)
 _PLAIN = re.compile(r"[^\s=\"]+")
 _LIMIT_NAMES = dict(zip(("available", "tokens", "seats"), LIMITS, strict=True))
 

@@ -42,7 +42,7 @@ def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
         return before
     signed = tuple(replace(decision, made_by=name) for decision in new)
     lowered: dict[str, Any] = {each.target: each.value for each in new if each.kind == "lower"}
-    return before._with(decisions=before.decisions + signed, **lowered)
+    return before.updated(decisions=before.decisions + signed, **lowered)
 
 
 def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...]:
@@ -61,7 +61,7 @@ def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...
         if getattr(after, name) is not getattr(before, name):
             raise _BrokenRule("a pass changes nothing but decisions", f"it replaced {name}")
     lowered = {str(each.target): each.value for each in new if each.kind == "lower"}
-    for name in (*LIMITS, "block_size", "step", "now", "step_target_ms"):
+    for name in (*LIMITS, "block_size", "step", "now", "step_target_ms", "epoch"):
         expected, found = lowered.get(name, getattr(before, name)), getattr(after, name)
         if found != expected:
             hint = f"ir.lower({name}=...)" if name in LIMITS else "nothing"
@@ -89,6 +89,8 @@ def _check(decision: Decision, before: ScheduleIR) -> None:
     _check_rows(decision, len(getattr(before, decision.target)))
     if decision.kind == "cap":
         _check_number(decision, "a cap lets a request advance", 1, MAX_CAP)
+    elif decision.kind == "swap" and decision.value is not None:
+        raise _BrokenRule("a swap has no value", f"it gave {decision.value!r}")
     elif decision.kind == "preempt" and decision.value not in WAYS:
         raise _BrokenRule("preemption is by recompute or swap", f"it chose {decision.value!r}")
     elif decision.kind == "defer" and not (isinstance(decision.value, str) and decision.value):
@@ -136,5 +138,6 @@ _TARGETS: Mapping[str, tuple[str, ...]] = {
     "cap": ("pending", "running"),
     "defer": ("pending",),
     "preempt": ("running",),
+    "swap": ("running",),
     "lower": LIMITS,
 }

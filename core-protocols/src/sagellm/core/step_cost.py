@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from sagellm.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int32]
 
 
 class StepWork(NamedTuple):
@@ -19,6 +25,13 @@ class StepWork(NamedTuple):
     num_seqs: int
     num_kv_tokens: int
     num_pairs: int
+
+    @classmethod
+    def of(cls, starts: Ints, num_new: Ints) -> Self:
+        """Return what rows amount to that compute so many tokens from there on."""
+        ends = starts + num_new
+        num_pairs = int(num_new.astype("int64").dot(starts + ends)) // 2
+        return cls(int(num_new.sum()), len(ends), int(ends.sum(dtype="int64")), num_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +80,11 @@ class StepCost:
             return int(min(left / linear, 1 << 30)) if linear else 1 << 30
         root = (linear * linear + 2 * self.pair_ns * left) ** 0.5
         return int(min((root - linear) / self.pair_ns, 1 << 30))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCostMetrics:
+    """What an engine knows of its steps' costs, and how long a step may take while others decode or wait."""
+
+    cost: StepCost | None = None  # None before the first fit
+    step_target_ms: float | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from sagellm.core import (
+    PASS_WATCHERS,
     WHOLE,
     CheckpointError,
     ChromeTraceWriter,
@@ -27,6 +28,7 @@ from sagellm.core import (
     PluginRegistry,
     RequestLimits,
     Runtime,
+    StepCostMetrics,
     TraceWriter,
     UnsupportedModelError,
     get_logger,
@@ -38,6 +40,7 @@ from sagellm.engines.engine_core.core import CoreParts, EngineCore
 from sagellm.engines.engine_core.kv_modules import build_kv
 from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves, read_tiers
 from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
@@ -56,6 +59,7 @@ from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
+from sagellm.engines.worker.step_graphs import StepGraphs
 from sagellm.engines.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -117,7 +121,9 @@ def build_core(  # noqa: PLR0913
     )
     num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
     state = SeatState(num_seats, block_size=block_size)
-    worker = Worker(runner, sampler, state, trace=trace, around=around_step, draw=draw)
+    cost_fit = StepCostFit()
+    graphs = StepGraphs(state, layout, trace=trace, cost=lambda: cost_fit.cost)
+    worker = Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw)
     executor = modules.make("executor", config.forward.executor, worker)
     with ExitStack() as on_failure:
         on_failure.callback(executor.close)
@@ -129,7 +135,6 @@ def build_core(  # noqa: PLR0913
         kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
         predictor = modules.make("lifetime_predictor", config.predictor.name)
         scheduler: Scheduler
-        cost_fit = StepCostFit()
         ir = modules.make(
             "scheduler",
             config.scheduler.name,
@@ -142,8 +147,9 @@ def build_core(  # noqa: PLR0913
             cost=lambda: cost_fit.cost,
             step_target_ms=_step_target_ms(config),
         )
-        for spec in config.scheduler.pipeline:
-            ir.add_optimization_pass(modules.make("scheduler_pass", spec))
+        passes = PassAdmin(ir, modules)
+        if config.scheduler.print != "none":
+            ir.watch(PASS_WATCHERS[config.scheduler.print]())
         batching = BatchingMeter(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -169,10 +175,14 @@ def build_core(  # noqa: PLR0913
                 registry=modules.registry,
                 runtime=runtime,
                 cost_fit=cost_fit,
+                passes=passes,
                 trace=trace or NullTrace(),
                 metrics_of={
                     **kv.metrics_of,
                     "scheduler": ir.metrics,
+                    "step_cost": lambda: StepCostMetrics(
+                        cost=cost_fit.cost, step_target_ms=_step_target_ms(config)
+                    ),
                     "batching": batching.metrics,
                     "lifetime_predictor": predictor.metrics,
                     "forward_backend": backend.metrics,

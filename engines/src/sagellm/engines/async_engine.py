@@ -30,6 +30,7 @@ from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime
+    from sagellm.engines.engine_core.explanation import RequestExplanation
     from sagellm.engines.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -126,6 +127,11 @@ class AsyncLLMEngine:
     def num_restarts(self) -> int:
         """0: it lives in this process, and is never restarted."""
         return 0
+
+    async def explain(self, request_id: str | None = None) -> RequestExplanation:
+        """Say what the scheduler decided about a request, as `LLMEngine.explain` does."""
+        self._require_open()
+        return await self._call(lambda: self.engine.explain(request_id))
 
     async def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine between two steps."""

@@ -39,6 +39,7 @@ def check_plan(
     """Raise AssertionError if a plan does not fit, or contradicts the requests it was made from."""
     kept = set(range(len(running))) - set(plan.preempted)
     assert len(kept) + len(plan.preempted) == len(running), "preempts who does not run, or a request twice"
+    assert set(plan.swapped) <= set(plan.preempted), "swaps who is not preempted"
     rows, waiting = plan.rows.tolist(), [entry.row for entry in plan.admitted]
     assert set(rows) <= kept, "serves who does not run"
     assert set(waiting) <= set(range(len(pending))), "admits who does not wait"

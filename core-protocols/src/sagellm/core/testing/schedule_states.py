@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -12,8 +13,13 @@ from sagellm.core.protocols.scheduler_ir import (
     ScheduleRequest,
 )
 from sagellm.core.runtime import Randomness
+from sagellm.core.step_cost import StepCost
+from sagellm.core.tenant import DEFAULT_TENANT, Tenant
 from sagellm.core.testing.schedule_simulation import Limits
 from sagellm.core.tokens import TokenIds
+
+TENANTS = (DEFAULT_TENANT, Tenant("red", 2.0), Tenant("blue", 0.5), Tenant("gold", 1.0, is_trusted=True))
+"""Tenants of random schedules."""
 
 State = tuple[list[ScheduleRequest], list[ScheduleRequest], Limits]
 
@@ -76,8 +82,28 @@ def make_ir(state: State, step: int = 0) -> ScheduleIR:
 
 
 def random_ir(seed: int) -> ScheduleIR:
-    """Make the schedule of a random state."""
-    return make_ir(random_state(Randomness(seed).stream("ir")), seed)
+    """Make the schedule of a random state with tenants and predictions; a third of them know their cost."""
+    randomness = Randomness(seed)
+    pending, running, limits = random_state(randomness.stream("ir"))
+    rng = randomness.stream("ir columns")
+    tenants = TENANTS[: rng.randint(1, len(TENANTS))]
+    pending, running = ([_decorated(rng, row, tenants) for row in rows] for rows in (pending, running))
+    ir = make_ir((pending, running, limits), seed)
+    if rng.randrange(3):
+        return ir
+    cost = StepCost(base_ns=1e7, token_ns=1e5, seq_ns=1e5, kv_token_ns=1e3, pair_ns=rng.choice((0.0, 50.0)))
+    return replace(ir, cost=cost, step_target_ms=rng.choice((None, 1.0, 50.0)))
+
+
+def _decorated(rng: Random, row: ScheduleRequest, tenants: Sequence[Tenant]) -> ScheduleRequest:
+    is_predicted = rng.random() < 0.5
+    return replace(
+        row,
+        tenant=rng.choice(tenants),
+        predicted_remaining_tokens=float(rng.randint(1, 200)) if is_predicted else None,
+        confidence=rng.random() if is_predicted else None,
+        deadline=rng.choice((None, None, float(rng.randint(0, 60)))),
+    )
 
 
 def decoding_request(name: str) -> ScheduleRequest:

@@ -94,6 +94,11 @@ FAULTS: dict[str, Callable[[ScheduleIR], Any]] = {
     "preempts an unknown request": lambda ir: ir.preempt([7]),
     "preempts a waiting request": lambda ir: _plant(ir, "preempt", "pending", _rows_of(ir), "swap"),
     "preempts in an unknown way": lambda ir: ir.preempt([0], "sleep"),  # type: ignore[arg-type]
+    "swaps an unknown request": lambda ir: ir.swap([2]),
+    "swaps a request twice": lambda ir: ir.swap([1, 1]),
+    "swaps a waiting request": lambda ir: _plant(ir, "swap", "pending", _rows_of(ir)),
+    "swaps for a reason": lambda ir: _plant(ir, "swap", "running", _rows_of(ir), "later"),
+    "changes the epoch": lambda ir: replace(ir, epoch=-5),
     "masks other rows": lambda ir: ir.defer(ir.pending.priority[:1] == ir.pending.priority[:1], "later"),
     "decides something unknown": lambda ir: _plant(ir, "skip", "pending", _rows_of(ir)),
     "decides by a list": lambda ir: _plant(ir, "defer", "pending", [0], "later"),
@@ -270,6 +275,7 @@ class SchedulerContract(SchedulerPlanContract):
             check_plan(plan, pending=given.pending, running=given.running, limits=limits)
             assert [decision.made_by for decision in plan.decisions] == ["chosen"] * len(decided.decisions)
             assert set(decided.preempted) <= set(plan.preempted)
+            assert set(plan.swapped) == set(plan.preempted) & decided.swapped
             admitted = [entry.row for entry in plan.admitted]
             assert not set(admitted) & set(decided.deferred)
             assert admitted == [row for row in decided.admission.tolist() if row in admitted]
@@ -372,6 +378,7 @@ def _decide(ir: ScheduleIR, rng: Random) -> ScheduleIR:
     ir = ir.preempt(
         rng.sample(running, rng.choice((0, 0, len(running) // 3))), rng.choice(("swap", "recompute"))
     )
+    ir = ir.swap(rng.sample(running, len(running) // 2))
     ir = ir.cap(rng.randint(1, 9), pending=pending[::2], running=running[::2])
     return ir.lower(
         max_num_batched_tokens=rng.randint(0, ir.max_num_batched_tokens),

@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from sagellm.core.ids import RequestId
 from sagellm.core.protocols.scheduler_ir import (
+    Part,
     RequestRows,
     ScheduleIR,
+    ScheduleRequest,
     SchedulerPassProtocol,
 )
 from sagellm.core.schedule_verifier import verify_rewrite
 from sagellm.core.testing.schedule_states import decoding_request, random_ir, waiting_request
+from sagellm.core.tokens import TokenIds
+
+UNWELCOME = ScheduleRequest(
+    request_id=RequestId("old"),
+    token_ids=TokenIds(bytes(4 * 200)),
+    max_tokens=1000,
+    priority=-1,
+    predicted_remaining_tokens=900.0,
+    confidence=1.0,
+)
+"""Whatever a pass prefers, this request has little of it but age."""
+
+
+def _welcome(name: str, arrived: int, priority: int) -> ScheduleRequest:
+    """Make a request that is short, cached and due."""
+    return ScheduleRequest(
+        request_id=RequestId(name),
+        token_ids=TokenIds(bytes(4 * 20)),
+        max_tokens=4,
+        priority=priority,
+        arrived_time=float(arrived),
+        prefix_cache_hit=16,
+        num_tokens=21,
+        predicted_remaining_tokens=1.0,
+        confidence=1.0,
+        deadline=arrived + 5.0,
+    )
+
+
+def _orders(ir: ScheduleIR, part: Part) -> bool:
+    return any((each.kind, each.target) == ("order", part) for each in ir.decisions)
 
 
 class SchedulerPassContract(ABC):
@@ -76,6 +110,54 @@ class SchedulerPassContract(ABC):
             if admitted and fits and pending.pop(admitted[0]).request_id == "old":
                 return
         pytest.fail(f"{optimization_pass.name} kept a request waiting for {self.starvation_rounds} rounds")
+
+    def test_a_request_that_a_pass_puts_behind_comes_first_in_the_end(self) -> None:
+        """Rows come by priority, as the engine has them. Newer ones that a pass likes better come forever."""
+
+        def last_round(priority: int) -> tuple[bool, bool]:
+            optimization_pass, state, base = self.make(), self.make().start(), random_ir(0)
+            is_ordered = False
+            for number in range(self.starvation_rounds):
+                new = [_welcome(f"{name}{number}", number, priority) for name in "ab"]
+                rows = [*new, UNWELCOME] if priority > UNWELCOME.priority else [UNWELCOME, *new]
+                ir = replace(base, pending=RequestRows.of(rows), running=base.running[:0])
+                ir = self.run(optimization_pass, replace(ir, step=number, now=float(number)), state)
+                is_ordered |= _orders(ir, "pending")
+                old = rows.index(UNWELCOME)
+                is_first = ir.admission[0] == old and old not in ir.deferred
+                if is_first and is_ordered:
+                    break
+            return is_ordered, is_first
+
+        self._check_both(last_round)
+
+    def test_nobody_is_the_first_victim_forever(self) -> None:
+        """If a pass orders preemption, even a request with little but age is spared in the end."""
+
+        def last_round(priority: int) -> tuple[bool, bool]:
+            optimization_pass, state, base = self.make(), self.make().start(), random_ir(0)
+            is_ordered = False
+            for number in range(self.starvation_rounds):
+                new = _welcome(f"new{number}", number, priority)
+                rows = [replace(UNWELCOME, num_computed_tokens=1, num_blocks=1)]
+                rows.append(replace(new, num_computed_tokens=20, num_blocks=3))
+                ir = replace(base, pending=base.pending[:0], running=RequestRows.of(rows), available_memory=0)
+                ir = self.run(optimization_pass, replace(ir, step=number, now=float(number)), state)
+                is_ordered |= _orders(ir, "running")
+                is_spared = ir.preemption[-1] == 1 and 0 not in ir.preempted
+                if is_spared and is_ordered:
+                    break
+            return is_ordered, is_spared
+
+        self._check_both(last_round)
+
+    def _check_both(self, last_round: Callable[[int], tuple[bool, bool]]) -> None:
+        """Check passes that order, with newcomers that are more urgent than the old request or as urgent."""
+        rounds = [last_round(priority) for priority in (2, UNWELCOME.priority)]
+        is_ordered = any(ordered for ordered, _ in rounds)
+        assert not is_ordered or all(is_right for _, is_right in rounds), (
+            f"{self.make().name} puts a request last for {self.starvation_rounds} rounds"
+        )
 
     def test_nobody_is_preempted_for_ever(self) -> None:
         """A request that runs alone while others wait has a step without preemption in the end."""

@@ -237,6 +237,11 @@ class SchedulerConfig(Checked):
         "more passes by name, after order and before share, separated by commas; "
         "order=NAME, share=NAME, preempt=NAME and chunk=NAME name those",
     )
+    print: Literal["none", "changed", "ir"] = Field(
+        default="none",
+        description="what passes do, on standard error: changed (each decision), "
+        "ir (the whole schedule after each pass) or none",
+    )
     step_target_ms: float | None = Field(
         default=None,
         gt=0,

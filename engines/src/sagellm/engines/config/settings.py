@@ -33,6 +33,7 @@ FLAT_NAMES: dict[str, str] = {
     "eviction_policy": "prefix_cache.eviction_policy",
     "scheduler": "scheduler.name",
     "scheduler_passes": "scheduler.passes",
+    "scheduler_print": "scheduler.print",
     "step_target_ms": "scheduler.step_target_ms",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
     "max_num_seqs": "scheduler.max_num_seqs",

@@ -18,6 +18,7 @@ from sagellm.core import (
     EngineMetrics,
     EngineProtocol,
     EngineSequence,
+    ExecutionGraph,
     ExecutorProtocol,
     FinishReason,
     KVOp,
@@ -42,6 +43,7 @@ from sagellm.core import (
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
@@ -83,6 +85,7 @@ class CoreParts:
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
+    passes: PassAdmin
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -172,7 +175,7 @@ class EngineCore(EngineProtocol):
         )
         with self._guessing():
             prediction = self.parts.predictor.predict(asked)
-            sequence.predicted_remaining_tokens = prediction.remaining_length
+            sequence.predicted_tokens = prediction.remaining_length
             sequence.confidence = prediction.confidence
         self._metrics.num_prompt_tokens += len(request.token_ids)
         self.scheduler.add(sequence)
@@ -244,6 +247,10 @@ class EngineCore(EngineProtocol):
         """Have each layer of a forward pass call `beat`."""
         self.parts.progress.beat = beat
         self.runner.backend.report_progress(beat)
+
+    def watch_graphs(self, take: Callable[[ExecutionGraph], None]) -> None:
+        """Have `take` called with the execution graph of each later step, before it is executed."""
+        self.parts.worker.graphs.watch(take)
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""

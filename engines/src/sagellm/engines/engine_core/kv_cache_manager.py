@@ -8,12 +8,15 @@ from functools import partial
 from typing import NamedTuple
 
 from sagellm.core import (
+    UNNAMED,
     BlockAllocationRequest,
     BlockId,
     Clock,
+    EvictedBlocks,
     Fetch,
     InsertResult,
     KVCacheEvent,
+    KVIdentity,
     KVOffloadProtocol,
     KVPoolProtocol,
     Namespace,
@@ -24,6 +27,7 @@ from sagellm.core import (
     Seat,
     SequenceId,
     TokenIds,
+    headers_of,
 )
 from sagellm.engines.engine_core.request_log import RequestLog
 from sagellm.engines.engine_core.seats import Seats
@@ -53,7 +57,7 @@ class KVCacheManager:
     exactly one reference, so evicting it always frees it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         pool: KVPoolProtocol,
         cache: PrefixCacheProtocol,
@@ -62,10 +66,12 @@ class KVCacheManager:
         *,
         policy_names: Mapping[str, str] | None = None,
         offload: KVOffloadProtocol | None = None,
+        identity: KVIdentity = UNNAMED,
     ) -> None:
         self.cache = cache
         self.seats = seats
         self.offload = offload
+        self._identity = identity
         self._fetches: list[_Fetching] = []  # in progress, even for sequences that have ended
         self._awaited: dict[SequenceId, _Awaited] = {}
         self.policy_names = dict(policy_names or {})  # what the configuration calls a class
@@ -212,6 +218,19 @@ class KVCacheManager:
             giving_back.callback(self.cache.unlock, sequence.match)
             if is_sound:
                 self._insert(sequence)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Copy the full blocks of a running sequence to the tiers; False without tiers or full blocks.
+
+        Its next admission fetches what the prefix cache no longer has by then.
+        """
+        num_blocks = sequence.num_computed_tokens // self._block_size
+        if self.offload is None or not num_blocks:
+            return False
+        tokens = sequence.token_ids()[: num_blocks * self._block_size]
+        headers = headers_of(tokens, self._block_size, sequence.request.namespace, self._identity)
+        self.offload.keep(EvictedBlocks(sequence.block_ids[:num_blocks], headers))
+        return True
 
     def take_copies(self) -> Seq[tuple[BlockId, BlockId]]:
         """Return the (from, to) blocks whose KV must be copied, in this order, before a step writes any."""

@@ -66,7 +66,9 @@ def build_kv(
         metrics_of["kv_tier"] = offload.metrics
     policy_names = {type(policy).__name__: prefix.eviction_policy.name}
     return KVModules(
-        manager=KVCacheManager(pool, cache, seats, clock, policy_names=policy_names, offload=offload),
+        manager=KVCacheManager(
+            pool, cache, seats, clock, policy_names=policy_names, offload=offload, identity=identity
+        ),
         pool=pool,
         cache=cache,
         metrics_of=metrics_of,

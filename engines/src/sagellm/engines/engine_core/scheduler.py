@@ -26,11 +26,12 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.schedule_columns import schedule_request
+from sagellm.engines.engine_core.seats import RemainingColumns
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
-from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
+from sagellm.engines.engine_core.waiting import WaitingRows, admission_order, schedule_request
 
 Ints = npt.NDArray[np.int32]
 logger = get_logger(__name__)
@@ -74,8 +75,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
         self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
+        self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
+        self.log = DecisionLog(kv.seats, now_ns)
 
     @property
     def num_waiting(self) -> int:
@@ -106,7 +109,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting.add(sequence)
+        self._queue(sequence)
         if sequence.request.deadline_ns is not None:
             self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.request.deadline_ns / 1e9)
 
@@ -122,6 +125,7 @@ class Scheduler:
             pending_requests=waiting, running_requests=running, available_memory=available_blocks
         )
         self.decisions = plan.decisions
+        self.log.planned(plan, self._running)
         if len(waiting):
             self._batching.measure(
                 plan,
@@ -133,7 +137,7 @@ class Scheduler:
         served = self._running_seats.take(plan.rows)
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
         for row in sorted(plan.preempted, reverse=True):
-            self._preempt(self._running[row])
+            self._preempt(self._running[row], is_swapped=row in plan.swapped)
         planned = self._carry_out(plan, served, admitted)
         if planned is None and (len(served) or admitted) and not self._kv.num_fetches:
             # The eviction policy keeps what must go before anything can run; clearing asks no policy.
@@ -174,25 +178,26 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        self.log.finished(sequence, status)
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
-        if sequence.status is RequestStatus.WAITING:
-            self._waiting.remove(sequence)
-        else:
+        if sequence.status is RequestStatus.RUNNING:
             self._stop_running(sequence)
+        else:
+            self._waiting.remove(sequence)
         del self._sequences[sequence_id]
         sequence.status = status
         return sequence
 
     def _running_rows(self) -> RequestRows:
         seats = self._seats
-        columns: dict[str, npt.NDArray[Any]] = {
-            **seats.schedule_columns.arrays,
-            "num_tokens": seats.num_schedulable,
-            "num_computed_tokens": seats.num_computed,
-            "num_blocks": seats.num_blocks,
-            "last_scheduled_step": seats.last_step,
-        }
-        return RequestRows(columns, self._running_seats, self._running_request)
+        columns = RemainingColumns(
+            seats.schedule_columns.arrays,
+            num_tokens=seats.num_schedulable,
+            num_computed_tokens=seats.num_computed,
+            num_blocks=seats.num_blocks,
+            last_scheduled_step=seats.last_step,
+        )
+        return RequestRows(columns, self._running_seats, self._running_request, self._kept_columns)
 
     def _running_request(self, seat: int) -> ScheduleRequest:
         seats = self._seats
@@ -214,6 +219,7 @@ class Scheduler:
                 self._kv.reserve(seat, int(self._seats.num_computed[seat]) + int(num_new[row]))
             except OutOfBlocksError:
                 without.append(row)
+                self.log.without_blocks(seat)
         if without:
             seats, num_new = np.delete(served, without), np.delete(num_new, without)
         if plan.admitted:
@@ -224,42 +230,61 @@ class Scheduler:
 
     def _admit(self, plan: SchedulePlan, admitted: Seq[Sequence]) -> list[tuple[Seat, int]]:
         scheduled = []
+        started: list[Sequence] = []
         now_ns = self._now_ns()
-        for entry, sequence in zip(plan.admitted, admitted, strict=True):
-            try:
-                if self._kv.is_fetching(sequence):
-                    continue
-                self._kv.admit(sequence)
-            except OutOfBlocksError:
-                break
-            self._waiting.remove(sequence)
-            self._start_running(sequence)
-            if sequence.scheduled_ns is None:
-                sequence.scheduled_ns = now_ns
-            assert sequence.seat is not None
-            num_left = sequence.num_tokens - sequence.num_computed_tokens
-            scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        try:
+            for entry, sequence in zip(plan.admitted, admitted, strict=True):
+                try:
+                    if self._kv.is_fetching(sequence):
+                        self.log.fetching(sequence)
+                        continue
+                    self._kv.admit(sequence)
+                except OutOfBlocksError:
+                    self.log.lacked_blocks()
+                    break
+                started.append(sequence)
+                if sequence.scheduled_ns is None:
+                    sequence.scheduled_ns = now_ns
+                assert sequence.seat is not None
+                self.log.admitted(sequence, entry)
+                num_left = sequence.num_tokens - sequence.num_computed_tokens
+                scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        finally:  # if a module fails, what has blocks is known to run
+            if started:
+                self._start_running(started)
         return scheduled
 
-    def _start_running(self, sequence: Sequence) -> None:
-        assert sequence.seat is not None
-        sequence.status = RequestStatus.RUNNING
-        place = bisect_right(self._running, admission_order(sequence), key=admission_order)
-        self._running.insert(place, sequence)
-        self._running_seats = np.insert(self._running_seats, place, sequence.seat)
+    def _queue(self, sequence: Sequence) -> None:
+        place = self._waiting.add(sequence)
+        self.log.queued(sequence, place, len(self._waiting))
+
+    def _start_running(self, started: Seq[Sequence]) -> None:
+        self._waiting.remove(*started)
+        for sequence in started:
+            sequence.status = RequestStatus.RUNNING
+            place = bisect_right(self._running, admission_order(sequence), key=admission_order)
+            self._running.insert(place, sequence)
+        if self._running[-len(started) :] == started:
+            new = np.array([each.seat for each in started], np.int32)
+            self._running_seats = np.concatenate((self._running_seats, new))
+        else:
+            self._running_seats = np.array([each.seat for each in self._running], np.int32)
+        self._kept_columns = {}
 
     def _stop_running(self, sequence: Sequence) -> None:
         place = self._running.index(sequence)
         del self._running[place]
         self._running_seats = np.delete(self._running_seats, place)
+        self._kept_columns = {}
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, is_swapped: bool) -> None:
+        is_swapped = is_swapped and self._kv.swap_out(sequence)
         self._kv.release(sequence)
         self._stop_running(sequence)
-        sequence.status = RequestStatus.WAITING
+        sequence.status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(sequence)
+        self._queue(sequence)
 
     def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
         """Cut sequences short if the step would score too many positions; the rest waits for a later step."""

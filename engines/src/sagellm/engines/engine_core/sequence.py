@@ -16,6 +16,7 @@ from sagellm.core import (
     Seat,
     SequenceId,
     TokenIds,
+    hash_of,
 )
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.sampling.params import SamplingParams
@@ -34,6 +35,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
+    key: int = field(init=False)  # hash_of(sequence_id)
     seat: Seat | None = None
     seats: Seats | None = None  # set while it has a seat
     waiting_ids: TokenIds = EMPTY
@@ -41,13 +43,16 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
-    predicted_remaining_tokens: float | None = None
+    predicted_tokens: float | None = None  # of its output, when it arrived
     confidence: float | None = None  # of that prediction
     scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
     num_scored: int = 0  # those for which that is done
     prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is returned
+
+    def __post_init__(self) -> None:
+        self.key = hash_of(self.sequence_id)
 
     @classmethod
     def of(cls, given: EngineSequence) -> Self:

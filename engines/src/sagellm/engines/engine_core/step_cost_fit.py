@@ -26,9 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 def work_of(step: StepInput) -> StepWork:
     """Return what a step computes."""
-    ends = step.starts + step.num_new
-    num_pairs = int(np.dot(step.num_new.astype(np.int64), step.starts + ends)) // 2
-    return StepWork(int(step.num_new.sum()), len(ends), int(ends.sum(dtype=np.int64)), num_pairs)
+    return StepWork.of(step.starts, step.num_new)
 
 
 class StepCostFit:

@@ -95,6 +95,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_generation_tokens": ("tokens generated for a request", _TOKENS),
 }
 _ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # vLLM's older name
+_PASS_COUNTERS = {
+    "scheduler_pass_runs": "runs of a pass of the scheduler",
+    "scheduler_pass_decisions": "decisions of a pass of the scheduler",
+    "scheduler_pass_seconds": "time that a pass of the scheduler took",
+}
 _TIMEOUT_S = 4.0
 
 
@@ -183,6 +188,7 @@ class ServerMetrics(Collector):
             ended.add_metric((*self._labels, reason), count)
         yield ended
         yield from self._of_tenants()
+        yield from self._passes()
         for name in (*_HISTOGRAMS, *_ALIASES):
             yield self._histogram(name)
         yield self._step_tokens()
@@ -216,6 +222,23 @@ class ServerMetrics(Collector):
         for (label, code), count in refused.items():
             family.add_metric((*self._labels, label, code), count)
         yield family
+
+    def _passes(self) -> Iterable[Metric]:
+        """Yield what each pass of the scheduler did; passes of one name are added up."""
+        counts: dict[str, list[float]] = {}
+        for each in getattr(self._engine.modules.get("scheduler"), "passes", ()):
+            known = counts.setdefault(each.name, [0, 0, 0])
+            counts[each.name] = [
+                one + other
+                for one, other in zip(
+                    known, (each.num_runs, each.num_decisions, each.total_ns / 1e9), strict=True
+                )
+            ]
+        for place, (name, text) in enumerate(_PASS_COUNTERS.items()):
+            family = CounterMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, "pass"))
+            for pass_name, values in counts.items():
+                family.add_metric((*self._labels, pass_name), values[place])
+            yield family
 
     def _step_tokens(self) -> Metric:
         family = HistogramMetricFamily(

@@ -20,11 +20,11 @@ class PrefixHits:
     A request that has grown since, such as a preempted one, is asked for again.
     """
 
-    __slots__ = ("_block_size", "_epoch", "_kept", "_kept_epoch", "_probe")
+    __slots__ = ("_block_size", "_kept", "_kept_epoch", "_probe", "epoch")
 
     def __init__(self, probe: Probe | None, epoch: Callable[[], int], block_size: int) -> None:
         self._probe = probe
-        self._epoch = epoch
+        self.epoch = epoch
         self._block_size = block_size
         self._kept: dict[str, tuple[int, PrefixHit]] = {}  # by request: its tokens, and the answer
         self._kept_epoch: int | None = None
@@ -33,7 +33,7 @@ class PrefixHits:
         """Return the hit of a waiting request."""
         if self._probe is None:
             return request.stated_hit(self._block_size)
-        epoch = self._epoch()
+        epoch = self.epoch()
         if epoch != self._kept_epoch or len(self._kept) >= MAX_KEPT:
             self._kept.clear()
             self._kept_epoch = epoch

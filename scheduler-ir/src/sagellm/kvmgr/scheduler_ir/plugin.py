@@ -3,8 +3,16 @@
 from sagellm.core import Provider, hookimpl
 
 _PASSES = (
+    ("batching", "batching:BatchingEfficiencyPass", "fills each step's tokens and blocks by best fit"),
     ("chunked-prefill", "chunked_prefill:ChunkedPrefillPass", "keeps steps within their target time"),
+    ("deadline", "deadline:DeadlinePass", "serves first what is due first"),
     ("fair-share", "fair_share:FairSharePass", "serves tenants equally by weight"),
+    ("lifetime", "lifetime:LifetimeAwarePass", "serves first what ends soonest, as predicted"),
+    ("memory-aware", "memory_aware:MemoryAwarePreemptionPass", "preempts what costs least to compute again"),
+    ("mlfq", "mlfq:MLFQPass", "serves first what has been served least, without predictions"),
+    ("prefix-aware", "prefix_aware:PrefixCacheAwarePass", "admits first what is cached"),
+    ("priority", "priority:PriorityBasedPass", "serves by priority, to which waiting adds"),
+    ("tenant-limits", "tenant_limits:AdmissionLimitPass", "limits what one tenant runs at a time"),
 )
 
 
@@ -16,7 +24,7 @@ def sagellm_providers() -> list[Provider]:
             "scheduler",
             "base",
             "sagellm.kvmgr.scheduler_ir.base:BaseSchedulerIR",
-            "continuous batching, chunked prefill, preemption by recompute",
+            "continuous batching, chunked prefill, preemption",
         ),
         *(
             Provider("scheduler_pass", name, f"sagellm.kvmgr.scheduler_ir.passes.{target}", summary)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
-from sagellm.core.step_cost import StepWork
+from sagellm.kvmgr.scheduler_ir.passes.estimates import num_prompt_tokens_within
+from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 
 FIRST_TOKENS = 64
 """Prompt tokens of a step while nothing is known about larger ones."""
@@ -30,6 +31,9 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
 
     min_tokens: int = 16
 
+    def __post_init__(self) -> None:
+        require_between(self, 1, 1 << 30, "min_tokens", is_count=True)
+
     @property
     def name(self) -> str:
         """`chunked-prefill`."""
@@ -44,19 +48,13 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
         if ir.step_target_ms is None or len(ir.running) + len(ir.pending) < 2:
             return ir
         running = ir.running
-        missing = running.num_tokens - running.num_computed_tokens
-        prefills = np.flatnonzero(missing > 1)
-        if not len(prefills) and not ir.can_admit:
+        missing = running.num_missing
+        if not ir.can_admit and not (missing > 1).any():
             return ir
         num_decodes = int(np.count_nonzero(missing == 1))
         num_tokens = max(FIRST_TOKENS, 2 * ir.state.largest)
         if ir.cost is not None:
-            context = int(running.num_tokens.sum(where=missing == 1, dtype=np.int64))
-            left_ns = 1e6 * ir.step_target_ms - ir.cost.predict_ns(
-                StepWork(num_decodes, num_decodes, context, context)
-            )
-            start = int(running.num_computed_tokens[prefills].max()) if len(prefills) else 0
-            num_tokens = min(num_tokens, ir.cost.num_tokens_within(left_ns, start))
+            num_tokens = min(num_tokens, num_prompt_tokens_within(ir, ir.cost, ir.step_target_ms))
         budget = num_decodes + max(num_tokens, self.min_tokens)
         return ir.lower(max_num_batched_tokens=min(budget, ir.max_num_batched_tokens))
 

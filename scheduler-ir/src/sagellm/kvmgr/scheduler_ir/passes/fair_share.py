@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.kvmgr.scheduler_ir.passes.options import require_between
+from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -94,6 +96,9 @@ class FairSharePass(SchedulerPassProtocol):
     prompt_cost: float = 1.0
     output_cost: float = 2.0
 
+    def __post_init__(self) -> None:
+        require_between(self, 0, 1e9, "prompt_cost", "output_cost")
+
     @property
     def name(self) -> str:
         """`fair-share`."""
@@ -112,14 +117,16 @@ class FairSharePass(SchedulerPassProtocol):
         waiting, running = accounts.places(ir.pending), accounts.places(ir.running)
         if len(waiting) and len(accounts.codes) > 1:
             waiting = accounts.places(ir.pending)  # the running ones may have moved the places
-        num_waiting = np.bincount(waiting, minlength=len(accounts.codes))
+        is_deferred = np.zeros(len(waiting), np.bool_)
+        is_deferred[list(ir.deferred)] = True
+        num_waiting = np.bincount(waiting[~is_deferred], minlength=len(accounts.codes))
         num_running = np.bincount(running, minlength=len(accounts.codes))
-        accounts.activate((num_waiting + num_running) > 0)
-        if len(ir.pending):
+        accounts.activate(np.bincount(waiting, minlength=len(accounts.codes)) + num_running > 0)
+        if num_waiting.any():
             ir = self._make_room(ir, waiting, running, num_waiting, num_running)
         if ir.can_admit:
             ir = self._trusted_first(ir.order_pending(self._interleaved(ir, waiting, num_running)))
-        if ir.available_memory < ir.max_num_batched_tokens // ir.block_size + len(ir.running):
+        if may_lack_blocks(ir):
             by_rank = ir.preemption
             held = np.bincount(running, ir.running.num_blocks, len(accounts.codes)) / accounts.weights
             order = np.lexsort((held[running[by_rank]], -_urgency(ir.running)[by_rank]))
@@ -226,14 +233,17 @@ class FairSharePass(SchedulerPassProtocol):
         is_prompt = missing > 1
         if not is_prompt.any():
             return ir
-        tenants = np.unique(np.concatenate((running[is_prompt], waiting if ir.can_admit else waiting[:0])))
+        order = ir.admission if ir.can_admit else ir.admission[:0]
+        if ir.deferred:
+            order = order[~np.isin(order, list(ir.deferred))]
+        tenants = np.unique(np.concatenate((running[is_prompt], waiting[order])))
         least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
         others = is_prompt & (running != least) & (_urgency(ir.running) == 0)
         if not others.any():
             return ir
         needed = int(missing[is_prompt & (running == least)].sum())
-        own = ir.admission[waiting[ir.admission] == least]
-        if ir.can_admit and len(own):
+        own = order[waiting[order] == least]
+        if len(own):
             needed += int(ir.pending.num_tokens[own[0]])
         left = min(accounts.prompt_budget, ir.max_num_batched_tokens) - needed
         accounts.is_capped = True
@@ -246,6 +256,8 @@ class FairSharePass(SchedulerPassProtocol):
         num_held = np.bincount(running, ir.running.num_blocks, len(share))
         total = num_held.sum() + ir.available_memory
         order = ir.admission
+        if ir.deferred:
+            order = order[~np.isin(order, list(ir.deferred))]
         head = int(order[np.argmin(ir.state.served[waiting[order]])])
         tenant = waiting[head]
         num_lacking = -(-int(ir.pending.num_tokens[head]) // ir.block_size) - ir.available_memory
@@ -276,5 +288,7 @@ def _urgency(rows: RequestRows) -> npt.NDArray[np.int32]:
 
 
 def _is_one_tenant(ir: ScheduleIR) -> bool:
-    columns = [rows.tenant for rows in (ir.pending, ir.running) if len(rows)]
-    return not columns or all((column == columns[0][0]).all() for column in columns)
+    pending, running = ir.pending, ir.running
+    if not (pending.has_one_tenant and running.has_one_tenant):
+        return False
+    return not len(pending) or not len(running) or bool(pending.tenant[0] == running.tenant[0])

@@ -1,0 +1,59 @@
+"""How long requests take, by the cost of steps if it is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR
+from sagellm.core.step_cost import StepCost, StepWork
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+
+def prefill_ns(
+    cost: StepCost, starts: npt.NDArray[np.integer], num_tokens: npt.NDArray[np.integer]
+) -> Floats:
+    """Return the time to compute tokens that follow the first `starts`, without the base of steps."""
+    num, begin = num_tokens.astype(np.float64), starts.astype(np.float64)
+    pairs = num * (begin + num / 2)
+    return cost.seq_ns + cost.token_ns * num + cost.kv_token_ns * (begin + num) + cost.pair_ns * pairs
+
+
+def decode_ns(cost: StepCost, contexts: npt.NDArray[np.integer], num_seqs: int) -> Floats:
+    """Return the time of one output token at each context, with its share in the base of a step."""
+    base = cost.base_ns / max(num_seqs, 1) + cost.seq_ns + cost.token_ns
+    return base + (cost.kv_token_ns + cost.pair_ns) * contexts.astype(np.float64)
+
+
+def remaining_output(
+    rows: RequestRows, min_confidence: float, *, is_mean_used: bool
+) -> npt.NDArray[np.float64]:
+    """Return how many output tokens each request still has, as predicted if that is trusted.
+
+    For others: what max_tokens leaves, or if `is_mean_used` the mean of the trusted predictions if that is
+    less.
+    """
+    left = np.maximum(rows.max_tokens - (rows.num_tokens - rows.num_prompt_tokens), 1).astype(np.float64)
+    predicted = rows.predicted_remaining_tokens
+    is_trusted = ~np.isnan(predicted) & (rows.confidence >= min_confidence)
+    if not is_trusted.any():
+        return left
+    others = np.minimum(left, predicted[is_trusted].mean()) if is_mean_used else left
+    return np.where(is_trusted, np.minimum(predicted, left), others)
+
+
+def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float) -> int:
+    """Return how many prompt tokens a step can compute beside its decodes in a time. May be below 0."""
+    running = ir.running
+    missing = running.num_tokens - running.num_computed_tokens
+    is_decode = missing == 1
+    num_decodes = int(np.count_nonzero(is_decode))
+    context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))
+    left_ns = 1e6 * target_ms - cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+    prefilled = running.num_computed_tokens[missing > 1]
+    return cost.num_tokens_within(left_ns, int(prefilled.max()) if len(prefilled) else 0)

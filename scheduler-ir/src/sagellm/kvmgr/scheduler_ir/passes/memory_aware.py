@@ -1,0 +1,101 @@
+"""Preempts, for lack of blocks, what costs least to do again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.kvmgr.scheduler_ir.passes.estimates import prefill_ns
+from sagellm.kvmgr.scheduler_ir.passes.options import require_choice, require_positive
+from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_running
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+_MAX_KEPT = 4096
+"""Requests whose preemptions are counted; more are forgotten all at once, and with them their protection."""
+
+_MOST = 16
+"""Doublings by preemptions or by priority, at most."""
+
+
+@dataclass(frozen=True)
+class MemoryAwarePreemptionPass(SchedulerPassProtocol):
+    """Orders preemption by the work that would be lost: computed tokens, by the cost of steps if it is known.
+
+    Each earlier preemption, each level of priority and each `ageing_s` since arrival double what a request's
+    work counts, so nobody is the victim for ever. If an earlier pass has ordered preemption, the order that
+    it gave to tenants stands.
+
+    `mode` says what becomes of a victim's KV: `recompute` leaves it to the prefix cache, `swap` has the
+    engine copy it to the tiers (`kv.tiers`) at once, and `auto` swaps where computing it again takes
+    `min_swap_ms`.
+    """
+
+    mode: Literal["auto", "recompute", "swap"] = "auto"
+    ageing_s: float = 30.0
+    min_swap_ms: float = 50.0
+
+    def __post_init__(self) -> None:
+        require_choice(self, "mode", "auto", "recompute", "swap")
+        require_positive(self, "ageing_s", "min_swap_ms")
+
+    @property
+    def name(self) -> str:
+        """`memory-aware`."""
+        return "memory-aware"
+
+    def start(self) -> dict[int, int]:
+        """Return that nobody was preempted: preemptions by key."""
+        return {}
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        """Order the running requests if blocks may be short, and mark those to swap. O(running · log)."""
+        if not may_lack_blocks(ir) and not ir.preempted:
+            return ir
+        running = ir.running
+        computed = running.num_computed_tokens
+        lost: Floats = np.maximum(computed, 1).astype(np.float64)
+        if ir.cost is not None:
+            lost = prefill_ns(ir.cost, np.zeros_like(computed), computed)
+        if may_lack_blocks(ir):
+            order = by(-self._worth(ir, lost), ir.preemption)
+            if any((each.kind, each.target) == ("order", "running") for each in ir.decisions):
+                order = by(_tenants_places(running, ir.preemption), order)
+            ir = order_running(ir, order)
+        if self.mode == "swap":
+            return ir.swap(np.arange(len(running)))
+        if self.mode == "auto" and ir.cost is not None:
+            return ir.swap(lost >= 1e6 * self.min_swap_ms)
+        return ir
+
+    def observe(self, plan: SchedulePlan, state: dict[int, int]) -> None:
+        """Count preemptions."""
+        if not len(plan.preempted):
+            return
+        if len(state) >= _MAX_KEPT:
+            state.clear()
+        for key in plan.running.key[list(plan.preempted)].tolist():
+            state[key] = state.get(key, 0) + 1
+
+    def _worth(self, ir: ScheduleIR, lost: Floats) -> Floats:
+        """Return the binary logarithm of what each request's work counts."""
+        running, counts = ir.running, ir.state
+        worth = np.log2(np.maximum(lost, 1)) + np.clip(running.priority, -_MOST, _MOST)
+        worth += (ir.now - running.arrived_time) / self.ageing_s
+        if counts:
+            worth += np.minimum([counts.get(key, 0) for key in running.key.tolist()], _MOST)
+        return worth
+
+
+def _tenants_places(rows: RequestRows, order: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Return for each row the last place of its tenant in an order: who gives first stays first to give."""
+    codes, tenants = np.unique(rows.tenant, return_inverse=True)
+    last = np.zeros(len(codes), np.intp)
+    last[tenants[order]] = np.arange(len(order))  # of several the last assignment holds
+    return last[tenants]

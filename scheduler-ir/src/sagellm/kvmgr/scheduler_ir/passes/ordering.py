@@ -1,0 +1,45 @@
+"""What passes that order rows have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Places = npt.NDArray[np.intp]
+
+
+def by(keys: npt.NDArray[np.generic], order: Places) -> Places:
+    """Sort an order by ascending keys of its rows; equal ones stay as they were."""
+    return order[np.argsort(keys[order], kind="stable")]
+
+
+def starved_first(rows: RequestRows, order: Places, before: float) -> Places:
+    """Move requests that arrived before a time to the front, the oldest first."""
+    arrived = rows.arrived_time[order]
+    is_starved = arrived < before
+    if not is_starved.any():
+        return order
+    starved = order[is_starved][np.argsort(arrived[is_starved], kind="stable")]
+    return np.concatenate((starved, order[~is_starved]))
+
+
+def order_pending(ir: ScheduleIR, order: Places) -> ScheduleIR:
+    """Decide on an order of admission, unless it is the order so far."""
+    return ir if np.array_equal(order, ir.admission) else ir.order_pending(order)
+
+
+def order_running(ir: ScheduleIR, order: Places) -> ScheduleIR:
+    """Decide on an order of preemption, unless it is the order so far."""
+    return ir if np.array_equal(order, ir.preemption) else ir.order_running(order)
+
+
+def may_lack_blocks(ir: ScheduleIR) -> bool:
+    """Say whether running requests could need more blocks in this step than there are. O(1)."""
+    needed = -(-ir.max_num_batched_tokens // ir.block_size) + len(ir.running)
+    return len(ir.running) > 0 and ir.available_memory < needed
