@@ -104,6 +104,38 @@ def post_alone(server, key):
     return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=60)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_texts_of_one_key_do_not_wait_for_those_of_another(scripted, until, path):
+    """Of each key one text is tokenized at a time, so that the others do not fill the workers' queue."""
+    begun, may_go_on = [], threading.Event()
+
+    def tokenize(text, **_):
+        begun.append(text[0])
+        assert text[0] != "a" or may_go_on.wait(30)
+        return {"input_ids": [1]}
+
+    server = scripted("word", "length", tokenizer=tokenize, api_keys=("sk-a", "sk-b"))
+
+    def send(key, text):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": text * 5000}
+        answers.append(httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60).status_code)
+
+    answers = []
+    threads = [threading.Thread(target=send, args=("sk-a", "a"), daemon=True) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    until(lambda: server.app.state.admission.num_live == 5)
+    until(lambda: begun)
+    send("sk-b", "b")
+    assert begun.count("a") == 1
+    assert answers == [200]
+    may_go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert answers == [200] * 6
+
+
 def test_metrics_count_tokens_by_tenant_and_show_no_key(scripted):
     server = scripted("a", "b", "length", api_keys=KEYS)
     for _ in range(3):

@@ -60,7 +60,8 @@ class Generation(ABC, Generic[B]):
         try:
             with self.service.admission.seat(tenant.name) as seat:
                 body = await self.service.read(scope, self.kind)
-                job = await self._job(body, request_id=scope["state"]["id"])
+                async with self.service.encoding(tenant.name):
+                    job = await self._job(body, request_id=scope["state"]["id"])
                 seat.take(len(job.prompts) * job.params.n, job.num_tokens(self.service.front.max_model_len))
                 options = RequestOptions(
                     namespace=self._namespace(scope["state"]["namespace"], body),

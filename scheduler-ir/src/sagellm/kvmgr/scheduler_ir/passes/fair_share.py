@@ -234,14 +234,17 @@ class FairSharePass(SchedulerPassProtocol):
         is_prompt = missing > 1
         if not is_prompt.any():
             return ir
-        tenants = np.unique(np.concatenate((running[is_prompt], waiting if ir.can_admit else waiting[:0])))
+        order = ir.admission if ir.can_admit else ir.admission[:0]
+        if ir.deferred:
+            order = order[~np.isin(order, list(ir.deferred))]
+        tenants = np.unique(np.concatenate((running[is_prompt], waiting[order])))
         least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
         others = is_prompt & (running != least) & (_urgency(ir.running) == 0)
         if not others.any():
             return ir
         needed = int(missing[is_prompt & (running == least)].sum())
-        own = ir.admission[waiting[ir.admission] == least]
-        if ir.can_admit and len(own):
+        own = order[waiting[order] == least]
+        if len(own):
             needed += int(ir.pending.num_tokens[own[0]])
         left = min(accounts.prompt_budget, ir.max_num_batched_tokens) - needed
         accounts.is_capped = True
