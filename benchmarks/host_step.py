@@ -1,8 +1,15 @@
 """What a step costs the host beside its computation: `python benchmarks/host_step.py [--peer vllm=PYTHON]`.
 
 The production core plans, submits, collects and commits decodes of N sequences at a context, with another
-1,000 waiting. An executor that computes nothing stands in for the worker and returns a token for each, and
-its own time is left out. A peer is its scheduler's `schedule` and `update_from_output`, in its interpreter.
+1,000 waiting, of one tenant or five. An executor that computes nothing stands in for the worker and returns
+a token for each, and its own time is left out.
+
+    schedule   the passes, the plan, and the blocks it takes
+    commit     tokens and counts into the seats, and the outputs
+    host       both, the submission and all else of a step
+    admission  what schedule takes per admitted prompt of 512 tokens, of 1,000 that wait for 1,024 seats
+
+A peer is its scheduler's `schedule` and `update_from_output`, in its interpreter.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from sagellm.core import (
     SequenceId,
     StepInput,
     StepOutput,
+    Tenant,
     pack,
 )
 from sagellm.engines.config.schema import EngineConfig
@@ -38,7 +46,20 @@ from sagellm.engines.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 NUM_WAITING = 1000
-CASES = [(32, 16_384), (256, 16_384), (1024, 16_384), (256, 1024), (256, 65_536)]
+CASES = [
+    (32, 16_384, 1),
+    (256, 16_384, 1),
+    (1024, 16_384, 1),
+    (256, 16_384, 5),
+    (256, 1024, 1),
+    (256, 65_536, 1),
+]
+"""Running sequences, their context, tenants."""
+
+BARS_US = {32: (40, 20), 256: (200, 100), 1024: (500, 400)}
+"""Medians of schedule and commit, by running sequences."""
+
+ADMISSION_BAR_US = 60
 
 
 class TokenPerRow(ExecutorProtocol):
@@ -77,53 +98,115 @@ class HostModules(Modules):
         return self.executor
 
 
-def running(num_running: int, context: int, num_waiting: int) -> tuple[EngineCore, TokenPerRow]:
-    """Return a core in which so many sequences decode."""
-    num_blocks = num_running * (context // BLOCK_SIZE + 64)
+def core_of(num_seats: int, num_blocks: int, budget: int) -> tuple[EngineCore, TokenPerRow]:
+    """Return a core without requests, and its executor."""
     settings = {
         "kv.num_blocks": num_blocks,
         "kv.block_size": BLOCK_SIZE,
-        "scheduler.max_num_seqs": num_running,
-        "scheduler.max_num_batched_tokens": num_running * context,
+        "scheduler.max_num_seqs": num_seats,
+        "scheduler.max_num_batched_tokens": budget,
+        "scheduler.step_target_ms": 60_000.0,  # measures how long that takes, but cuts nothing
     }
     modules = HostModules(PluginRegistry.load(), EngineConfig().with_values(settings))
-    core = modelless_core(modules, num_blocks)
+    return modelless_core(modules, num_blocks), modules.executor
+
+
+def queue(core: EngineCore, lengths: list[int], num_tenants: int) -> None:
+    """Queue random prompts of these lengths, the tenants in turn."""
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
-    for number in range(num_running + num_waiting):
-        length = context - 64 if number < num_running else 512
+    for number, length in enumerate(lengths):
         request = Request(
             request_id=RequestId(str(number)),
             token_ids=pack(rng.integers(0, 1 << 30, length, np.int32)),
             max_tokens=10_000,
             arrival_ns=number,
+            tenant=Tenant(f"tenant{number % num_tenants}"),
         )
         core.add(QueuedSequence(SequenceId(str(number)), request, params, 0, frozenset()))
+
+
+class Stopwatch:
+    """Adds up the time inside calls, except that of calls of its own inside them."""
+
+    def __init__(self) -> None:
+        self.spent_ns = 0
+        self._is_running = False
+
+    def around(self, owner: Any, name: str) -> None:
+        """Measure a method of an object from now on."""
+        method = getattr(owner, name)
+
+        def measured(*args: Any, **keywords: Any) -> Any:
+            if self._is_running:
+                return method(*args, **keywords)
+            self._is_running = True
+            begun_ns = time.perf_counter_ns()
+            try:
+                return method(*args, **keywords)
+            finally:
+                self.spent_ns += time.perf_counter_ns() - begun_ns
+                self._is_running = False
+
+        setattr(owner, name, measured)
+
+    def take_us(self) -> float:
+        """Return the microseconds so far, and start again."""
+        spent_us, self.spent_ns = self.spent_ns / 1000, 0
+        return spent_us
+
+
+def measure(num_running: int, context: int, num_tenants: int, num_steps: int) -> dict[str, Any]:
+    """Return the host's microseconds per step, in parts, and the bytes of a StepInput."""
+    num_blocks = num_running * (context // BLOCK_SIZE + 64)
+    core, executor = core_of(num_running, num_blocks, num_running * context)
+    queue(core, [context - 64] * num_running + [512] * NUM_WAITING, num_tenants)
     while (
         core.scheduler.num_running < num_running
         or (core.kv.seats.num_computed[:num_running] < context - 64).any()
     ):
         core.step()
-    return core, modules.executor
-
-
-def measure(num_running: int, context: int, num_steps: int) -> dict[str, Any]:
-    """Return the host's microseconds per step, and the bytes of a StepInput."""
-    core, executor = running(num_running, context, NUM_WAITING)
+    schedule, commit = Stopwatch(), Stopwatch()
+    schedule.around(core.scheduler, "schedule")
+    commit.around(core.steps, "_commit")
+    commit.around(core, "_advance")
     for _ in range(20):
         core.step()
     gc.collect()
     gc.freeze()
-    took = []
+    took: dict[str, list[float]] = {"schedule_us": [], "commit_us": [], "host_us": []}
     sizes = []
     for _ in range(num_steps):
-        executor.spent_ns = 0
+        executor.spent_ns = schedule.spent_ns = commit.spent_ns = 0
         begun_ns = time.perf_counter_ns()
         core.step()
-        took.append((time.perf_counter_ns() - begun_ns - executor.spent_ns) / 1000)
+        took["host_us"].append((time.perf_counter_ns() - begun_ns - executor.spent_ns) / 1000)
+        took["schedule_us"].append(schedule.take_us())
+        took["commit_us"].append(commit.take_us())
         sizes.append(len(pickle.dumps(executor.step, protocol=5)))
     gc.unfreeze()
-    return {"host_us": spread(took, 1), "step_input_bytes": max(sizes)}
+    return {name: spread(each, 1) for name, each in took.items()} | {"step_input_bytes": max(sizes)}
+
+
+def measure_admission() -> dict[str, Any]:
+    """Return the microseconds of schedule per admitted prompt, and how many a step admits."""
+    core, _ = core_of(1024, 1 << 17, 8192)
+    queue(core, [512] * 1000, 1)
+    schedule = Stopwatch()
+    schedule.around(core.scheduler, "schedule")
+    gc.collect()
+    gc.freeze()
+    took, num_admitted = [], []
+    while core.scheduler.num_waiting:
+        before = core.scheduler.num_running
+        core.step()
+        num_new = core.scheduler.num_running - before
+        spent_us = schedule.take_us()
+        if num_new:
+            took.append(spent_us / num_new)
+            num_admitted.append(num_new)
+    gc.unfreeze()
+    return {"us_per_admitted": spread(took, 1), "admitted_per_step": spread(num_admitted, 1)}
 
 
 def main() -> None:
@@ -136,23 +219,51 @@ def main() -> None:
     output_flags(parser, "host_step")
     options = parser.parse_args()
     busy = foreign_cores()
-    rows = []
-    for num_running, context in CASES:
-        row: dict[str, Any] = {"running": num_running, "waiting": NUM_WAITING, "context": context}
-        row["sagellm"] = measure(num_running, context, options.steps)
-        for peer in options.peer:
-            conversation = Conversation(peer, "host")
-            conversation.hear()
-            row[peer.name] = {"host_us": spread(conversation.ask(num_running, context, NUM_WAITING, 60), 1)}
-            conversation.end()
-        rows.append(row)
     names = ["sagellm", *(peer.name for peer in options.peer)]
-    lines = ["running  context  " + "  ".join(f"{name} us: min median p99" for name in names)]
-    for row in rows:
-        figures = (row[name]["host_us"] for name in names)
-        text = "  ".join(f"{each['min']:>10} {each['median']:>8} {each['p99']:>8}" for each in figures)
-        lines.append(f"{row['running']:>7}  {row['context']:>7}  {text}")
-    publish("host_step", "\n".join(lines), options, busy_cores=busy, rows=rows)
+    lines = [
+        f"{NUM_WAITING} waiting; µs: min median p99, (bar of the median)",
+        f"{'running':>7} {'context':>8} {'tenants':>8}  {'part':<9} {'bar':>5}  "
+        + "  ".join(f"{name:^26}" for name in names),
+    ]
+    rows = []
+    for num_running, context, num_tenants in CASES:
+        row: dict[str, Any] = {"running": num_running, "waiting": NUM_WAITING, "context": context}
+        row["tenants"] = num_tenants
+        row["sagellm"] = measure(num_running, context, num_tenants, options.steps)
+        for peer in options.peer if num_tenants == 1 else ():
+            row[peer.name] = _ask(peer, num_running, context)
+        rows.append(row)
+        for part, bar in zip(("schedule", "commit", "host"), (*BARS_US[num_running], ""), strict=True):
+            figures = (row[name][f"{part}_us"] for name in names if name in row)
+            text = "  ".join(f"{each['min']:>8} {each['median']:>8} {each['p99']:>8}" for each in figures)
+            lines.append(f"{num_running:>7} {context:>8} {num_tenants:>8}  {part:<9} {bar:>5}  {text}")
+    admission: dict[str, Any] = {"sagellm": measure_admission()}
+    for peer in options.peer:
+        conversation = Conversation(peer, "host")
+        conversation.hear()
+        took, num_admitted = conversation.ask("admission")
+        admission[peer.name] = {
+            "us_per_admitted": spread(took, 1),
+            "admitted_per_step": spread(num_admitted, 1),
+        }
+        conversation.end()
+    figures = (admission[name]["us_per_admitted"] for name in names)
+    text = "  ".join(f"{each['min']:>8} {each['median']:>8} {each['p99']:>8}" for each in figures)
+    lines.append(f"{'admission of 512 tokens':<36} {ADMISSION_BAR_US:>5}  {text}")
+    publish("host_step", "\n".join(lines), options, busy_cores=busy, rows=rows, admission=admission)
+
+
+def _ask(peer: Peer, num_running: int, context: int) -> dict[str, Any]:
+    """Return a peer's microseconds."""
+    conversation = Conversation(peer, "host")
+    conversation.hear()
+    pairs = conversation.ask("steps", num_running, context, NUM_WAITING, 60)
+    conversation.end()
+    return {
+        "schedule_us": spread([schedule for schedule, _ in pairs], 1),
+        "commit_us": spread([commit for _, commit in pairs], 1),
+        "host_us": spread([schedule + commit for schedule, commit in pairs], 1),
+    }
 
 
 if __name__ == "__main__":

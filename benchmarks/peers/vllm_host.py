@@ -74,8 +74,8 @@ def make_scheduler(num_seqs: int, num_blocks: int, budget: int) -> Scheduler:
     )
 
 
-def step(scheduler: Scheduler) -> int:
-    """Plan a step, take token 5 for each request past its prompt, and return the scheduler's nanoseconds."""
+def step(scheduler: Scheduler) -> tuple[float, float]:
+    """Plan a step, take token 5 for each request past its prompt, and return both calls' microseconds."""
     begun_ns = time.perf_counter_ns()
     planned = scheduler.schedule()
     spent_ns = time.perf_counter_ns() - begun_ns
@@ -91,10 +91,35 @@ def step(scheduler: Scheduler) -> int:
     )
     begun_ns = time.perf_counter_ns()
     scheduler.update_from_output(planned, output)
-    return spent_ns + time.perf_counter_ns() - begun_ns
+    return spent_ns / 1000, (time.perf_counter_ns() - begun_ns) / 1000
 
 
-def measure(num_running: int, context: int, num_waiting: int, num_steps: int) -> list[float]:
+def measure(what: str, *how: int) -> object:
+    """Answer a question: "steps" with its numbers, or "admission"."""
+    return measure_steps(*how) if what == "steps" else measure_admission()
+
+
+def measure_admission() -> tuple[list[float], list[int]]:
+    """Return, for each step, the microseconds of schedule per admitted prompt, and the prompts."""
+    rng = random.Random(7)
+    scheduler = make_scheduler(1024, 1 << 17, 8192)
+    params = SamplingParams(max_tokens=10_000, ignore_eos=True)
+    for number in range(1000):
+        tokens = [rng.randrange(150_000) for _ in range(512)]
+        scheduler.add_request(Request(str(number), tokens, params, None, block_hasher=_HASHER))
+    took, num_admitted = [], []
+    while len(scheduler.waiting):
+        before = len(scheduler.running)
+        spent_us, _ = step(scheduler)
+        if num_new := len(scheduler.running) - before:
+            took.append(spent_us / num_new)
+            num_admitted.append(num_new)
+    return took, num_admitted
+
+
+def measure_steps(
+    num_running: int, context: int, num_waiting: int, num_steps: int
+) -> list[tuple[float, float]]:
     """Return the microseconds of steps in which so many requests decode."""
     rng = random.Random(7)
     num_blocks = num_running * (context // _BLOCK_SIZE + 64)
@@ -110,7 +135,7 @@ def measure(num_running: int, context: int, num_waiting: int, num_steps: int) ->
         step(scheduler)
     for _ in range(5):
         step(scheduler)
-    return [step(scheduler) / 1000 for _ in range(num_steps)]
+    return [step(scheduler) for _ in range(num_steps)]
 
 
 if __name__ == "__main__":

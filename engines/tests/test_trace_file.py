@@ -14,6 +14,7 @@ from sagellm.engines import SamplingParams
 
 SECRET = "a prompt that nobody else should read"
 PHASES = ["schedule", "prepare", "forward", "sample", "advance"]
+NODES = {"copy", "read", "write", "decode", "prefill"}
 
 
 @pytest.fixture
@@ -41,20 +42,68 @@ def test_each_event_has_what_the_format_asks_for(events):
     assert times == sorted(times)
 
 
-def test_a_step_is_a_span_with_its_phases_inside_in_order(events):
-    open_spans, phases = [], []
+def spans_of(events):
+    """Return for each span the names of the spans around it, its name and its arguments, in order."""
+    spans, names = [], []
     for event in events:
         if event["ph"] == "B":
-            open_spans.append(event["name"])
-            if event["name"] == "step":
-                phases.append([])
-            else:
-                assert open_spans[-2] == "step"
-                phases[-1].append(event["name"])
+            spans.append(([*names], event["name"], event.get("args", {})))
+            names.append(event["name"])
         elif event["ph"] == "E":
-            assert open_spans.pop() == event["name"]
-    assert open_spans == []
+            assert names.pop() == event["name"]
+    assert names == []
+    return spans
+
+
+def test_a_step_is_a_span_with_its_phases_inside_in_order(events):
+    phases = []
+    for around, name, _ in spans_of(events):
+        if name == "step":
+            phases.append([])
+        elif name not in NODES:
+            assert around == ["step"]
+            phases[-1].append(name)
     assert phases == [PHASES] * 4
+
+
+def test_a_forward_pass_contains_the_nodes_that_it_computes(events):
+    nodes = [(around, name, args) for around, name, args in spans_of(events) if name in NODES]
+    *earlier, (_, name, last_prefill) = nodes  # the last step has the prompt that was added last
+    assert all(around == ["step", "forward"] for around, _, _ in nodes)
+    assert [name for _, name, _ in earlier] == ["prefill", "decode", "decode"]
+    first_prefill, *decodes = (args for _, _, args in earlier)
+    assert first_prefill["rows"] == 2
+    assert first_prefill["tokens"] > 2
+    assert decodes == [{"rows": 2, "tokens": 2}] * 2
+    assert (name, last_prefill["rows"]) == ("prefill", 1)
+    samples = [args for _, name, args in spans_of(events) if name == "sample"]
+    assert samples == [{"rows": 2, "tokens": 2}] * 3 + [{"rows": 1, "tokens": 1}]
+
+
+def test_once_steps_have_been_measured_nodes_and_passes_have_estimates(make_engine, tmp_path):
+    path = tmp_path / "trace.json"
+    with make_engine(trace=str(path), forward_backend="torch") as engine:
+        engine.generate([5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True))
+    spans = spans_of(json.loads(path.read_text()))
+    whole = [args["estimated_step_us"] for _, name, args in spans if name == "forward" and args]
+    decodes = [args["estimated_us"] for _, name, args in spans if name == "decode" and "estimated_us" in args]
+    assert 0 < len(whole) == len(decodes) < 24
+    assert all(0 <= decode <= step for decode, step in zip(decodes, whole, strict=True))
+    assert whole[-1] > 0
+
+
+def test_copies_of_shared_blocks_and_blocks_that_go_to_a_tier_are_spans(make_engine, tmp_path):
+    path = tmp_path / "trace.json"
+    tiers = [{"name": "host", "options": {"max_bytes": "1MiB"}}]
+    with make_engine(trace=str(path), num_blocks=12, kv_tiers=tiers, kv_fetch="always") as engine:
+        prompts = [[first, *range(5, 105)] for first in (5, 6, 7, 5)]
+        prompts.append([*prompts[0][:40], *range(200, 250)])  # shares a part of a block
+        for prompt in prompts:
+            engine.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+        block_bytes = engine.layout.block_bytes
+    transfers = [(name, args) for _, name, args in spans_of(json.loads(path.read_text())) if "bytes" in args]
+    assert {name for name, _ in transfers} == {"copy", "read", "write"}
+    assert all(args["bytes"] == args["blocks"] * block_bytes > 0 for _, args in transfers)
 
 
 def test_each_request_is_an_asynchronous_span_from_its_arrival_to_its_end(events):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from sagellm.core import ConfigError, TokenIds, VirtualClock
+from sagellm.core import ConfigError, NullSchedulerPass, ScheduleIR, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
 from sagellm.core.testing.schedule_simulation import ScheduleSimulation
 from sagellm.core.testing.scheduler import SchedulerContract
@@ -100,7 +100,60 @@ def test_the_latest_arrival_of_the_lowest_priority_gives_up_its_blocks() -> None
     ]
     result = plan(BaseSchedulerIR(), running=running, available=0)
     assert ids(result.preempted_requests) == ["late"]
+    assert result.preempted_for == [0]
     assert entries(result) == [("needs", 1, 1), ("urgent", 1, 0), ("early", 1, 0)]
+
+
+def test_who_has_nobody_behind_it_is_preempted_for_itself() -> None:
+    running = [decode("early", arrived_time=1), decode("late", 32, arrived_time=2)]
+    result = plan(BaseSchedulerIR(), running=running, available=0)
+    assert (list(result.preempted), result.preempted_for) == ([1], [1])
+
+
+def test_several_victims_of_one_request_are_for_it_and_those_of_passes_for_nobody() -> None:
+    @dataclass(frozen=True)
+    class PreemptFirst(NullSchedulerPass):
+        def run(self, ir: ScheduleIR) -> ScheduleIR:
+            return ir.preempt([0])
+
+    scheduler = BaseSchedulerIR()
+    scheduler.add_optimization_pass(PreemptFirst())
+    running = [
+        decode("gone", num_blocks=2),
+        prompt("long", 100),
+        decode("b", num_blocks=3, arrived_time=1),
+        decode("c", num_blocks=2, arrived_time=2),
+    ]
+    result = plan(scheduler, running=running, available=0)
+    assert (list(result.preempted), result.preempted_for) == ([0, 3, 2], [-1, 1, 1])
+
+
+def test_passes_are_replaced_together_or_not_at_all() -> None:
+    @dataclass(frozen=True)
+    class Counting(NullSchedulerPass):
+        number: int
+
+        def start(self) -> list[int]:
+            return []
+
+        def run(self, ir: ScheduleIR) -> ScheduleIR:
+            ir.state.append(ir.step)
+            return ir
+
+    scheduler, seen = BaseSchedulerIR(), []
+    scheduler.watch(lambda name, before, after: seen.append((after.step, before.state[:])))
+    scheduler.add_optimization_pass(Counting(1))
+    plan(scheduler)
+    scheduler.set_passes([Counting(2), Counting(1)])
+    plan(scheduler)
+    assert seen == [(0, [0]), (1, [1]), (1, [0, 1])]
+    assert [each.num_runs for each in scheduler.metrics().passes] == [1, 2]
+    with pytest.raises(ConfigError):
+        scheduler.set_passes([Counting(1), object()])  # type: ignore[list-item]
+    assert [each.num_runs for each in scheduler.metrics().passes] == [1, 2]
+    scheduler.set_passes([])
+    plan(scheduler)
+    assert (scheduler.metrics().passes, len(seen)) == ([], 3)
 
 
 def test_on_a_tie_the_last_in_the_list_goes() -> None:

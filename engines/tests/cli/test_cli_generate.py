@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from typing import ClassVar
@@ -358,3 +359,54 @@ def test_a_logits_processor_that_fails_is_named_and_its_traceback_shown_with_deb
 def test_an_unknown_policy_is_told_with_the_nearest(sage, checkpoint):
     result = sage("llm", "generate", "x", "--model", checkpoint, *REAL, "--eviction-policy", "lruu")
     assert (result.code, "Did you mean 'lru'?" in result.err) == (2, True)
+
+
+_DOT_LINES = "|".join(
+    (
+        r"digraph steps \{",
+        r"( *)subgraph cluster_\w+ \{",
+        r'( *)(label="[^"]*"|style=\w+|rankdir=LR|node \[[^]]*\]|graph \[[^]]*\]|; )*;?',
+        r'( *)\w+ \[label="[^"]*"\];',
+        r"( *)\w+ -> \w+;",
+        r"( *)\}",
+    )
+)
+
+
+def test_emit_dot_draws_each_shape_of_step_once(sage, checkpoint, tmp_path):
+    path = tmp_path / "steps.dot"
+    path.write_text("an older drawing")
+    prompt = "the quick brown fox jumps over the lazy dog"
+    run = ("llm", "generate", prompt, prompt, "--model", checkpoint, *REAL, "--ignore-eos")
+    drawn = sage(*run, "--emit-dot", path)
+    assert (drawn.code, drawn.out) == (0, sage(*run).out), drawn.err
+    text = path.read_text()
+    for line in text.splitlines():
+        assert re.fullmatch(_DOT_LINES, line), line
+    assert text.count("{") == text.count("}")
+    names = re.findall(r"(\w+) \[label=", text)
+    assert len(names) == len(set(names))
+    edges = re.findall(r"(\w+) -> (\w+);", text)
+    assert {name for edge in edges for name in edge} <= set(names)
+    shapes = [
+        {re.sub(r"\d+$", "", name.partition("_")[2]) for name in names if name.startswith(f"{cluster}_")}
+        for cluster in re.findall(r"subgraph cluster_(step\d+) ", text)
+    ]
+    assert len(shapes) == len({frozenset(shape) for shape in shapes})
+    assert {"prefill", "sample"} in shapes
+    assert {"decode", "sample"} in shapes
+
+
+def test_emit_dot_draws_the_steps_of_a_run_that_fails(sage, checkpoint, install, tmp_path):
+    path = tmp_path / "steps.dot"
+    install("failing-plugin", _FAILING)
+    failing = ("--logits-processors", "failing", "--emit-dot", path)
+    assert sage("llm", "generate", "x", "--model", checkpoint, *REAL, *failing).code == 1
+    assert "prefill" in path.read_text()
+
+
+def test_a_drawing_that_cannot_be_written_is_told_before_the_model_is_loaded(sage, tmp_path):
+    result = sage(
+        "llm", "generate", "x", "--model", "/no/such/model", "--emit-dot", tmp_path / "absent" / "x"
+    )
+    assert (result.code, "the folder" in result.err, "absent does not exist" in result.err) == (2, True, True)

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from sagellm.core import DEFAULT, EngineMetrics
+from sagellm.core import EngineMetrics
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import EngineConfig, ServerConfig
 from sagellm.engines.http import create_app, make_server
@@ -136,7 +136,7 @@ class ScriptedStream:
         if isinstance(step, BaseException):
             raise step
         output = self._output.outputs[0]
-        if step in ("length", "abort", "error"):
+        if step in ("length", "abort", "deadline", "error"):
             output.finish_reason, self._output.finished = step, True
             output.error = "KeyError: secret" if step == "error" else None
         else:
@@ -173,12 +173,11 @@ class ScriptedFront:
         params: Any = None,
         *,
         request_id: Any = None,
-        namespace: Any = DEFAULT,
-        priority: int = 0,
+        **options: Any,
     ) -> ScriptedStream:
         if self.script and self.script[0] == "refuse":
             raise self.script[1]
-        self.requests.append({"params": params, "namespace": namespace, "priority": priority})
+        self.requests.append({"params": params, **options})
         return ScriptedStream(self, request_id, list(prompt))
 
     async def metrics(self) -> EngineMetrics:

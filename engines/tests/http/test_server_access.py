@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from sagellm.core import ConfigError, Namespace
+from sagellm.core import ConfigError, Namespace, Tenant
 from sagellm.engines.config import EngineConfig, ServerConfig
 from sagellm.engines.http import create_app
 from sagellm.engines.http.access_control import OPEN_PATHS, Keys, is_loopback, tenant_of
 
-KEYS = ("first-key", "zweiter Schlüssel")
+KEYS = ("first-key", "zweiter-Schlüssel")
 PATHS = [
     "/v1/models",
     "/v1/models/small",
@@ -168,13 +168,15 @@ def test_each_key_is_a_tenant_and_nothing_in_the_body_changes_it(locked):
 
 
 def test_a_tenant_does_not_tell_its_key():
-    keys = Keys(("a", "b"))
-    assert keys.namespace([b"Bearer a"]) == Namespace(tenant=tenant_of(b"a"))
-    assert keys.namespace([b"bearer b"]) == Namespace(tenant=tenant_of(b"b"))
-    assert keys.namespace([]) is None
+    keys = Keys(("a", "b name=blue weight=2 trusted"))
+    namespace = Namespace(tenant=tenant_of(b"a"))
+    assert keys.caller([b"Bearer a"]) == (namespace, Tenant(tenant_of(b"a")))
+    namespace = Namespace(tenant=tenant_of(b"b"))
+    assert keys.caller([b"bearer b"]) == (namespace, Tenant("blue", 2.0, True))
+    assert keys.caller([]) is None
     assert tenant_of(b"a") != tenant_of(b"b")
     assert len(tenant_of(b"a")) == 32
-    assert Keys(()).namespace([b"Bearer whatever"]) == Namespace()
+    assert Keys(()).caller([b"Bearer whatever"]) == (Namespace(), Tenant("default"))
 
 
 @pytest.mark.parametrize(

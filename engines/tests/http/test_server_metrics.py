@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sagellm.engines.http.metrics import Histogram
+from sagellm.core import EngineMetrics, PassMetrics, SchedulerMetrics
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.http.metrics import Histogram, ServerMetrics
 
 LABELS = {"model_name": "small", "engine": "0"}
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
@@ -200,6 +202,24 @@ def test_an_engine_that_makes_no_progress_is_shown_so_and_not_asked(scripted):
     families = read(server)
     assert value(families, "engine_restarts", "engine_restarts_total") == 3
     assert value(families, "num_requests_running", "num_requests_running") == 0
+
+
+def test_passes_of_the_scheduler_are_counted_by_name_and_added_up():
+    passes = [
+        PassMetrics(name=name, num_runs=3, num_decisions=number, total_ns=5 * 10**8)
+        for name, number in (("one", 1), ("two", 2), ("one", 4))
+    ]
+    engine = EngineMetrics(modules={"scheduler": SchedulerMetrics(passes=passes)})
+    page = ServerMetrics("small").render(engine, EngineConfig()).decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    counts = {
+        (name, what): value(
+            families, f"scheduler_pass_{what}", f"scheduler_pass_{what}_total", **{"pass": name}
+        )
+        for name in ("one", "two")
+        for what in ("runs", "decisions", "seconds")
+    }
+    assert list(counts.values()) == [6, 5, 1.0, 3, 2, 0.5]
 
 
 def test_a_model_name_is_escaped(scripted):

@@ -7,6 +7,8 @@ from sagellm.core._lazy import lazy as lazy
 if TYPE_CHECKING:
     from sagellm.core.checks import *
     from sagellm.core.errors import *
+    from sagellm.core.execution_graph import *
+    from sagellm.core.graph_text import *
     from sagellm.core.ids import *
     from sagellm.core.kv_block import *
     from sagellm.core.kv_layout import *
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from sagellm.core.runtime import *
     from sagellm.core.schedule_text import *
     from sagellm.core.schedule_verifier import *
+    from sagellm.core.schedule_watchers import *
     from sagellm.core.step_cost import *
     from sagellm.core.store_key import *
     from sagellm.core.tenant import *
@@ -70,6 +73,8 @@ _NAMES = {
         StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
         UnknownRequestError UnsupportedModelError nearest
     """,
+    "execution_graph": "ExecutionGraph GraphNode NodeKind PASS_KINDS lower_step",
+    "graph_text": "GraphShapes",
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",
     "kv_layout": "KVGroup KVLayout",
@@ -146,8 +151,8 @@ _NAMES = {
     """,
     "protocols.scheduler_ir": """
         Admission Decision NullSchedulerIR NullSchedulerPass PrefixHit Probe RequestRows ScheduleIR
-        PassMetrics SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol SchedulerMetrics
-        SchedulerPassProtocol
+        PassMetrics PassWatcher SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol
+        SchedulerMetrics SchedulerPassProtocol
     """,
     "protocols.step": """
         BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks
@@ -162,7 +167,8 @@ _NAMES = {
     "runtime": "Clock Files MemoryFiles Randomness Runtime SystemClock SystemFiles VirtualClock",
     "schedule_text": "schedule_from_text schedule_to_text",
     "schedule_verifier": "verify_rewrite",
-    "step_cost": "StepCost StepWork",
+    "schedule_watchers": "PASS_WATCHERS emit_ir print_changed",
+    "step_cost": "StepCost StepCostMetrics StepWork",
     "store_key": "StoreKey",
     "tenant": "DEFAULT_TENANT Tenant hash_of",
     "tokens": "EMPTY TokenIds TokenIdsLike pack",

@@ -12,7 +12,7 @@ from sagellm.core.step_cost import StepWork
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant
 from sagellm.core.tokens import TokenIds
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended, in the OpenAI API's terms where it has one."""
 
 
@@ -28,6 +28,7 @@ class RequestStatus(Enum):
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH_CAPPED = "length"
     FINISHED_ABORTED = "abort"
+    FINISHED_LATE = "deadline"
     FINISHED_ERROR = "error"
 
     @property

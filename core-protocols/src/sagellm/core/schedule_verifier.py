@@ -42,7 +42,7 @@ def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
         return before
     signed = tuple(replace(decision, made_by=name) for decision in new)
     lowered: dict[str, Any] = {each.target: each.value for each in new if each.kind == "lower"}
-    return before._with(decisions=before.decisions + signed, **lowered)
+    return before.updated(decisions=before.decisions + signed, **lowered)
 
 
 def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...]:

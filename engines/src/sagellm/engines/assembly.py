@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from sagellm.core import (
+    PASS_WATCHERS,
     WHOLE,
     CheckpointError,
     ChromeTraceWriter,
@@ -17,16 +18,20 @@ from sagellm.core import (
     ConfigError,
     EngineInfo,
     EngineProtocol,
+    ExecutorProtocol,
     InvalidRequestError,
     KVIdentity,
     KVLayout,
     KVMemory,
+    KVOffloadProtocol,
+    LifetimePredictorProtocol,
     ModelGeometry,
     ModelSpec,
     NullTrace,
     PluginRegistry,
     RequestLimits,
     Runtime,
+    StepCostMetrics,
     TraceWriter,
     UnsupportedModelError,
     get_logger,
@@ -38,6 +43,7 @@ from sagellm.engines.engine_core.core import CoreParts, EngineCore
 from sagellm.engines.engine_core.kv_modules import build_kv
 from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves, read_tiers
 from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
@@ -56,6 +62,7 @@ from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
+from sagellm.engines.worker.step_graphs import StepGraphs
 from sagellm.engines.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -83,6 +90,15 @@ class AssembledEngine:
     runtime: Runtime
 
 
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """Modules of a simulation, in place of those that the configuration names; None: as configured."""
+
+    executor: ExecutorProtocol | None = None
+    predictor: LifetimePredictorProtocol | None = None
+    make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
+
+
 def build_core(  # noqa: PLR0913
     modules: Modules,
     backend: ForwardBackendProtocol,
@@ -96,6 +112,7 @@ def build_core(  # noqa: PLR0913
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: ProgressHook | None = None,
     propose: DraftProposer | None = None,
+    stand_ins: StandIns | None = None,
 ) -> EngineCore:
     """Build a core around a forward backend that has no KV yet. The core closes `trace`.
 
@@ -103,7 +120,7 @@ def build_core(  # noqa: PLR0913
     or a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
     `progress` is the hook that the backend calls. `propose` guesses tokens that a step then verifies.
     """
-    config = modules.config
+    config, given = modules.config, stand_ins or StandIns()
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)  # first: it raises if they exceed memory
     identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
@@ -117,19 +134,22 @@ def build_core(  # noqa: PLR0913
     )
     num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
     state = SeatState(num_seats, block_size=block_size)
-    worker = Worker(runner, sampler, state, trace=trace, around=around_step, draw=draw)
-    executor = modules.make("executor", config.forward.executor, worker)
+    cost_fit = StepCostFit()
+    graphs = StepGraphs(state, layout, trace=trace, cost=lambda: cost_fit.cost)
+    worker = Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw)
+    executor = given.executor or modules.make("executor", config.forward.executor, worker)
     with ExitStack() as on_failure:
         on_failure.callback(executor.close)
         seats = Seats(num_seats, block_size=block_size)
         label = modules.label("executor", config.forward.executor.name)
         steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=vocab_size)
         memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
-        offload = build_offload(modules, memory, runtime)
+        offload = (
+            given.make_offload(memory) if given.make_offload else build_offload(modules, memory, runtime)
+        )
         kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
-        predictor = modules.make("lifetime_predictor", config.predictor.name)
+        predictor = given.predictor or modules.make("lifetime_predictor", config.predictor.name)
         scheduler: Scheduler
-        cost_fit = StepCostFit()
         ir = modules.make(
             "scheduler",
             config.scheduler.name,
@@ -142,8 +162,9 @@ def build_core(  # noqa: PLR0913
             cost=lambda: cost_fit.cost,
             step_target_ms=_step_target_ms(config),
         )
-        for spec in config.scheduler.pipeline:
-            ir.add_optimization_pass(modules.make("scheduler_pass", spec))
+        passes = PassAdmin(ir, modules)
+        if config.scheduler.print != "none":
+            ir.watch(PASS_WATCHERS[config.scheduler.print]())
         batching = BatchingMeter(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -169,10 +190,14 @@ def build_core(  # noqa: PLR0913
                 registry=modules.registry,
                 runtime=runtime,
                 cost_fit=cost_fit,
+                passes=passes,
                 trace=trace or NullTrace(),
                 metrics_of={
                     **kv.metrics_of,
                     "scheduler": ir.metrics,
+                    "step_cost": lambda: StepCostMetrics(
+                        cost=cost_fit.cost, step_target_ms=_step_target_ms(config)
+                    ),
                     "batching": batching.metrics,
                     "lifetime_predictor": predictor.metrics,
                     "forward_backend": backend.metrics,

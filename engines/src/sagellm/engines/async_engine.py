@@ -11,11 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 from sagellm.core import (
-    DEFAULT,
     ConfigError,
     EngineError,
     EngineMetrics,
-    Namespace,
     RequestId,
     SageLLMError,
     UnknownRequestError,
@@ -23,7 +21,7 @@ from sagellm.core import (
 )
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt
+from sagellm.engines.input_processor import Prompt, RequestOptions
 from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream, OutputStreams
 from sagellm.engines.outputs import RequestOutput
@@ -32,6 +30,7 @@ from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime
+    from sagellm.engines.engine_core.explanation import RequestExplanation
     from sagellm.engines.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -129,6 +128,11 @@ class AsyncLLMEngine:
         """0: it lives in this process, and is never restarted."""
         return 0
 
+    async def explain(self, request_id: str | None = None) -> RequestExplanation:
+        """Say what the scheduler decided about a request, as `LLMEngine.explain` does."""
+        self._require_open()
+        return await self._call(lambda: self.engine.explain(request_id))
+
     async def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine between two steps."""
         self._require_open()
@@ -138,18 +142,11 @@ class AsyncLLMEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> OutputStream:
         """Queue a request and return its stream. Raises InvalidRequestError, DuplicateRequestError."""
         self._require_open()
-        adding = self._submit(
-            lambda: self.engine.add_request(
-                prompt, params, request_id=request_id, namespace=namespace, priority=priority
-            )
-        )
+        adding = self._submit(lambda: self.engine.add_request(prompt, params, **options))
         try:
             made_id = await asyncio.wrap_future(adding)
             self._require_open()
@@ -167,18 +164,10 @@ class AsyncLLMEngine:
         params: SamplingParams | None = None,
         *,
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its outputs as they arrive. Leaving the loop aborts it."""
-        stream = await self.add_request(
-            prompt,
-            one_of(params, sampling_params),
-            request_id=request_id,
-            namespace=namespace,
-            priority=priority,
-        )
+        stream = await self.add_request(prompt, one_of(params, sampling_params), **options)
         try:
             async for output in stream:
                 yield output

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 from uuid import uuid4
 
 from sagellm.core import (
     DEFAULT,
+    DEFAULT_TENANT,
     InvalidInputError,
     InvalidRequestError,
     Namespace,
@@ -16,16 +17,19 @@ from sagellm.core import (
     RequestId,
     RequestLimits as RequestLimits,
     Runtime,
+    Tenant,
     TokenIds,
     pack,
 )
 from sagellm.engines.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.request_checks import (
+    check_deadline_ms,
     check_names,
     check_params,
     check_priority,
     check_room,
     check_token_ids,
+    check_weight,
     kv_capacity,
     stop_token_ids,
 )
@@ -37,8 +41,17 @@ if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
-
 """Text, or token ids."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and its sampling."""
+
+    request_id: str | None  # a new one by default
+    namespace: Namespace
+    tenant: Tenant  # who is charged
+    priority: int  # larger runs first, among those of a tenant
+    deadline_ms: float | None  # from now; after that the request ends with the reason "deadline"
 
 
 class InputProcessor:
@@ -62,26 +75,29 @@ class InputProcessor:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> QueuedRequest:
         """Check and tokenize one request, by default with `default_params`. Raises InvalidRequestError."""
+        arrival_ns = self._clock.now_ns()
         params = self.default_params if params is None else params
-        _check_types(params, request_id, namespace, priority)
+        request_id, deadline_ms = options.pop("request_id", None), options.pop("deadline_ms", None)
+        given = RequestOptions(namespace=DEFAULT, tenant=DEFAULT_TENANT, priority=0) | options
+        _check_types(params, request_id, given)
+        check_deadline_ms(deadline_ms)
         token_ids = self._tokenize(prompt)
         max_tokens = self._max_tokens(len(token_ids), params)
         params = self._checked(params)
         request_id = request_id or uuid4().hex
-        check_names(request_id, namespace)
+        check_names(request_id, given["namespace"], given["tenant"])
         request = Request(
             request_id=RequestId(request_id),
             token_ids=token_ids,
             max_tokens=max_tokens,
-            priority=priority,
-            arrival_ns=self._clock.now_ns(),
-            namespace=namespace,
+            arrival_ns=arrival_ns,
+            deadline_ns=None if deadline_ms is None else arrival_ns + int(deadline_ms * 1e6),
+            namespace=given["namespace"],
+            tenant=given["tenant"],
+            priority=given["priority"],
         )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return QueuedRequest(request, params, seed % (MAX_SEED + 1), stop_token_ids(params, self.limits))
@@ -151,7 +167,12 @@ class InputProcessor:
         return max_tokens
 
 
-def _check_types(params: object, request_id: object, namespace: object, priority: object) -> None:
+def _check_types(params: object, request_id: object, options: RequestOptions) -> None:
+    if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
+        raise TypeError(
+            f"a request has no {unknown[0]!r}; it has {', '.join(RequestOptions.__annotations__)}"
+        )
+    namespace, tenant = options["namespace"], options["tenant"]
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params is {params!r}; it must be SamplingParams")
     if request_id is not None and not (isinstance(request_id, str) and request_id):
@@ -161,4 +182,7 @@ def _check_types(params: object, request_id: object, namespace: object, priority
         raise InvalidRequestError(
             f"namespace is {namespace!r}; it must be a Namespace(tenant=…, salt=…) of texts"
         )
-    check_priority(priority)
+    if not isinstance(tenant, Tenant) or not isinstance(tenant.name, str):
+        raise InvalidRequestError(f"tenant is {tenant!r}; it must be a Tenant(name=…, weight=…)")
+    check_weight(tenant.weight)
+    check_priority(options["priority"])

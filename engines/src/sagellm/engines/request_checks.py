@@ -7,19 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.core import InvalidRequestError, Namespace, RequestLimits, TokenIds, nearest
+from sagellm.core import InvalidRequestError, Namespace, RequestLimits, Tenant, TokenIds, nearest
 from sagellm.engines.config.shown import shown
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 
 MAX_NAME_CHARACTERS = 1024
-"""Longest request id, and longest part of a namespace."""
+"""Longest request id, longest name of a tenant, and longest part of a namespace."""
+
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+"""Of tenants."""
+
+MAX_DEADLINE_MS = 86_400_000
 
 
-def check_names(request_id: str, namespace: Namespace) -> None:
+def check_names(request_id: str, namespace: Namespace, tenant: Tenant) -> None:
     """Raise InvalidRequestError for names that are empty, too long or not Unicode text."""
     for name, text, least in (
         ("request_id", request_id, 1),
+        ("tenant.name", tenant.name, 1),
         *((f"namespace.{name}", text, 0) for name, text in zip(namespace._fields, namespace, strict=True)),
     ):
         if not least <= len(text) <= MAX_NAME_CHARACTERS or not _is_unicode(text):
@@ -36,6 +42,24 @@ def check_priority(priority: object) -> None:
         raise InvalidRequestError(
             f"priority is {shown(priority)}; it must be an integer from -2147483648 to 2147483647, larger is "
             "more urgent"
+        )
+
+
+def check_weight(weight: object) -> None:
+    """Raise InvalidRequestError unless it is a tenant's weight; NaN is none."""
+    if not isinstance(weight, int | float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise InvalidRequestError(
+            f"tenant.weight is {shown(weight)}; it must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        )
+
+
+def check_deadline_ms(deadline_ms: object) -> None:
+    """Raise InvalidRequestError unless it is None or a positive number of milliseconds, at most a day."""
+    is_number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
+    if deadline_ms is not None and not (is_number and 0 < deadline_ms <= MAX_DEADLINE_MS):  # type: ignore[operator]
+        raise InvalidRequestError(
+            f"deadline_ms is {shown(deadline_ms)}; it must be None or milliseconds above 0 and at most "
+            f"{MAX_DEADLINE_MS}"
         )
 
 
@@ -79,7 +103,8 @@ def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
     """
     asked = request.request
     num_prompt = len(asked.token_ids)
-    check_names(asked.request_id, asked.namespace)
+    check_names(asked.request_id, asked.namespace, asked.tenant)
+    check_weight(asked.tenant.weight)
     check_priority(asked.priority)
     check_token_ids(asked.token_ids, limits)
     check_room(num_prompt, asked.max_tokens, limits)
@@ -91,6 +116,8 @@ def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
         )
     if asked.arrival_ns < 0:
         raise InvalidRequestError(f"arrival_ns is {asked.arrival_ns}; it must not be negative")
+    if asked.deadline_ns is not None:
+        check_deadline_ms((asked.deadline_ns - asked.arrival_ns) / 1e6)
     if unknown := request.stop_token_ids - stop_token_ids(request.params, limits):
         raise InvalidRequestError(
             f"stop token ids {shown(unknown)} are neither the request's nor the model's"

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sagellm.core.errors import EngineError
 from sagellm.core.ids import SequenceId
 from sagellm.core.protocols.logits_processor import ExtraArg
 from sagellm.core.request import FinishReason, Request
 
 if TYPE_CHECKING:
+    from sagellm.core.execution_graph import ExecutionGraph
     from sagellm.core.kv_layout import KVLayout
     from sagellm.core.protocols.model_spec import ModelGeometry
 
@@ -178,6 +180,10 @@ class EngineProtocol(ABC):
         The server itself calls it between steps. After a few seconds without a beat the engine counts as
         unresponsive; after `server.frozen_after_s` a served one is killed and restarted.
         """
+
+    def watch_graphs(self, take: Callable[[ExecutionGraph], None]) -> None:
+        """Have `take` called with the execution graph of each later step. Raises EngineError by default."""
+        raise EngineError(f"{type(self).__name__} does not lower its steps to execution graphs")
 
     def use_idle_time(self) -> bool:
         """Do a few milliseconds of work that later steps would wait for, and say whether some is left.

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, overload
 
-from sagellm.core.errors import InvalidInputError
+from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.step_cost import StepCost
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant, hash_of
@@ -90,21 +90,24 @@ class RequestRows(Sequence[ScheduleRequest]):
     """The same requests as columns, each (rows,) and read-only, so that passes sort arrays, not objects.
 
     Column `x` is `columns["x"][index]`, gathered when it is first read, and item `i` is
-    `make(index[i])`. A row never read costs nothing; `len` is O(1).
+    `make(index[i])`. A row never read costs nothing; `len` is O(1). `kept` may be shared by successive rows
+    of the same requests: it takes what was gathered of everything but CHANGING_COLUMNS.
     """
 
-    __slots__ = ("_columns", "_gathered", "_index", "_make")
+    __slots__ = ("_columns", "_gathered", "_index", "_kept", "_make")
 
     def __init__(
         self,
         columns: Mapping[str, npt.NDArray[Any]],
         index: npt.NDArray[Any],
         make: Callable[[int], ScheduleRequest],
+        kept: dict[str, Any] | None = None,
     ) -> None:
         self._columns = columns
         self._index = index
         self._make = make
         self._gathered: dict[str, Any] = {}
+        self._kept = self._gathered if kept is None else kept
 
     @classmethod
     def of(cls, requests: Sequence[ScheduleRequest]) -> RequestRows:
@@ -159,6 +162,18 @@ class RequestRows(Sequence[ScheduleRequest]):
         return column
 
     @property
+    def num_missing(self) -> Ints:
+        """Tokens that can be computed: 1 for a decode, 0 for a request that waits for a step in flight."""
+        missing: Ints | None = self._gathered.get("num_missing")
+        if missing is None:
+            import numpy as np
+
+            missing = np.maximum(self.num_tokens - self.num_computed_tokens, 0)
+            missing.flags.writeable = False
+            self._gathered["num_missing"] = missing
+        return missing
+
+    @property
     def num_blocks(self) -> Ints:
         """Blocks held."""
         column: Ints = self._column("num_blocks")
@@ -201,6 +216,16 @@ class RequestRows(Sequence[ScheduleRequest]):
         return column
 
     @property
+    def has_one_tenant(self) -> bool:
+        """Whether all rows are of the same tenant; true if there are none."""
+        is_one = self._kept.get("has_one_tenant")
+        if is_one is None:
+            tenant = self.tenant
+            is_one = not len(tenant) or bool((tenant == tenant[0]).all())
+            self._kept["has_one_tenant"] = is_one
+        return bool(is_one)
+
+    @property
     def weight(self) -> npt.NDArray[np.float32]:
         """The weight of each one's tenant."""
         column: npt.NDArray[np.float32] = self._column("weight")
@@ -226,11 +251,12 @@ class RequestRows(Sequence[ScheduleRequest]):
         return np.lexsort((self.arrived_time, -urgency))
 
     def _column(self, name: str) -> Any:
-        column = self._gathered.get(name)
+        gathered = self._gathered if name in CHANGING_COLUMNS else self._kept
+        column = gathered.get(name)
         if column is None:
             column = self._columns[name].take(self._index)
             column.flags.writeable = False
-            self._gathered[name] = column
+            gathered[name] = column
         return column
 
 
@@ -252,6 +278,17 @@ SCHEDULE_COLUMNS: Mapping[str, str] = {
     "key": "i8",
 }
 """The columns of rows, with their numpy types."""
+
+CHANGING_COLUMNS = frozenset(
+    {
+        "num_tokens",
+        "num_computed_tokens",
+        "num_blocks",
+        "last_scheduled_step",
+        "predicted_remaining_tokens",
+    }
+)
+"""Those that change while a request waits or runs."""
 
 _DERIVED: Mapping[str, Callable[[ScheduleRequest], float]] = {
     "num_prompt_tokens": lambda row: len(row.token_ids),
@@ -346,12 +383,13 @@ class ScheduleIR:
 
     def with_state(self, state: Any) -> Self:
         """Return the same schedule with the state of the pass that runs next."""
-        return self._with(state=state)
+        return self.updated(state=state)
 
     @property
     def num_free_seats(self) -> int:
         """Seats for waiting requests, once the preempted ones have left theirs."""
-        return self.max_num_seqs - len(self.running) + len(self.preempted)
+        num_free = self.max_num_seqs - len(self.running)
+        return num_free + len(self.preempted) if self.decisions else num_free
 
     @property
     def can_admit(self) -> bool:
@@ -402,7 +440,7 @@ class ScheduleIR:
         ir, values = self, (available_memory, max_num_batched_tokens, max_num_seqs)
         for limit, value in zip(LIMITS, values, strict=True):
             if value is not None and value != getattr(self, limit):
-                ir = ir._decide("lower", limit, (), value)._with(**{limit: value})
+                ir = ir._decide("lower", limit, (), value).updated(**{limit: value})
         return ir
 
     @cached_property
@@ -447,8 +485,8 @@ class ScheduleIR:
 
         return schedule_to_text(self)
 
-    def _with(self, **values: Any) -> Self:
-        """Return a copy with other values, without what was derived from the old ones. 1 µs."""
+    def updated(self, **values: Any) -> Self:
+        """Return a copy with other values: `replace`, for fields only, in 1 µs."""
         copy = object.__new__(type(self))
         fields = copy.__dict__
         fields.update(self.__dict__)
@@ -463,7 +501,7 @@ class ScheduleIR:
         positions = self._positions(target, rows)
         if not len(positions) and kind not in ("order", "lower"):
             return self
-        return self._with(decisions=(*self.decisions, Decision(kind, target, positions, value)))
+        return self.updated(decisions=(*self.decisions, Decision(kind, target, positions, value)))
 
     def _positions(self, target: Part | Limit, rows: Rows) -> npt.NDArray[Any]:
         import numpy as np
@@ -545,6 +583,8 @@ class SchedulePlan:
     admitted: Sequence[Admission] = ()
     preempted: Sequence[int] = ()  # running rows, in the order chosen
     swapped: Sequence[int] = ()  # those of the preempted rows whose KV is worth keeping
+    preempted_for: Sequence[int] = ()
+    """For each preempted row the running row that lacked blocks, itself if none was behind it; -1: a pass."""
     num_deferred: int = 0
     deferred_reason: DeferredReason | None = None
     """What ended admission; "pass" if it did not end early and passes deferred the rest."""
@@ -644,6 +684,10 @@ class NullSchedulerPass(SchedulerPassProtocol):
         return ir
 
 
+PassWatcher = Callable[[str, ScheduleIR, ScheduleIR], None]
+"""Called after each pass with its name and the schedule before and after it; must not raise."""
+
+
 class SchedulerIRProtocol(ABC):
     """Decides what the next step computes.
 
@@ -694,6 +738,21 @@ class SchedulerIRProtocol(ABC):
     @abstractmethod
     def metrics(self) -> SchedulerMetrics:
         """Return the counts so far."""
+
+    def watch(self, watcher: PassWatcher) -> None:
+        """Show what every pass decides, from the next step on.
+
+        Raises ConfigError unless this scheduler implements it.
+        """
+        raise ConfigError(f"the scheduler {type(self).__name__} does not show what its passes decide")
+
+    def set_passes(self, passes: Sequence[SchedulerPassProtocol]) -> None:
+        """Replace all passes from the next step on; one equal to a present pass keeps its state and counts.
+
+        If a pass is refused, the old ones stay. Raises ConfigError then, and unless this scheduler implements
+        it.
+        """
+        raise ConfigError(f"the scheduler {type(self).__name__} cannot change its passes while it runs")
 
 
 class NullSchedulerIR(SchedulerIRProtocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -66,18 +66,24 @@ def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJs
     if as_json:
         print_json(found)
         return
-    reused, total = found["match_length"], found["num_tokens"]
     typer.echo(
         f"request {found['request_id']} of tenant {found['tenant']}, {found['admitted_s_ago']:.1f} s ago"
     )
+    for line in describe_miss(found):
+        typer.echo(line)
+
+
+def describe_miss(found: Mapping[str, Any]) -> Iterator[str]:
+    """Say in lines why a request did not reuse more, given the result of `cache_why`."""
+    reused, total = found["match_length"], found["num_tokens"]
     if total:
-        typer.echo(f"reused {reused:,} of the {total:,} tokens that could be")
-    typer.echo(f"cause: {found['cause']}: {_CAUSES[found['cause']]}")
+        yield f"reused {reused:,} of the {total:,} tokens that could be"
+    yield f"cause: {found['cause']}: {_CAUSES[found['cause']]}"
     if found["cause"] not in ("none", "disabled", "scored", "one_token"):
-        typer.echo(f"position of its first token that is not cached: {found['diverges_at']:,}")
+        yield f"position of its first token that is not cached: {found['diverges_at']:,}"
     if found["cause"] == "evicted":
         whom = f", for tenant {found['evicted_for']}" if found["evicted_for"] else ""
-        typer.echo(
+        yield (
             f"dropped {found['evicted_s_before']:.1f} s before, {_REASONS[found['reason']]} "
             f"{found['policy'] or ''}".rstrip()
             + f"{whom}; {found['num_evicted_blocks']:,} blocks in a row are gone"

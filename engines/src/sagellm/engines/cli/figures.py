@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +46,19 @@ def tiers_table(tiers: Mapping[str, Mapping[str, Any]]) -> str:
     head, names = zip(*_TIER_FIGURES.items(), strict=True)
     rows = [(tier, *(write(name, figures[name]) for name in names)) for tier, figures in tiers.items()]
     return columns(("TIER", *head), rows)
+
+
+def passes_table(passes: Sequence[Mapping[str, Any]]) -> str:
+    """Write how often each pass of the scheduler ran, what it decided and how long that took."""
+    rows = [
+        (each["name"], *(f"{each[name]:,}" for name in ("num_runs", "num_decisions")), _mean_us(each))
+        for each in passes
+    ]
+    return columns(("PASS", "RUNS", "DECISIONS", "MEAN US"), rows)
+
+
+def _mean_us(each: Mapping[str, Any]) -> str:
+    return f"{each['total_ns'] / each['num_runs'] / 1e3:,.1f}" if each["num_runs"] else "-"
 
 
 def tenants_table(tenants: Mapping[str, Mapping[str, Any]]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFil
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import params_of, read_options, start_engine
 from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS
+from sagellm.engines.cli.targets import check_targets
 
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine, RequestOutput, SamplingParams
@@ -43,6 +46,14 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per prompt, at the end.")
     ] = False,
+    emit_dot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the steps' execution graphs for Graphviz, each shape once; an existing file is "
+            "overwritten.",
+        ),
+    ] = None,
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
@@ -55,14 +66,34 @@ def generate(
     """
     engine_config, sampling = read_options(options, config, max_tokens=DEFAULT_MAX_TOKENS)
     texts = _read_prompts(prompts)
+    check_targets(emit_dot, overwrite=True)
 
     engine = start_engine(engine_config)
     params = params_of(engine, sampling)
     asked = texts if raw or not engine.chat_template.exists else _as_users(engine, texts)
-    outputs = _run(engine, texts, asked, params, stream=stream and not as_json, as_json=as_json)
+    with _drawing(engine, emit_dot):
+        outputs = _run(engine, texts, asked, params, stream=stream and not as_json, as_json=as_json)
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:
         raise EngineError(f"{len(failed)} of {len(texts)} prompts failed: {failed[0]}")
+
+
+@contextmanager
+def _drawing(engine: LLMEngine, path: Path | None) -> Iterator[None]:
+    """Draw the graphs of all steps in a file, also of a run that fails."""
+    if path is None:
+        yield
+        return
+    from sagellm.core import GraphShapes
+    from sagellm.engines.whole_file import whole_file
+
+    shapes = GraphShapes()
+    engine.watch_graphs(shapes.add)
+    try:
+        yield
+    finally:
+        with whole_file(path) as file:
+            file.write_text(shapes.to_dot(), encoding="utf-8")
 
 
 def _read_prompts(prompts: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core import EngineMetrics, ProviderSpec
-from sagellm.engines.cli.figures import figures_table, tenants_table, tiers_table
+from sagellm.engines.cli.figures import figures_table, passes_table, tenants_table, tiers_table
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
@@ -20,7 +20,11 @@ from sagellm.engines.remote import AdminClient
 from sagellm.engines.remote.operations import read_metrics
 
 _CLEAR = "\x1b[H\x1b[2J"
-_TABLES = {"tenants": tenants_table, "tiers": tiers_table}
+_TABLES: Mapping[str, Callable[[Any], str]] = {
+    "passes": passes_table,
+    "tenants": tenants_table,
+    "tiers": tiers_table,
+}
 """Figures with their own tables."""
 
 Figures = dict[str, Any]
@@ -56,7 +60,20 @@ def _derive_scheduler(scheduler: Any, engine: EngineMetrics) -> Figures:
         "num_waiting": engine.num_waiting,
         "mean_tokens_of_busy_steps": scheduler.num_scheduled_tokens / busy if busy else 0.0,
         **_derive_work(engine),
+        **_derive_cost(engine),
     }
+
+
+def _derive_cost(engine: EngineMetrics) -> Figures:
+    """Add the fitted cost of a step, and how long one may take."""
+    known = engine.modules.get("step_cost")
+    if known is None:
+        return {}
+    figures: Figures = {"step_target_ms": known.step_target_ms}
+    if known.cost is not None:
+        cost = asdict(known.cost)
+        figures |= {f"step_cost_{name.removesuffix('_ns')}_us": ns / 1e3 for name, ns in cost.items()}
+    return figures
 
 
 def _derive_work(engine: EngineMetrics) -> Figures:

@@ -64,6 +64,9 @@ class EngineSettings(TypedDict, total=False):
     scheduler_passes: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
     """more passes by name, after order and before share, separated by commas; order=NAME, share=NAME,
     preempt=NAME and chunk=NAME name those"""
+    scheduler_print: Literal["none", "changed", "ir"]
+    """what passes do, on standard error: changed (each decision), ir (the whole schedule after each pass) or
+    none"""
     step_target_ms: float | None
     """milliseconds that a step may take while others decode or wait; null: 250 on a CPU, 50 on a GPU"""
     max_num_batched_tokens: int

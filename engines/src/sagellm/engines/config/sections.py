@@ -237,6 +237,11 @@ class SchedulerConfig(Checked):
         "more passes by name, after order and before share, separated by commas; "
         "order=NAME, share=NAME, preempt=NAME and chunk=NAME name those",
     )
+    print: Literal["none", "changed", "ir"] = Field(
+        default="none",
+        description="what passes do, on standard error: changed (each decision), "
+        "ir (the whole schedule after each pass) or none",
+    )
     step_target_ms: float | None = Field(
         default=None,
         gt=0,
@@ -342,12 +347,14 @@ class ServerConfig(Checked):
     api_keys: Names = Field(
         default=(),
         repr=False,
-        description="API keys, each a separate tenant; empty disables authentication. All users of the "
+        description="API keys, each a separate tenant, with options: KEY name=NAME weight=2 trusted "
+        "max_requests=8 max_tokens=100000; empty disables authentication. All users of the "
         "machine can see flags; SAGELLM_API_KEY and server.api_key_file stay private",
     )
     api_key_file: PathOrName | None = Field(
         default=None,
-        description="file with more API keys, one per line (# begins a comment), readable only by its owner",
+        description="file with more API keys and their options, one key per line (# begins a comment), "
+        "readable only by its owner",
     )
     allowed_hosts: Names = Field(
         default=(), description="values of the Host header that are accepted besides the address itself"
@@ -368,6 +375,27 @@ class ServerConfig(Checked):
         ge=0,
         le=1_000_000,
         description="sequences that may wait beyond scheduler.max_num_seqs before the server answers 429",
+    )
+    max_requests_per_key: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="live sequences that a key without max_requests may have before it gets 429; null: with "
+        "several keys as many as it leaves free, with one all",
+    )
+    max_tokens_per_key: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 40,
+        description="tokens that the live requests of a key without max_tokens may have, with those to "
+        "generate, before it gets 429; null: no limit",
+    )
+    deadline_ms: int | None = Field(
+        default=None,
+        ge=1,
+        le=86_400_000,
+        description="milliseconds that a request which gives no deadline_ms may take until its answer is "
+        "complete, before it gets 504; null: no limit",
     )
     max_connections: int = Field(
         default=4096,

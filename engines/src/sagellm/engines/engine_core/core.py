@@ -18,6 +18,7 @@ from sagellm.core import (
     EngineMetrics,
     EngineProtocol,
     EngineSequence,
+    ExecutionGraph,
     ExecutorProtocol,
     FinishReason,
     KVOp,
@@ -42,6 +43,7 @@ from sagellm.core import (
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
@@ -65,6 +67,7 @@ _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,
     "abort": RequestStatus.FINISHED_ABORTED,
+    "deadline": RequestStatus.FINISHED_LATE,
     "error": RequestStatus.FINISHED_ERROR,
 }
 
@@ -82,6 +85,7 @@ class CoreParts:
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
+    passes: PassAdmin
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -130,6 +134,8 @@ class EngineCore(EngineProtocol):
         planned: PlannedStep | None = None
         outputs = StepTokens()
         try:
+            for sequence_id in self.scheduler.expired(started_ns):
+                outputs.add(self._expire(sequence_id))
             self.kv.poll()
             with self._trace.span("schedule"):
                 planned = self.scheduler.schedule()
@@ -209,7 +215,12 @@ class EngineCore(EngineProtocol):
         return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
     def use_idle_time(self) -> bool:
-        """Let the backend prepare what later steps need."""
+        """Let the backend prepare what later steps need; finish fetches whose requests were aborted."""
+        if self.kv.num_fetches:
+            try:
+                self.kv.poll()
+            except Exception as error:
+                logger.exception("an idle engine failed: %s", self.parts.registry.describe(error))
         return self.runner.backend.use_idle_time()
 
     def close(self) -> None:
@@ -241,6 +252,10 @@ class EngineCore(EngineProtocol):
         """Have each layer of a forward pass call `beat`."""
         self.parts.progress.beat = beat
         self.runner.backend.report_progress(beat)
+
+    def watch_graphs(self, take: Callable[[ExecutionGraph], None]) -> None:
+        """Have `take` called with the execution graph of each later step, before it is executed."""
+        self.parts.worker.graphs.watch(take)
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""
@@ -356,15 +371,22 @@ class EngineCore(EngineProtocol):
         )
 
     def _fail(self, sequence_id: SequenceId, error: BaseException) -> TokenOutput:
+        return self._end(sequence_id, "error", self.parts.registry.describe(error))
+
+    def _expire(self, sequence_id: SequenceId) -> TokenOutput:
+        request = self.scheduler[sequence_id].request
+        allowed_ms = ((request.deadline_ns or 0) - request.arrival_ns) / 1e6
+        return self._end(sequence_id, "deadline", f"the deadline, {allowed_ms:.6g} ms, has passed")
+
+    def _end(self, sequence_id: SequenceId, reason: FinishReason, message: str) -> TokenOutput:
         try:
-            self._finish(sequence_id, "error")
+            self._finish(sequence_id, reason)
         except KeyboardInterrupt:
             raise
         except BaseException:
             logger.exception("request %s could not give back all its blocks", sequence_id)
-            self._finish(sequence_id, "error")  # it has none any more
-        message = self.parts.registry.describe(error)
-        return TokenOutput(sequence_id, finish_reason="error", error=message)
+            self._finish(sequence_id, reason)  # it has none any more
+        return TokenOutput(sequence_id, finish_reason=reason, error=message)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
         sequence = self.scheduler.finish(sequence_id, _STATUS[reason])

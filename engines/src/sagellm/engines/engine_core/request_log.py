@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from sagellm.core import (
@@ -66,25 +66,32 @@ class RequestLog:
 
         Raises UnknownRequestError, or InvalidInputError for a name that is not a string.
         """
-        if name is not None and not isinstance(name, str):  # operators' calls are not typed
-            raise InvalidInputError(
-                f"the request is {shown(name)}; it must be a text: its id, or its beginning"
-            )
-        if not self._requests:
-            raise UnknownRequestError("no request has been admitted yet")
-        if name is None:
-            return self._requests[-1]
         latest = {str(request.request_id): request for request in self._requests}
-        found = [name] if name in latest else []
-        if not found and len(name) >= _MIN_CHARACTERS:
-            found = [each for each in latest if each.startswith(name)]
-        if len(found) == 1:
-            return latest[found[0]]
-        if found:
-            listed = ", ".join(map(repr, found[:_MAX_LISTED])) + (", …" if len(found) > _MAX_LISTED else "")
-            raise UnknownRequestError(f"{shown(name)} begins {len(found)} ids: {listed}; give more of it")
-        raise UnknownRequestError(
-            f"no request {shown(name)} among the last {len(self)}; the latest is "
-            f"{self._requests[-1].request_id!r}: give one of them, or at least {_MIN_CHARACTERS} "
-            "characters that it begins with"
-        )
+        ids = [str(request.request_id) for request in self._requests]
+        return latest[find_name(name, ids, none="no request has been admitted yet")]
+
+
+def find_name(name: str | None, ids: Seq[str], *, none: str) -> str:
+    """Return the id that a name is or begins, of ids with the latest last; None means the latest.
+
+    Raises UnknownRequestError, with the text `none` if there are no ids, and InvalidInputError for a name
+    that is not a string.
+    """
+    if name is not None and not isinstance(name, str):  # operators' calls are not typed
+        raise InvalidInputError(f"the request is {shown(name)}; it must be a text: its id, or its beginning")
+    if not ids:
+        raise UnknownRequestError(none)
+    if name is None:
+        return ids[-1]
+    found = [name] if name in ids else []
+    if not found and len(name) >= _MIN_CHARACTERS:
+        found = [each for each in dict.fromkeys(ids) if each.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(map(repr, found[:_MAX_LISTED])) + (", …" if len(found) > _MAX_LISTED else "")
+        raise UnknownRequestError(f"{shown(name)} begins {len(found)} ids: {listed}; give more of it")
+    raise UnknownRequestError(
+        f"no request {shown(name)} among the last {len(ids)}; the latest is {ids[-1]!r}: give one of them, "
+        f"or at least {_MIN_CHARACTERS} characters that it begins with"
+    )

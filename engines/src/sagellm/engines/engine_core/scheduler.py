@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence as Seq
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,12 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.schedule_columns import RemainingColumns, schedule_request
+from sagellm.engines.engine_core.seats import RemainingColumns
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
-from sagellm.engines.engine_core.waiting import WaitingRows, admission_order
+from sagellm.engines.engine_core.waiting import WaitingRows, admission_order, schedule_request
 
 Ints = npt.NDArray[np.int32]
 logger = get_logger(__name__)
@@ -72,8 +74,11 @@ class Scheduler:
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
+        self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
+        self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
+        self.log = DecisionLog(kv.seats, now_ns)
 
     @property
     def num_waiting(self) -> int:
@@ -90,6 +95,10 @@ class Scheduler:
         """All sequences, waiting or running."""
         return list(self._sequences)
 
+    def waiting_rows(self) -> RequestRows:
+        """Return the sequences that wait, as passes see them; valid until one is added or removed."""
+        return self._waiting.rows()
+
     @property
     def num_live_tokens(self) -> int:
         """Tokens of running sequences whose KV is stored."""
@@ -104,7 +113,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting.add(sequence)
+        self._queue(sequence)
+        if sequence.request.deadline_ns is not None:
+            self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.request.deadline_ns / 1e9)
 
     def probe(self, request: ScheduleRequest) -> PrefixHit:
         """Return what admitting a waiting request would reuse and take."""
@@ -118,6 +129,7 @@ class Scheduler:
             pending_requests=waiting, running_requests=running, available_memory=available_blocks
         )
         self.decisions = plan.decisions
+        self.log.planned(plan, self._running)
         if len(waiting):
             self._batching.measure(
                 plan,
@@ -142,6 +154,19 @@ class Scheduler:
             return self._limit_scored(planned)
         return planned if self._propose is None else self._with_drafts(planned, self._propose)
 
+    def expired(self, now_ns: int) -> list[SequenceId]:
+        """Return the sequences whose deadline has passed. One comparison until the earliest one has."""
+        now_s = now_ns / 1e9
+        if now_s <= self._earliest_deadline_s:
+            return []
+        waiting = self._waiting.rows().deadline
+        running = self._seats.schedule_columns.arrays["deadline"][self._running_seats]
+        late = [self._waiting[place].sequence_id for place in np.flatnonzero(waiting < now_s).tolist()]
+        late += [self._running[place].sequence_id for place in np.flatnonzero(running < now_s).tolist()]
+        left = np.concatenate((waiting[waiting >= now_s], running[running >= now_s]))
+        self._earliest_deadline_s = left.min(initial=np.inf)
+        return late
+
     def shut_out(self) -> Sequence | None:
         """Return the first waiting sequence if there is no room for it even though nothing runs."""
         if self._running or not len(self._waiting):
@@ -157,6 +182,7 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
+        self.log.finished(sequence, status)
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
         if sequence.status is RequestStatus.RUNNING:
             self._stop_running(sequence)
@@ -175,7 +201,7 @@ class Scheduler:
             num_blocks=seats.num_blocks,
             last_scheduled_step=seats.last_step,
         )
-        return RequestRows(columns, self._running_seats, self._running_request)
+        return RequestRows(columns, self._running_seats, self._running_request, self._kept_columns)
 
     def _running_request(self, seat: int) -> ScheduleRequest:
         seats = self._seats
@@ -197,6 +223,7 @@ class Scheduler:
                 self._kv.reserve(seat, int(self._seats.num_computed[seat]) + int(num_new[row]))
             except OutOfBlocksError:
                 without.append(row)
+                self.log.without_blocks(seat)
         if without:
             seats, num_new = np.delete(served, without), np.delete(num_new, without)
         if plan.admitted:
@@ -207,34 +234,52 @@ class Scheduler:
 
     def _admit(self, plan: SchedulePlan, admitted: Seq[Sequence]) -> list[tuple[Seat, int]]:
         scheduled = []
+        started: list[Sequence] = []
         now_ns = self._now_ns()
-        for entry, sequence in zip(plan.admitted, admitted, strict=True):
-            try:
-                if self._kv.is_fetching(sequence):
-                    continue
-                self._kv.admit(sequence)
-            except OutOfBlocksError:
-                break
-            self._waiting.remove(sequence)
-            self._start_running(sequence)
-            if sequence.scheduled_ns is None:
-                sequence.scheduled_ns = now_ns
-            assert sequence.seat is not None
-            num_left = sequence.num_tokens - sequence.num_computed_tokens
-            scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        try:
+            for entry, sequence in zip(plan.admitted, admitted, strict=True):
+                try:
+                    if self._kv.is_fetching(sequence):
+                        self.log.fetching(sequence)
+                        continue
+                    self._kv.admit(sequence)
+                except OutOfBlocksError:
+                    self.log.lacked_blocks()
+                    break
+                started.append(sequence)
+                if sequence.scheduled_ns is None:
+                    sequence.scheduled_ns = now_ns
+                assert sequence.seat is not None
+                self.log.admitted(sequence, entry)
+                num_left = sequence.num_tokens - sequence.num_computed_tokens
+                scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+        finally:  # if a module fails, what has blocks is known to run
+            if started:
+                self._start_running(started)
         return scheduled
 
-    def _start_running(self, sequence: Sequence) -> None:
-        assert sequence.seat is not None
-        sequence.status = RequestStatus.RUNNING
-        place = bisect_right(self._running, admission_order(sequence), key=admission_order)
-        self._running.insert(place, sequence)
-        self._running_seats = np.insert(self._running_seats, place, sequence.seat)
+    def _queue(self, sequence: Sequence) -> None:
+        place = self._waiting.add(sequence)
+        self.log.queued(sequence, place, len(self._waiting))
+
+    def _start_running(self, started: Seq[Sequence]) -> None:
+        self._waiting.remove(*started)
+        for sequence in started:
+            sequence.status = RequestStatus.RUNNING
+            place = bisect_right(self._running, admission_order(sequence), key=admission_order)
+            self._running.insert(place, sequence)
+        if self._running[-len(started) :] == started:
+            new = np.array([each.seat for each in started], np.int32)
+            self._running_seats = np.concatenate((self._running_seats, new))
+        else:
+            self._running_seats = np.array([each.seat for each in self._running], np.int32)
+        self._kept_columns = {}
 
     def _stop_running(self, sequence: Sequence) -> None:
         place = self._running.index(sequence)
         del self._running[place]
         self._running_seats = np.delete(self._running_seats, place)
+        self._kept_columns = {}
 
     def _preempt(self, sequence: Sequence, *, is_swapped: bool) -> None:
         is_swapped = is_swapped and self._kv.swap_out(sequence)
@@ -243,7 +288,7 @@ class Scheduler:
         sequence.status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(sequence)
+        self._queue(sequence)
 
     def _limit_scored(self, planned: PlannedStep) -> PlannedStep | None:
         """Cut sequences short if the step would score too many positions; the rest waits for a later step."""

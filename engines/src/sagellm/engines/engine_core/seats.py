@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
-from sagellm.engines.engine_core.schedule_columns import ScheduleColumns
+from sagellm.core.protocols.scheduler_ir import CHANGING_COLUMNS, SCHEDULE_COLUMNS
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
@@ -22,6 +22,51 @@ FIRST_BLOCKS = 256
 
 NUM_STOPS = 8
 """Stop tokens per sequence that are compared as columns; a sequence with more is checked individually."""
+
+
+_FIXED = {name: dtype for name, dtype in SCHEDULE_COLUMNS.items() if name not in CHANGING_COLUMNS}
+_FIXED["predicted_tokens"] = "f4"  # of the whole output, when it arrived; NaN if unknown
+
+
+class RemainingColumns(dict[str, npt.NDArray[Any]]):
+    """Columns in which the predicted remaining tokens are computed if somebody reads them."""
+
+    def __missing__(self, name: str) -> npt.NDArray[Any]:
+        if name != "predicted_remaining_tokens":
+            raise KeyError(name)
+        num_generated = self["num_tokens"] - self["num_prompt_tokens"]
+        remaining: npt.NDArray[Any] = np.maximum(self["predicted_tokens"] - num_generated, 1)
+        return remaining.astype(np.float32)
+
+
+class ScheduleColumns:
+    """Everything but the counts, which change: one row per seat, or per waiting sequence."""
+
+    def __init__(self, num_rows: int = 0) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(num_rows, dtype) for name, dtype in _FIXED.items()
+        }
+
+    def put(self, row: int, sequence: Sequence) -> None:
+        """Fill a row."""
+        request, arrays = sequence.request, self.arrays
+        tenant, predicted = request.tenant, sequence.predicted_tokens
+        arrays["priority"][row] = request.priority
+        arrays["arrived_time"][row] = request.arrival_ns / 1e9
+        arrays["num_prompt_tokens"][row] = len(request.token_ids)
+        arrays["predicted_tokens"][row] = np.nan if predicted is None else predicted
+        arrays["confidence"][row] = sequence.confidence or 0.0
+        arrays["max_tokens"][row] = request.max_tokens
+        arrays["deadline"][row] = np.inf if request.deadline_ns is None else request.deadline_ns / 1e9
+        arrays["tenant"][row] = tenant.code
+        arrays["weight"][row] = tenant.weight
+        arrays["is_trusted"][row] = tenant.is_trusted
+        arrays["key"][row] = sequence.key
+
+    def grow(self, num_rows: int) -> None:
+        """Append empty rows."""
+        for name, array in self.arrays.items():
+            self.arrays[name] = np.concatenate((array, np.zeros(num_rows - len(array), array.dtype)))
 
 
 class Seats:

@@ -16,6 +16,7 @@ from sagellm.core import (
     Seat,
     SequenceId,
     TokenIds,
+    hash_of,
 )
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.sampling.params import SamplingParams
@@ -34,6 +35,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
+    key: int = field(init=False)  # hash_of(sequence_id)
     seat: Seat | None = None
     seats: Seats | None = None  # set while it has a seat
     waiting_ids: TokenIds = EMPTY
@@ -48,6 +50,9 @@ class Sequence:
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
     num_scored: int = 0  # those for which that is done
     prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is returned
+
+    def __post_init__(self) -> None:
+        self.key = hash_of(self.sequence_id)
 
     @classmethod
     def of(cls, given: EngineSequence) -> Self:

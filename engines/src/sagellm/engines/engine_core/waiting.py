@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import RequestRows, ScheduleRequest, SequenceId
-from sagellm.engines.engine_core.schedule_columns import RemainingColumns, ScheduleColumns, schedule_request
+from sagellm.engines.engine_core.seats import RemainingColumns, ScheduleColumns
 from sagellm.engines.engine_core.sequence import Sequence
 
 
@@ -23,6 +23,7 @@ class WaitingRows:
         self._order: npt.NDArray[np.int32] = np.empty(0, np.int32)  # their rows
         self._row_of: dict[SequenceId, int] = {}
         self._free: list[int] = []
+        self._rows: RequestRows | None = None  # as long as none is added or removed, with what was gathered
         self._by_row: list[Sequence | None] = []
         self._columns = ScheduleColumns()
         self._num_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -35,8 +36,9 @@ class WaitingRows:
     def __getitem__(self, place: int) -> Sequence:
         return self._sequences[place]
 
-    def add(self, sequence: Sequence) -> None:
-        """Insert a sequence in order."""
+    def add(self, sequence: Sequence) -> int:
+        """Insert a sequence in order and return its place, from 0."""
+        self._rows = None
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -45,19 +47,29 @@ class WaitingRows:
         self._row_of[sequence.sequence_id], self._by_row[row] = row, sequence
         place = bisect_right(self._sequences, admission_order(sequence), key=admission_order)
         self._sequences.insert(place, sequence)
-        self._order = np.insert(self._order, place, row)
+        self._order = np.concatenate((self._order[:place], (row,), self._order[place:]), dtype=np.int32)
+        return place
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
-        place = self._sequences.index(sequence)
-        del self._sequences[place]
-        self._order = np.delete(self._order, place)
-        row = self._row_of.pop(sequence.sequence_id)
-        self._by_row[row] = None
-        self._free.append(row)
+    def remove(self, *sequences: Sequence) -> None:
+        """Remove sequences."""
+        is_kept = np.ones(len(self._sequences), np.bool_)
+        for sequence in sequences:
+            is_kept[self._sequences.index(sequence)] = False
+            row = self._row_of.pop(sequence.sequence_id)
+            self._by_row[row] = None
+            self._free.append(row)
+        for place in np.flatnonzero(~is_kept)[::-1].tolist():
+            del self._sequences[place]
+        self._order = self._order[is_kept]
+        self._rows = None
 
     def rows(self) -> RequestRows:
         """Return them as a scheduler sees them, valid until one is added or removed."""
+        if self._rows is None:
+            self._rows = self._new_rows()
+        return self._rows
+
+    def _new_rows(self) -> RequestRows:
         columns = RemainingColumns(
             self._columns.arrays,
             num_tokens=self._num_tokens,
@@ -80,6 +92,27 @@ class WaitingRows:
         self._zeros, self._none = np.zeros(after, np.int32), np.full(after, -1)
         self._by_row += [None] * (after - before)
         self._free += range(after - 1, before - 1, -1)
+
+
+def schedule_request(sequence: Sequence, *, num_tokens: int, **counts: int) -> ScheduleRequest:
+    """Return the row of a sequence as an object."""
+    request, remaining = sequence.request, sequence.predicted_tokens
+    if remaining is not None:
+        remaining = max(remaining - (num_tokens - len(request.token_ids)), 1.0)
+    return ScheduleRequest(
+        request_id=sequence.sequence_id,
+        token_ids=request.token_ids,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        arrived_time=request.arrival_ns / 1e9,
+        num_tokens=num_tokens,
+        predicted_remaining_tokens=remaining,
+        confidence=sequence.confidence,
+        deadline=None if request.deadline_ns is None else request.deadline_ns / 1e9,
+        namespace=request.namespace,
+        tenant=request.tenant,
+        **counts,
+    )
 
 
 def admission_order(sequence: Sequence) -> tuple[int, int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 from hashlib import sha256
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core import DEFAULT, Namespace
+from sagellm.core import DEFAULT, DEFAULT_TENANT, Namespace, Tenant
+from sagellm.engines.http.admission import NO_QUOTA, Quota
+from sagellm.engines.http.api_keys import parse_keys
 from sagellm.engines.http.errors import APIError
 from sagellm.engines.http.origins import Origins, preflight_headers
 from sagellm.engines.http.reply import send_bytes, send_error
@@ -36,32 +38,57 @@ def tenant_of(key: bytes) -> str:
     return sha256(b"sagellm tenant\0" + key).hexdigest()[:32]
 
 
+class Caller(NamedTuple):
+    """Who sends a request: what it shares in caches, and who is charged for it."""
+
+    namespace: Namespace
+    tenant: Tenant
+
+
+ANONYMOUS = Caller(DEFAULT, DEFAULT_TENANT)
+
+
 class Keys:
-    """The API keys, hashed. Without any, everyone is the default tenant."""
+    """The API keys, hashed. Without any, everyone is the default tenant.
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        encoded = [key.encode() for key in keys]
-        self._tenants = [(sha256(key).digest(), tenant_of(key)) for key in encoded]
+    A tenant has the name that its key's option gives it, else the one by which its namespace is called.
+    """
 
-    def namespace(self, headers: list[bytes]) -> Namespace | None:
-        """Return the namespace of the Authorization headers, None for an invalid key. Takes constant time."""
-        if not self._tenants:
-            return DEFAULT
+    def __init__(self, keys: tuple[str, ...], quota: Quota = NO_QUOTA) -> None:
+        """Take the entries of `server.api_keys`, and the quota of those that state none.
+
+        Raises ConfigError for an invalid one.
+        """
+        self._callers: list[tuple[bytes, Caller]] = []
+        self.quotas: dict[str, Quota] = {}  # by tenant
+        for each in parse_keys(keys):
+            key = each.key.encode()
+            owner = tenant_of(key)
+            tenant = Tenant(each.name or owner, each.weight, each.is_trusted)
+            self._callers.append((sha256(key).digest(), Caller(Namespace(tenant=owner), tenant)))
+            self.quotas[tenant.name] = Quota(
+                each.max_requests or quota.max_requests, each.max_tokens or quota.max_tokens
+            )
+
+    def caller(self, headers: list[bytes]) -> Caller | None:
+        """Return who sends these Authorization headers, None for an invalid key. Takes constant time."""
+        if not self._callers:
+            return ANONYMOUS
         value = headers[0] if len(headers) == 1 and len(headers[0]) <= _MAX_HEADER_BYTES else b""
         scheme, _, key = value.partition(b" ")
         given = sha256(key.strip()).digest()
-        found: str | None = None
-        for digest, tenant in self._tenants:
+        found: Caller | None = None
+        for digest, caller in self._callers:
             if hmac.compare_digest(digest, given):
-                found = tenant
-        return Namespace(tenant=found) if found is not None and scheme.lower() == b"bearer" else None
+                found = caller
+        return found if scheme.lower() == b"bearer" else None
 
 
 class AccessControl:
     """ASGI middleware around the application: host, origin and key, in this order.
 
-    It leaves the caller's Namespace in `scope["state"]["namespace"]`, and adds to `scope["state"]["headers"]`
-    the headers that a browser needs in an answer to an allowed origin.
+    It leaves the caller's Namespace and Tenant in `scope["state"]`, as "namespace" and "tenant", and adds to
+    `scope["state"]["headers"]` the headers that a browser needs in an answer to an allowed origin.
     """
 
     def __init__(
@@ -89,7 +116,8 @@ class AccessControl:
                 wanted = _values(scope, b"access-control-request-headers")
                 await send_bytes(send, b"", headers=preflight_headers(wanted))
                 return
-            scope["state"]["namespace"] = self._identify(scope)
+            caller = self._identify(scope)
+            scope["state"]["namespace"], scope["state"]["tenant"] = caller
         except APIError as error:
             await send_error(send, error)
             return
@@ -129,18 +157,18 @@ class AccessControl:
             scope["state"]["headers"] += self._origins.headers(origin)
         return bool(foreign)
 
-    def _identify(self, scope: Scope) -> Namespace:
+    def _identify(self, scope: Scope) -> Caller:
         path = scope["path"]
         if path in OPEN_PATHS:
-            return DEFAULT
+            return ANONYMOUS
         if path in LOOPBACK_PATHS and scope["client"] is not None and is_loopback(scope["client"][0]):
-            return DEFAULT
-        namespace = self._keys.namespace(_values(scope, b"authorization"))
-        if namespace is None:
+            return ANONYMOUS
+        caller = self._keys.caller(_values(scope, b"authorization"))
+        if caller is None:
             raise APIError(401, "the API key is missing or wrong", code="invalid_api_key")
         if path in LOOPBACK_PATHS:
             raise APIError(403, "this page is shown on the server's own machine only", code="loopback_only")
-        return namespace
+        return caller
 
 
 def _check_connection(scope: Scope) -> None:

@@ -3,48 +3,101 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from sagellm.core import DEFAULT_TENANT
 from sagellm.engines.http.errors import APIError
 
 
-class Admission:
-    """Counts the sequences of live requests. Everything beyond `limit` is refused at once with 429."""
+class Quota(NamedTuple):
+    """The most that the live requests of a tenant may add up to; None: no limit of its own."""
 
-    def __init__(self, limit: int) -> None:
+    max_requests: int | None = None  # sequences
+    max_tokens: int | None = None  # of prompts, and that may be generated
+
+
+NO_QUOTA = Quota()
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant's live requests add up to, and how many of its requests were refused, by code."""
+
+    quota: Quota = NO_QUOTA
+    num_live: int = 0  # sequences
+    num_tokens: int = 0
+    num_refused: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, code: str, reason: str) -> APIError:
+        """Count a request and return its answer."""
+        self.num_refused[code] += 1
+        return APIError(429, f"{reason}; try again later", code=code)
+
+
+class Admission:
+    """Counts the sequences of live requests. Everything beyond `limit` is refused at once with 429.
+
+    With several tenants, each may hold as many sequences as it leaves free, at least one: a tenant alone
+    takes half of the limit, and k that take all they can leave 1 ÷ (k + 1) of it to the next one (dynamic
+    thresholds, Choudhury and Hahne, 1998). A quota makes that less, never more.
+    """
+
+    def __init__(self, limit: int, quotas: Mapping[str, Quota] | None = None) -> None:
+        """Start empty. `quotas` are by tenant; without any, all requests are the default tenant's."""
         self.limit = limit
         self.num_live = 0
         self.is_draining = False
+        given = quotas or {DEFAULT_TENANT.name: NO_QUOTA}
+        self.tenants = {name: TenantUse(quota) for name, quota in given.items()}
         self._seats: set[Seat] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def seat(self) -> Iterator[Seat]:
+    def seat(self, tenant: str = DEFAULT_TENANT.name) -> Iterator[Seat]:
         """Hold a seat for a request while it is read; the request takes further seats itself.
 
         Raises APIError, 429 when full and 503 when draining.
         """
         if self.is_draining:
             raise APIError(503, "the server is shutting down", code="shutting_down")
-        seat = Seat(self)
+        seat = Seat(self, self.tenants[tenant])
         seat.take(1)
         self._seats.add(seat)
         try:
             yield seat
         finally:
             self._seats.remove(seat)
-            self.num_live -= seat.num_held
+            seat._release()
             if not self.num_live:
                 self._idle.set()
 
-    def _take(self, num_more: int, *, others: int) -> None:
-        if others and self.num_live + num_more > self.limit:
-            raise APIError(
-                429, f"{others} sequences are waiting or running; try again later", code="queue_full"
+    def _take(self, use: TenantUse, num_more: int, num_tokens: int, *, num_held: int) -> None:
+        others, own, total = self.num_live - num_held, use.num_live + num_more, self.num_live + num_more
+        quota, free = use.quota, self.limit - total
+        told = f"{use.num_live - num_held} sequences of this key are waiting or running"
+        if quota.max_requests is not None and own > quota.max_requests:
+            raise use.refuse(
+                "tenant_queue_full",
+                f"{told}, it may have {quota.max_requests}, this is {num_held + num_more}",
             )
-        self.num_live += num_more
+        if quota.max_tokens is not None and use.num_tokens + num_tokens > quota.max_tokens:
+            raise use.refuse(
+                "tenant_tokens_full",
+                f"the live requests of this key may have {quota.max_tokens} tokens with those to generate; "
+                f"they have {use.num_tokens}, this one {num_tokens}",
+            )
+        if len(self.tenants) > 1 and others and own > max(1, free):
+            raise use.refuse("tenant_queue_full", f"{told}, and it must leave as many to others")
+        if others and free < 0:
+            raise use.refuse("queue_full", f"{others} sequences are waiting or running")
+        self.num_live = total
+        use.num_live = own
+        use.num_tokens += num_tokens
         self._idle.clear()
 
     def start_draining(self) -> None:
@@ -66,13 +119,18 @@ class Admission:
 class Seat:
     """The seats that one request holds."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-        self.num_held = 0
+    def __init__(self, admission: Admission, use: TenantUse) -> None:
+        self._admission, self._use = admission, use
+        self.num_held = self._num_tokens = 0
         self.stop: Callable[[Exception], None] | None = None  # ends the request, once it runs
 
-    def take(self, num_sequences: int) -> None:
+    def take(self, num_sequences: int, num_tokens: int = 0) -> None:
         """Hold this many in total. A request with more sequences than seats is admitted only when alone."""
-        others = self._admission.num_live - self.num_held
-        self._admission._take(num_sequences - self.num_held, others=others)
-        self.num_held = num_sequences
+        num_more = num_sequences - self.num_held
+        self._admission._take(self._use, num_more, num_tokens - self._num_tokens, num_held=self.num_held)
+        self.num_held, self._num_tokens = num_sequences, num_tokens
+
+    def _release(self) -> None:
+        self._admission.num_live -= self.num_held
+        self._use.num_live -= self.num_held
+        self._use.num_tokens -= self._num_tokens

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sagellm.core import ConfigError
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.http.api_keys import ApiKey
 
 _MAX_BYTES = 1 << 20
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -16,8 +17,9 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> ServerConfig:
     """Return the settings with the file's keys added to `api_keys`, and `api_key_file` unset.
 
-    A line that begins with '#' is a comment. The file is read once, so it may be a pipe. `warn` is called if
-    others may access it. Raises ConfigError for a file that cannot be read, has no key or exceeds 1 MiB.
+    A line has a key and its options (`api_keys`); one that begins with '#' is a comment. The file is read
+    once, so it may be a pipe. `warn` is called if others may access it. Raises ConfigError for a file that
+    cannot be read, has no key or exceeds 1 MiB, and for an invalid line, which it names by number.
     """
     path = settings.api_key_file
     if path is None:
@@ -29,11 +31,14 @@ def with_key_file(settings: ServerConfig, warn: Callable[[str], None]) -> Server
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"server.api_key_file is {path!r}, which cannot be read: {reason}") from None
-    lines = [line.strip() for line in text.splitlines()]
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1)}
+    lines = {number: line for number, line in lines.items() if line and not line.startswith("#")}
+    keys = tuple(lines.values())
     if not keys or len(text) > _MAX_BYTES:
         found = "no key" if not keys else f"more than {_MAX_BYTES} characters"
         raise ConfigError(f"server.api_key_file is {path!r}, which has {found}; write one key per line")
+    for number, line in lines.items():
+        ApiKey.parse(line, f"server.api_key_file is {path!r}, line {number}")
     if stat.S_ISREG(mode) and mode & _OTHERS:
         warn(
             f"server.api_key_file {path} has mode {stat.S_IMODE(mode):04o}: users other than its owner may "

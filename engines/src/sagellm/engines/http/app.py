@@ -13,8 +13,9 @@ from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.http.access_control import AccessControl, Keys, is_loopback
 from sagellm.engines.http.access_log import AccessLog
-from sagellm.engines.http.admission import Admission
+from sagellm.engines.http.admission import Admission, Quota
 from sagellm.engines.http.api_key_file import with_key_file
+from sagellm.engines.http.api_keys import parse_keys
 from sagellm.engines.http.body import BodyGate
 from sagellm.engines.http.engine_front import EngineFront
 from sagellm.engines.http.errors import APIError
@@ -35,7 +36,8 @@ _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
 def check_access(settings: ServerConfig) -> None:
-    """Raise ConfigError for an open address without a key."""
+    """Raise ConfigError for an open address without a key, and for keys with invalid options."""
+    parse_keys(settings.api_keys)
     if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
         raise ConfigError(
             f"server.host is {settings.host!r}, which others can reach, and server.api_keys is empty; "
@@ -60,13 +62,16 @@ def create_app(
     check_access(settings)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = settings.served_model_name or (front.model_name,)
+    keys = Keys(settings.api_keys, Quota(settings.max_requests_per_key, settings.max_tokens_per_key))
+    admission = Admission(max_num_seqs + settings.max_queued_requests, keys.quotas)
     service = Service(
         front=front,
         model_names=names,
-        admission=Admission(max_num_seqs + settings.max_queued_requests),
-        metrics=ServerMetrics(names[0]),
+        admission=admission,
+        metrics=ServerMetrics(names[0], admission.tenants),
         encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
         public_namespaces=settings.public_namespaces,
+        deadline_ms=settings.deadline_ms,
     )
     app.state.admission, app.state.service = service.admission, service
     start_page = StartPage(
@@ -75,10 +80,15 @@ def create_app(
     _add_probes(app, service)
     _add_routes(app, service, start_page)
     app.add_exception_handler(HTTPException, _answer)
-    app.add_middleware(BodyGate, timeout_s=settings.body_timeout, stall_timeout_s=settings.body_stall_timeout)
+    app.add_middleware(
+        BodyGate,
+        timeout_s=settings.body_timeout,
+        stall_timeout_s=settings.body_stall_timeout,
+        is_shared=len(keys.quotas) > 1,
+    )
     app.add_middleware(
         AccessControl,
-        keys=Keys(settings.api_keys),
+        keys=keys,
         host=settings.host,
         allowed_hosts=settings.allowed_hosts,
         origins=Origins(settings.allowed_origins),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -34,22 +35,30 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 class HeldBody:
     """The bytes of a body received so far, counted against the gate's total until released."""
 
-    def __init__(self, gate: BodyGate) -> None:
-        self._gate = gate
+    def __init__(self, gate: BodyGate, tenant: str) -> None:
+        self._gate, self._tenant = gate, tenant
         self.data = bytearray()
 
     def append(self, part: bytes) -> None:
         """Append bytes. Raises APIError: 413 for a body that is too long, 429 for too many bodies."""
         self.data += part
-        self._gate.num_held_bytes += len(part)
+        gate = self._gate
+        gate.num_held_bytes += len(part)
+        gate.held_bytes_of[self._tenant] += len(part)
         if len(self.data) > MAX_BODY_BYTES:
             raise _too_large()
-        if self._gate.num_held_bytes > MAX_HELD_BYTES:
+        free = MAX_HELD_BYTES - gate.num_held_bytes
+        if gate.is_shared and gate.held_bytes_of[self._tenant] > max(free, MAX_BODY_BYTES):
+            raise APIError(
+                429, "too many bodies of this key at once; try again later", code="tenant_queue_full"
+            )
+        if free < 0:
             raise APIError(429, "too many bodies at once; try again later", code="queue_full")
 
     def release(self) -> None:
         """Free the bytes. Idempotent."""
         self._gate.num_held_bytes -= len(self.data)
+        self._gate.held_bytes_of[self._tenant] -= len(self.data)
         self.data = bytearray()
 
     async def check_nesting(self) -> None:
@@ -63,20 +72,27 @@ class HeldBody:
 
 
 class BodyGate:
-    """ASGI middleware that leaves the body of a POST in `scope["state"]["body"]`, or answers itself."""
+    """ASGI middleware that leaves the body of a POST in `scope["state"]["body"]`, or answers itself.
 
-    def __init__(self, app: ASGIApp, *, timeout_s: float, stall_timeout_s: float) -> None:
+    If tenants share the server, bodies of one may hold as many bytes as they leave free, at least one body.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, timeout_s: float, stall_timeout_s: float, is_shared: bool = False
+    ) -> None:
         self._app = app
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
+        self.is_shared = is_shared
         self.num_held_bytes = 0
+        self.held_bytes_of: Counter[str] = Counter()  # by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body and go on, or answer 408, 413, 415, 429 or 400."""
         if scope["type"] != "http" or scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, send)
             return
-        body = scope["state"]["body"] = HeldBody(self)
+        body = scope["state"]["body"] = HeldBody(self, scope["state"]["tenant"].name)
         try:
             _check_headers(scope)
             if not await self._read(receive, body):

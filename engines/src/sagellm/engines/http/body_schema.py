@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from sagellm.core import TokenIds
+from sagellm.engines.request_checks import MAX_DEADLINE_MS
 from sagellm.engines.sampling.checks import Parameter
 from sagellm.engines.sampling.params import MAX_LOGPROBS, MAX_N, PARAMETERS
 
@@ -90,6 +91,7 @@ class SamplingBody(_Numbers, kw_only=True):
     bad_words: ShortTexts | None = None
     prompt_logprobs: NumLogprobs | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_namespace: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     extra_args: ExtraArgs | None = None

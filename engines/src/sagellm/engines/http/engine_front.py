@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
-from sagellm.core import EngineMetrics, Namespace
+from sagellm.core import EngineMetrics
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt
+from sagellm.engines.input_processor import Prompt, RequestOptions
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -80,12 +80,9 @@ class EngineFront(Protocol):
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = ...,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
-        """Queue a request; larger priorities run first. Raises InvalidRequestError, EngineError."""
+        """Queue a request. Raises InvalidRequestError, EngineError."""
         ...
 
     async def metrics(self) -> EngineMetrics:

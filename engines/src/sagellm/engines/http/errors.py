@@ -26,6 +26,7 @@ _TYPES = {
     429: "rate_limit_error",
     431: "invalid_request_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -77,6 +78,12 @@ def unsupported(name: str, why: str = "") -> APIError:
 def invalid(name: str, message: str, *, code: str = "invalid_value") -> APIError:
     """Refuse a value."""
     return APIError(400, message, param=name, code=code)
+
+
+def deadline_exceeded() -> APIError:
+    """Return the answer to a request whose deadline has passed."""
+    message = "the deadline of the request has passed; raise deadline_ms, or lower max_tokens"
+    return APIError(504, message, param="deadline_ms", code="deadline_exceeded")
 
 
 def as_api_error(error: BaseException) -> APIError:

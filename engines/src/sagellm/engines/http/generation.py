@@ -8,18 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from sagellm.core import Namespace, get_logger
+from sagellm.core import Namespace, Tenant, get_logger
 from sagellm.engines.http.body_params import chat_params, check_budget, completion_params
 from sagellm.engines.http.body_schema import Body, ChatBody, CompletionBody, StreamOptions
 from sagellm.engines.http.chat_shape import ChatShape
 from sagellm.engines.http.completion_shape import CompletionShape
-from sagellm.engines.http.errors import as_api_error, invalid
+from sagellm.engines.http.errors import as_api_error, deadline_exceeded, invalid
 from sagellm.engines.http.job_streams import ClientGoneError, JobStreams, running
 from sagellm.engines.http.metrics import RequestTimer
 from sagellm.engines.http.prompt_encoder import EncodedPrompt
 from sagellm.engines.http.reply import EventReply, send_bytes
 from sagellm.engines.http.service import Service
 from sagellm.engines.http.shape import Job, Shape
+from sagellm.engines.input_processor import RequestOptions
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -55,25 +56,35 @@ class Generation(ABC, Generic[B]):
         """Answer a request; all of its errors are handled here."""
         arrived = time.perf_counter()
         reply = EventReply(send)
+        tenant: Tenant = scope["state"]["tenant"]
         try:
-            with self.service.admission.seat() as seat:
+            with self.service.admission.seat(tenant.name) as seat:
                 body = await self.service.read(scope, self.kind)
-                job = await self._job(body, request_id=scope["state"]["id"])
-                seat.take(len(job.prompts) * job.params.n)
-                namespace = self._namespace(scope["state"]["namespace"], body)
+                async with self.service.encoding(tenant.name):
+                    job = await self._job(body, request_id=scope["state"]["id"])
+                seat.take(len(job.prompts) * job.params.n, job.num_tokens(self.service.front.max_model_len))
+                options = RequestOptions(
+                    namespace=self._namespace(scope["state"]["namespace"], body),
+                    tenant=tenant,
+                    priority=-(body.priority or 0),
+                    deadline_ms=_left_ms(body.deadline_ms or self.service.deadline_ms, arrived),
+                )
                 if scope["state"]["request_id"] != job.id:
                     logger.info("%s: came as %s", job.id, scope["state"]["request_id"])
                 timers = [
-                    RequestTimer(self.service.metrics, arrived, request_id) for request_id in job.request_ids
+                    RequestTimer(self.service.metrics, arrived, request_id, tenant.name)
+                    for request_id in job.request_ids
                 ]
                 scope["state"]["timers"] = timers  # for the access log
-                async with running(receive, timers) as run:
+                shape = self.shape(job)
+                async with running(receive, timers, options["deadline_ms"]) as run:
                     seat.stop = run.stop
-                    await run.open(self.service.front, job, namespace, -(body.priority or 0))
-                    if job.is_streamed:
-                        await _stream(run, self.shape(job), reply)
-                    else:
-                        await _whole(run, self.shape(job), send)
+                    await run.open(self.service.front, job, options)
+                    rest = await (_stream(run, shape, reply) if job.is_streamed else _whole(run, shape))
+                if job.is_streamed:
+                    await reply.finish(rest)
+                else:
+                    await send_bytes(send, rest)
         except ClientGoneError:
             return
         except Exception as error:
@@ -152,13 +163,22 @@ class Chats(Generation[ChatBody]):
         return chat_params(body, defaults)
 
 
-async def _whole(run: JobStreams, shape: Shape, send: Send) -> None:
+def _left_ms(deadline_ms: float | None, arrived: float) -> float | None:
+    """Return how much of a request's time is left. Raises APIError if nothing is."""
+    if deadline_ms is None:
+        return None
+    left_ms = deadline_ms - 1e3 * (time.perf_counter() - arrived)
+    if left_ms <= 0:
+        raise deadline_exceeded()
+    return left_ms
+
+
+async def _whole(run: JobStreams, shape: Shape) -> bytes:
+    """Return the complete answer."""
     last = await _last_outputs(run)
     if sum(map(_num_scored, last)) > _MANY_SCORED:  # seconds of work for the largest allowed request
-        answer = await asyncio.to_thread(shape.encoded, last)
-    else:
-        answer = shape.encoded(last)
-    await send_bytes(send, answer)
+        return await asyncio.to_thread(shape.encoded, last)
+    return shape.encoded(last)
 
 
 def _num_scored(request: RequestOutput) -> int:
@@ -173,7 +193,8 @@ async def _last_outputs(run: JobStreams) -> Sequence[RequestOutput]:
     return [output for _, output in sorted(last.items())]
 
 
-async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> None:
+async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> bytes:
+    """Send events as outputs arrive; return what is left to send at the end."""
     cursors = shape.cursors()
     num = shape.job.params.n
     last: dict[int, RequestOutput] = {}
@@ -188,4 +209,4 @@ async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> None:
         if events:
             await reply.write(events)
     requests = [request for _, request in sorted(last.items())]
-    await reply.finish(shape.usage_event(requests) if shape.job.includes_usage else b"")
+    return shape.usage_event(requests) if shape.job.includes_usage else b""

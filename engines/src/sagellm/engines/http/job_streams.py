@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from sagellm.core import EngineError, Namespace
+from sagellm.core import EngineError
 from sagellm.engines.http.engine_front import EngineFront, Stream
+from sagellm.engines.http.errors import deadline_exceeded
 from sagellm.engines.http.metrics import RequestTimer
 from sagellm.engines.http.shape import Job
+from sagellm.engines.input_processor import RequestOptions
 from sagellm.engines.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -30,16 +32,11 @@ class JobStreams:
         self._stopped: Exception | None = None
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
-    async def open(self, front: EngineFront, job: Job, namespace: Namespace, priority: int) -> None:
+    async def open(self, front: EngineFront, job: Job, options: RequestOptions) -> None:
         """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
         for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
-            stream = await front.add_request(
-                prompt.token_ids,
-                job.params,
-                request_id=request_id,
-                namespace=namespace,
-                priority=priority,
-            )
+            own = options | RequestOptions(request_id=request_id)
+            stream = await front.add_request(prompt.token_ids, job.params, **own)
             self._streams.append(stream)
             if self._stopped is not None:
                 raise self._stopped
@@ -118,12 +115,24 @@ class JobStreams:
 
 
 @asynccontextmanager
-async def running(receive: Receive, timers: Sequence[RequestTimer]) -> AsyncIterator[JobStreams]:
-    """Hold a run; whatever happens, none of its requests stay in the engine."""
+async def running(
+    receive: Receive, timers: Sequence[RequestTimer], left_ms: float | None = None
+) -> AsyncIterator[JobStreams]:
+    """Hold a run; whatever happens, none of its requests stay in the engine.
+
+    Raises APIError if it takes longer than `left_ms`. The engine ends late requests itself, but between two
+    steps, and not while it loads.
+    """
     run = JobStreams(receive, timers)
     reason = "error"
     try:
-        yield run
+        async with asyncio.timeout(None if left_ms is None else left_ms / 1e3) as limit:
+            yield run
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        reason = "deadline"
+        raise deadline_exceeded() from None
     except (ClientGoneError, asyncio.CancelledError):
         reason = "abort"
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -18,8 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sagellm.core import STEP_TOKEN_BOUNDS, EngineMetrics, get_logger
+from sagellm.core import DEFAULT_TENANT, STEP_TOKEN_BOUNDS, EngineMetrics, get_logger
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.http.admission import TenantUse
 from sagellm.engines.http.engine_front import EngineFront
 from sagellm.engines.outputs import RequestOutput
 
@@ -73,6 +75,9 @@ _ITL = (
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _PHASE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+MAX_TENANTS = 100
+"""Tenants with labels of their own; the further ones are one, `other`."""
+
 logger = get_logger(__name__)
 
 _LABELS = ("model_name", "engine")
@@ -90,6 +95,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_generation_tokens": ("tokens generated for a request", _TOKENS),
 }
 _ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # vLLM's older name
+_PASS_COUNTERS = {
+    "scheduler_pass_runs": "runs of a pass of the scheduler",
+    "scheduler_pass_decisions": "decisions of a pass of the scheduler",
+    "scheduler_pass_seconds": "time that a pass of the scheduler took",
+}
 _TIMEOUT_S = 4.0
 
 
@@ -122,7 +132,8 @@ def cumulated(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[st
 class ServerMetrics(Collector):
     """Counts on the event loop; everything else happens when the page is requested."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, tenants: Mapping[str, TenantUse] | None = None) -> None:
+        """Start with zeros. `tenants` are those of the server's keys, in their order."""
         self._labels = (model_name, "0")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -130,7 +141,12 @@ class ServerMetrics(Collector):
         self._is_up, self._num_restarts = True, 0
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.num_prompt_tokens = self.num_generation_tokens = 0
-        self.num_ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self.num_ended = dict.fromkeys(("stop", "length", "abort", "deadline", "error"), 0)
+        self._tenants = {DEFAULT_TENANT.name: TenantUse()} if tenants is None else tenants
+        self._label_of = {
+            name: name if number < MAX_TENANTS else "other" for number, name in enumerate(self._tenants)
+        }
+        self.num_tokens_of: dict[str, Counter[str]] = {"prompt": Counter(), "generation": Counter()}
 
     def render(
         self, engine: EngineMetrics, config: EngineConfig, *, is_up: bool = True, num_restarts: int = 0
@@ -171,10 +187,58 @@ class ServerMetrics(Collector):
         for reason, count in self.num_ended.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
+        yield from self._passes()
+        yield from self._of_tenants()
         for name in (*_HISTOGRAMS, *_ALIASES):
             yield self._histogram(name)
         yield self._step_tokens()
         yield self._cache_config()
+
+    def _passes(self) -> Iterable[Metric]:
+        """Yield what each pass of the scheduler did; passes of one name are added up."""
+        counts: dict[str, list[float]] = {}
+        for each in getattr(self._engine.modules.get("scheduler"), "passes", ()):
+            known = counts.setdefault(each.name, [0, 0, 0])
+            counts[each.name] = [
+                one + other
+                for one, other in zip(
+                    known, (each.num_runs, each.num_decisions, each.total_ns / 1e9), strict=True
+                )
+            ]
+        for place, (name, text) in enumerate(_PASS_COUNTERS.items()):
+            family = CounterMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, "pass"))
+            for pass_name, values in counts.items():
+                family.add_metric((*self._labels, pass_name), values[place])
+            yield family
+
+    def _of_tenants(self) -> Iterable[Metric]:
+        """Return what each tenant has and gets; labels are the operator's names, or hashes."""
+        names, label_of = (*_LABELS, "tenant"), self._label_of
+        for kind, by_tenant in self.num_tokens_of.items():
+            counts = Counter(dict.fromkeys(label_of.values(), 0))
+            for tenant, count in by_tenant.items():
+                counts[label_of[tenant]] += count
+            family = CounterMetricFamily(
+                f"sagellm:tenant_{kind}_tokens", f"{kind} tokens by tenant", labels=names
+            )
+            for label, count in counts.items():
+                family.add_metric((*self._labels, label), count)
+            yield family
+        live, refused = Counter[str](), Counter[tuple[str, str]]()
+        for tenant, use in self._tenants.items():
+            live[label_of[tenant]] += use.num_live
+            for code in ("queue_full", "tenant_queue_full", "tenant_tokens_full"):
+                refused[label_of[tenant], code] += use.num_refused[code]
+        gauge = GaugeMetricFamily("sagellm:tenant_sequences", "live sequences by tenant", labels=names)
+        for label, count in live.items():
+            gauge.add_metric((*self._labels, label), count)
+        yield gauge
+        family = CounterMetricFamily(
+            "sagellm:requests_refused", "answers 429 by tenant and code", labels=(*names, "code")
+        )
+        for (label, code), count in refused.items():
+            family.add_metric((*self._labels, label, code), count)
+        yield family
 
     def _step_tokens(self) -> Metric:
         family = HistogramMetricFamily(
@@ -234,11 +298,14 @@ class RequestTimer:
         "num_prompt",
         "num_tokens",
         "request_id",
+        "tenant",
     )
 
-    def __init__(self, metrics: ServerMetrics, arrived: float, request_id: str) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, arrived: float, request_id: str, tenant: str = DEFAULT_TENANT.name
+    ) -> None:
         self._metrics = metrics
-        self.request_id = request_id
+        self.request_id, self.tenant = request_id, tenant
         self._arrived = arrived
         self._first = self._last = 0.0
         self.num_tokens = self.num_prompt = self.num_cached = 0
@@ -255,12 +322,14 @@ class RequestTimer:
                 self._first = now
                 self.num_prompt, self.num_cached = len(output.prompt_token_ids), output.num_cached_tokens
                 self._metrics.num_prompt_tokens += self.num_prompt
+                self._metrics.num_tokens_of["prompt"][self.tenant] += self.num_prompt
                 histograms["time_to_first_token_seconds"].observe(now - self._arrived)
             else:
                 histograms["inter_token_latency_seconds"].observe(now - self._last)
             self._last = now
             self.num_tokens = num_tokens
             self._metrics.num_generation_tokens += num_new
+            self._metrics.num_tokens_of["generation"][self.tenant] += num_new
         if output.finished:
             self._finish(output)
 

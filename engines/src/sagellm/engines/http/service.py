@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
@@ -26,6 +29,9 @@ B = TypeVar("B", bound=Struct)
 
 logger = get_logger(__name__)
 
+_MAX_WAIT_S = 30.0
+"""For the texts of the same key."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
@@ -37,6 +43,8 @@ class Service:
     metrics: ServerMetrics
     encoder: PromptEncoder
     public_namespaces: tuple[str, ...]
+    deadline_ms: int | None = None  # of requests that give none
+    _encoding: dict[str, asyncio.Lock] = field(default_factory=dict, repr=False)  # by tenant, of several
 
     async def read(self, scope: Scope, kind: type[B]) -> B:
         """Return the checked body of a request; ignored fields are listed in the answer's headers.
@@ -57,6 +65,28 @@ class Service:
             scope["state"]["headers"].append(header)
             logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode())
         return parsed.body
+
+    @asynccontextmanager
+    async def encoding(self, tenant: str) -> AsyncIterator[None]:
+        """Use template and tokenizer; of several tenants, each does so for one request at a time.
+
+        So the calls that wait for a worker, which is first come first served, are at most one of each tenant.
+        Raises APIError after 30 s.
+        """
+        if len(self.admission.tenants) < 2:
+            yield
+            return
+        lock = self._encoding.setdefault(tenant, asyncio.Lock())
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await lock.acquire()
+        except TimeoutError:
+            told = "the server is busy with other texts of this key; try again later"
+            raise APIError(503, told, code="encoding_busy") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for an answer. Raises APIError, 404 for one that is not served."""

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Raw
 
 from sagellm.core import EngineError
-from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.errors import APIError, deadline_exceeded
 from sagellm.engines.http.logprobs import Entry
 from sagellm.engines.http.prompt_encoder import EncodedPrompt
 from sagellm.engines.http.reply import encode_json
@@ -43,6 +43,12 @@ class Job:
     def request_ids(self) -> list[str]:
         """The ids of its requests in the engine, one per prompt."""
         return [f"{self.id}-{index}" for index in range(len(self.prompts))]
+
+    def num_tokens(self, max_model_len: int) -> int:
+        """Return the tokens of its prompts and all that may be generated for them."""
+        most = self.params.max_tokens or max_model_len
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        return sum(each + self.params.n * max(1, min(most, max_model_len - each)) for each in lengths)
 
 
 @dataclass(slots=True)
@@ -183,7 +189,9 @@ def prompt_entries(request: RequestOutput) -> Sequence[Entry | None]:
 
 
 def raise_if_failed(output: CompletionOutput) -> None:
-    """Raise for a continuation that ended with an error or was aborted."""
+    """Raise for a continuation that ended with an error, was late or was aborted."""
+    if output.finish_reason == "deadline":
+        raise deadline_exceeded()
     if output.finish_reason == "error":
         raise EngineError(output.error or "a sequence failed")
     if output.finish_reason == "abort":

@@ -62,10 +62,12 @@ class _Tokenizing(ABC, Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         try:
-            with self.service.admission.seat():
+            tenant = scope["state"]["tenant"].name
+            with self.service.admission.seat(tenant):
                 body = await self.service.read(scope, self.kind)
                 self.service.check_model(body.model)
-                answer = await self.answer(body)
+                async with self.service.encoding(tenant):
+                    answer = await self.answer(body)
                 is_long = len(answer.get("tokens", ())) > _MANY_TOKENS
                 written = await asyncio.to_thread(encode_json, answer) if is_long else encode_json(answer)
         except Exception as error:

@@ -21,6 +21,7 @@ from sagellm.core import (
     PrefixCacheMetrics,
     QuantizerMetrics,
     SchedulerMetrics,
+    StepCostMetrics,
 )
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.worker.work import WorkMetrics
@@ -36,6 +37,7 @@ _TYPES: dict[str, type[Any]] = {
     "prefix_cache": PrefixCacheMetrics,
     "quantizer": QuantizerMetrics,
     "scheduler": SchedulerMetrics,
+    "step_cost": StepCostMetrics,
     "work": WorkMetrics,
 }
 
@@ -43,10 +45,11 @@ _TYPES: dict[str, type[Any]] = {
 def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     """Return the operations of a core: name → function, with JSON-like arguments and result.
 
-    Only our own engine has those on cache, pool and saves.
+    Only our own engine has those on decisions, passes, cache, pool and saves.
     """
     from sagellm.engines.engine_core.compaction import Compactor
     from sagellm.engines.engine_core.core import EngineCore
+    from sagellm.engines.engine_core.explanation import Explainer
     from sagellm.engines.engine_core.kv_admin import CacheAdmin, PoolAdmin
 
     common: dict[str, Callable[..., Any]] = {"metrics": core.metrics, "ping": time.monotonic_ns}
@@ -58,6 +61,9 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     return {
         **common,
         "check": core.kv.check_integrity,
+        "explain": Explainer(core).explain,
+        "passes": core.parts.passes.passes,
+        "set_passes": core.parts.passes.set_passes,
         "cache_why": cache.why,
         "cache_pin": cache.pin,
         "cache_pins": cache.pins,

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from sagellm.core import (
-    DEFAULT,
     EngineDeadError,
     EngineError,
     EngineMetrics,
-    Namespace,
     RequestId,
     Runtime,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt
+from sagellm.engines.input_processor import Prompt, RequestOptions
 from sagellm.engines.output_stream import OutputStream, OutputStreams
+from sagellm.engines.remote.core_handle import Spawn, start_process
 from sagellm.engines.remote.messages import Call, FromCore, Hello, Reply, Step
 from sagellm.engines.remote.operations import read_metrics
 from sagellm.engines.remote.supervisor import Supervisor
@@ -34,7 +33,7 @@ class RemoteEngine:
     """Serves any number of consumers from one core, which it starts and, when it dies, starts again.
 
     Its interface is AsyncLLMEngine's. When the core dies, every stream ends with EngineDeadError; requests
-    that arrive while it loads wait for it.
+    that arrive while it loads wait for it. `spawn` starts its process.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class RemoteEngine:
         tokenizer: Tokenizer | None,
         runtime: Runtime | None = None,
         log_level: str = "WARNING",
+        spawn: Spawn | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.supervisor = Supervisor(
@@ -53,7 +53,7 @@ class RemoteEngine:
             on_hello=self._greet,
             on_message=self._receive,
             on_death=self._fail_all,
-            log_level=log_level,
+            spawn=spawn or partial(start_process, log_level=log_level),
         )
         runtime = runtime or Runtime.system(seed=config.model.seed)
         self._driver = RequestDriver(self.supervisor, tokenizer, runtime)
@@ -119,25 +119,14 @@ class RemoteEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> OutputStream:
         """Check and send one request and return its stream.
 
         Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if the core is gone.
         """
         await self.supervisor.wait_until_ready()
-
-        process = partial(
-            self._driver.input.process_request,
-            prompt,
-            params,
-            request_id=request_id,
-            namespace=namespace,
-            priority=priority,
-        )
+        process = partial(self._driver.input.process_request, prompt, params, **options)
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             request = await asyncio.to_thread(process)
             await self.supervisor.wait_until_ready()

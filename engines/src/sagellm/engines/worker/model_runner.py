@@ -23,7 +23,7 @@ class ModelRunner:
     def __init__(self, backend: ForwardBackendProtocol, *, layout: KVLayout, device: torch.device) -> None:
         self.backend = backend
         self._block_size = layout.block_size
-        self._layout = layout
+        self.layout = layout
         self.device = device
         self._is_on_host = device.type == "cpu"
         self.work = WorkMeter()
@@ -31,8 +31,8 @@ class ModelRunner:
 
     def initialize_kv_caches(self, num_blocks: int) -> None:
         """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
-        check_room(self._layout, num_blocks, self.device)
-        self.backend.initialize_kv_caches([self._layout], [num_blocks])
+        check_room(self.layout, num_blocks, self.device)
+        self.backend.initialize_kv_caches([self.layout], [num_blocks])
 
     def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:
         """Concatenate the tokens of all rows.

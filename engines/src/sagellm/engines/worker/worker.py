@@ -17,14 +17,12 @@ from sagellm.core import (
     CopyBlocks,
     KVOp,
     LogitsRequest,
-    NullTrace,
     ReadBlocks,
     Runs,
     SampledToken,
     SeatArrival,
     StepInput,
     StepOutput,
-    TraceWriter,
 )
 from sagellm.engines.sampling.draws import Draw, HostDraw
 from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
@@ -33,6 +31,7 @@ from sagellm.engines.worker.late_tokens import LateStep, LateTokens, Places, out
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_draws import SeatDraws
 from sagellm.engines.worker.seat_state import SeatState
+from sagellm.engines.worker.step_graphs import StepGraphs
 
 Ints = npt.NDArray[np.int32]
 
@@ -64,7 +63,7 @@ class Worker:
         sampler: Sampler,
         state: SeatState,
         *,
-        trace: TraceWriter | None = None,
+        graphs: StepGraphs | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         draw: Draw | None = None,
     ) -> None:
@@ -75,7 +74,7 @@ class Worker:
         if draw is not None and self._host_draw is None:
             self._late = LateTokens(draw, self._seat_draws, state, runner.device)
         self._in_flight: deque[LateStep] = deque()
-        self._trace = trace or NullTrace()
+        self.graphs = graphs or StepGraphs(state, runner.layout)
         self._around = around
 
     def compute(self, step: StepInput) -> StepOutput:
@@ -85,8 +84,9 @@ class Worker:
     def launch(self, step: StepInput) -> Callable[[], StepOutput]:
         """Begin a step. What the returned function raises and returns is as in `compute`."""
         self._state.update(step)
-        for operation in step.kv_ops:
-            self._carry_out(operation)
+        for node, operation in zip(self.graphs.begin(step), step.kv_ops, strict=True):
+            with self.graphs.transfer(node):
+                self._carry_out(operation)
         if not len(step.seats):
             none = StepOutput(step=step.step, tokens=Runs(step.seats, step.seats), num_accepted=step.seats)
             return lambda: none
@@ -115,11 +115,11 @@ class Worker:
         return states
 
     def _forward_and_choose(self, step: StepInput, rows: Places, draw: HostDraw) -> StepOutput:
-        with self._trace.span("prepare"):
+        with self.graphs.trace.span("prepare"):
             batch = self.runner.prepare_inputs(step, self._state, ())
-        with self._trace.span("forward"):
+        with self.graphs.forward():
             logits = self.runner.execute_model(batch)
-        with self._trace.span("sample"):
+        with self.graphs.sample():
             seats, positions = step.seats[rows], (step.starts + step.num_new)[rows]
             ids = draw.choose(logits, *self._seat_draws.settings(seats, positions)).astype(np.int32)
             output = output_of(step, ids)
@@ -128,13 +128,13 @@ class Worker:
             return output
 
     def _forward_and_draw(self, step: StepInput, rows: Places, late: LateTokens) -> Callable[[], StepOutput]:
-        with self._trace.span("prepare"):
+        with self.graphs.trace.span("prepare"):
             batch = self.runner.prepare_inputs(step, self._state, ())
             if self._in_flight:
                 late.fill_in(step, batch.input_ids)
-        with self._trace.span("forward"):
+        with self.graphs.forward():
             logits = self.runner.execute_model(batch)
-        with self._trace.span("sample"):
+        with self.graphs.sample():
             launched = late.launch(step, rows, logits)
         self._in_flight.append(launched)
         return partial(self._finish, launched, late)
@@ -166,11 +166,11 @@ class Worker:
 
     def _forward_and_sample(self, step: StepInput) -> StepOutput:
         draws = self._draws(step)
-        with self._trace.span("prepare"):
+        with self.graphs.trace.span("prepare"):
             batch = self.runner.prepare_inputs(step, self._state, [len(draw.drafts) for draw in draws])
-        with self._trace.span("forward"):
+        with self.graphs.forward():
             logits = self.runner.execute_model(batch)
-        with self._trace.span("sample"):
+        with self.graphs.sample():
             num_drawn = sum(len(draw.drafts) + 1 for draw in draws)
             output = self._sample(step, draws, logits[:num_drawn])
             return StepOutput(

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
+    from sagellm.core.execution_graph import (
+        ExecutionGraph as ExecutionGraph,
+        GraphNode as GraphNode,
+        lower_step as lower_step,
+    )
     from sagellm.core.protocols.scheduler_ir import (
         Admission as Admission,
         Decision as Decision,
@@ -28,6 +33,8 @@ _MODULE_OF = {
     "Admission": "sagellm.core",
     "BaseSchedulerIR": ".base",
     "Decision": "sagellm.core",
+    "ExecutionGraph": "sagellm.core",
+    "GraphNode": "sagellm.core",
     "PrefixHit": "sagellm.core",
     "Probe": "sagellm.core",
     "RequestRows": "sagellm.core",
@@ -38,6 +45,7 @@ _MODULE_OF = {
     "SchedulerIRProtocol": "sagellm.core",
     "SchedulerMetrics": "sagellm.core",
     "SchedulerPassProtocol": "sagellm.core",
+    "lower_step": "sagellm.core",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])

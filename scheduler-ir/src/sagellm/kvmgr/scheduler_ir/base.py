@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.protocols.scheduler_ir import (
+    PassWatcher,
     Probe,
     RequestRows,
     ScheduleIR,
@@ -51,19 +52,40 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         cost: Callable[[], StepCost | None] | None = None,
         step_target_ms: float | None = None,
     ) -> None:
-        self._max_num_batched_tokens = _at_least_one("max_num_batched_tokens", max_num_batched_tokens)
-        self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
-        self._block_size = _at_least_one("block_size", block_size)
+        _at_least_one("max_num_batched_tokens", max_num_batched_tokens)
+        _at_least_one("max_num_seqs", max_num_seqs)
+        _at_least_one("block_size", block_size)
         self._hits = PrefixHits(probe, self._step_number if epoch is None else epoch, block_size)
         self._clock = SystemClock() if clock is None else clock
         self._cost = cost
-        self._step_target_ms = step_target_ms
+        nothing = RequestRows.of(())
+        self._template = ScheduleIR(
+            pending=nothing,
+            running=nothing,
+            available_memory=0,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            step_target_ms=step_target_ms,
+            probe=self._hits,
+        )
         self.pipeline = PassPipeline(self._clock)
         self._metrics = SchedulerMetrics()
 
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
         """Append a pass to the pipeline, with a new state. Raises ConfigError for any other object."""
         self.pipeline.add(optimization_pass)
+
+    def watch(self, watcher: PassWatcher) -> None:
+        """Show what every pass decides, from the next step on."""
+        self.pipeline.watch(watcher)
+
+    def set_passes(self, passes: Sequence[SchedulerPassProtocol]) -> None:
+        """Replace all passes from the next step on; one equal to a present pass keeps its state and counts.
+
+        If a pass is refused, the old ones stay. Raises ConfigError for any other object.
+        """
+        self.pipeline = self.pipeline.replaced_by(passes)
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.
@@ -86,18 +108,13 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         started_ns = self._clock.now_ns()
         if available_memory < 0:
             raise InvalidInputError(f"available_memory is {available_memory} blocks; it must not be negative")
-        ir = ScheduleIR(
+        ir = self._template.updated(
             pending=RequestRows.of(pending_requests),
             running=RequestRows.of(running_requests),
             available_memory=available_memory,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            max_num_seqs=self._max_num_seqs,
-            block_size=self._block_size,
             step=self._metrics.num_steps,
             now=started_ns / 1e9,
             cost=None if self._cost is None else self._cost(),
-            step_target_ms=self._step_target_ms,
-            probe=self._hits,
             epoch=self._hits.epoch(),
         )
         ir = self.pipeline.run(ir)
@@ -124,7 +141,6 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         metrics.num_idle_steps += not num_tokens
 
 
-def _at_least_one(key: str, value: int) -> int:
+def _at_least_one(key: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{key} is {value}; it must be at least 1")
-    return value

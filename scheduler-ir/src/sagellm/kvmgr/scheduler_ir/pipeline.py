@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 from sagellm.core.checks import require_object
 from sagellm.core.errors import EngineError
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.scheduler_ir import (
     PassMetrics,
+    PassWatcher,
     ScheduleIR,
     SchedulePlan,
     SchedulerPassProtocol,
@@ -21,18 +21,18 @@ from sagellm.core.schedule_verifier import verify_rewrite
 
 _logger = get_logger(__name__)
 
-Watcher = Callable[[str, ScheduleIR, ScheduleIR], None]
-"""Called after each pass with its name and the schedule before and after it."""
+_Entry = tuple[SchedulerPassProtocol, Any, PassMetrics]
 
 
 class PassPipeline:
     """Runs passes one after another on a schedule. Each has a state of its own, kept across steps."""
 
     def __init__(self, clock: Clock | None = None, passes: Sequence[SchedulerPassProtocol] = ()) -> None:
-        self._now_ns = (clock or SystemClock()).now_ns
-        self._entries: list[tuple[SchedulerPassProtocol, Any, PassMetrics]] = []
+        self._clock = clock or SystemClock()
+        self._now_ns = self._clock.now_ns
+        self._entries: list[_Entry] = []
         self._observers: list[tuple[SchedulerPassProtocol, Any]] = []
-        self._watchers: list[Watcher] = []
+        self._watchers: list[PassWatcher] = []
         for each in passes:
             self.add(each)
 
@@ -43,12 +43,38 @@ class PassPipeline:
         """Append a pass, with a new state. Raises ConfigError for any other object."""
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
         state = optimization_pass.start()
-        self._entries.append((optimization_pass, state, PassMetrics(name=optimization_pass.name)))
+        self._append((optimization_pass, state, PassMetrics(name=optimization_pass.name)))
+
+    def replaced_by(self, passes: Sequence[SchedulerPassProtocol]) -> PassPipeline:
+        """Return a pipeline of other passes with the same watchers.
+
+        A pass equal to one of this pipeline keeps its state and counts. Raises ConfigError for any other
+        object, and whatever a pass's `start` raises.
+        """
+        pipeline = PassPipeline(self._clock)
+        pipeline._watchers = self._watchers
+        entries = list(self._entries)
+        for each in passes:
+            alike = (
+                place
+                for place, (known, _, _) in enumerate(entries)
+                if type(known) is type(each) and known == each
+            )
+            place = next(alike, None)
+            if place is None:
+                pipeline.add(each)
+            else:
+                pipeline._append(entries.pop(place))
+        return pipeline
+
+    def _append(self, entry: _Entry) -> None:
+        optimization_pass, state, _ = entry
+        self._entries.append(entry)
         if type(optimization_pass).observe is not SchedulerPassProtocol.observe:
             self._observers.append((optimization_pass, state))
         _logger.info("scheduler pass %d is %r", len(self._entries), optimization_pass)
 
-    def watch(self, watcher: Watcher) -> None:
+    def watch(self, watcher: PassWatcher) -> None:
         """Show every pass's effect from the next step on."""
         self._watchers.append(watcher)
 
@@ -102,23 +128,3 @@ def apply_pass(optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> Sche
 
 def _failure(optimization_pass: SchedulerPassProtocol, error: BaseException) -> EngineError:
     return EngineError(f"scheduler pass {optimization_pass.name!r} failed: {type(error).__name__}: {error}")
-
-
-def emit_ir(stream: TextIO | None = None) -> Watcher:
-    """Return a watcher that prints the schedule after each pass; to standard error by default."""
-
-    def print_schedule(name: str, before: ScheduleIR, after: ScheduleIR) -> None:
-        del before
-        print(f"// after {name}\n{after.to_text()}", file=stream or sys.stderr)
-
-    return print_schedule
-
-
-def print_changed(stream: TextIO | None = None) -> Watcher:
-    """Return a watcher that prints the decisions of each pass that decided something."""
-
-    def print_decisions(name: str, before: ScheduleIR, after: ScheduleIR) -> None:
-        for decision in after.decisions[len(before.decisions) :]:
-            print(f"step {after.step}: {decision}", file=stream or sys.stderr)
-
-    return print_decisions

@@ -34,7 +34,16 @@ class _Turns(NamedTuple):
 class Step:
     """Spends a token budget and the available blocks, on running requests and then on waiting ones."""
 
-    __slots__ = ("_available", "_budget", "_deferred", "_gone", "_hits", "_ir", "_preempted")
+    __slots__ = (
+        "_available",
+        "_budget",
+        "_deferred",
+        "_gone",
+        "_hits",
+        "_ir",
+        "_preempted",
+        "_preempted_for",
+    )
 
     def __init__(self, ir: ScheduleIR, hits: PrefixHits) -> None:
         self._ir = ir
@@ -42,6 +51,7 @@ class Step:
         self._budget = ir.max_num_batched_tokens  # tokens left
         self._available = ir.available_memory  # blocks left
         self._preempted: list[int] = []  # for lack of blocks
+        self._preempted_for: list[int] = []  # who lacked them
         self._gone = ir.preempted if ir.decisions else {}  # preempted by passes
         self._deferred = ir.deferred if ir.decisions else {}
 
@@ -51,7 +61,7 @@ class Step:
         turns = self._take_turns()
         num_tokens = _share(turns.missing, self._budget, is_rotated=turns.is_rotated)
         num_new_blocks = _num_blocks_beyond(turns, num_tokens, ir.block_size)
-        num_blocks = int(num_new_blocks.sum())
+        num_blocks = int(num_new_blocks.sum()) if num_new_blocks.any() else 0
         if num_blocks > self._available:
             rows, num_tokens, num_new_blocks = self._serve_short(turns)
         else:
@@ -73,6 +83,7 @@ class Step:
             num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
             admitted=admitted,
             preempted=preempted,
+            preempted_for=[*(-1 for _ in self._gone), *self._preempted_for],
             swapped=[row for row in preempted if row in ir.swapped] if preempted else (),
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
@@ -83,9 +94,9 @@ class Step:
         ir, running = self._ir, self._ir.running
         rows = np.arange(len(running), dtype=np.int32)
         num_computed, num_blocks = running.num_computed_tokens, running.num_blocks
-        missing: Ints = np.maximum(running.num_tokens - num_computed, 0)
+        missing = running.num_missing
         if ir.decisions:
-            np.minimum(missing, ir.caps("running"), out=missing)
+            missing = np.minimum(missing, ir.caps("running"))
         if self._gone:
             self._available += int(num_blocks[list(self._gone)].sum())
             rows = np.delete(rows, list(self._gone))
@@ -121,6 +132,7 @@ class Step:
             while needed > self._available and row not in gone:
                 victim = order.pop()
                 gone.add(victim)
+                self._preempted_for.append(row)
                 self._take_back(victim, served)
             if row not in gone:
                 self._available -= needed
@@ -147,6 +159,8 @@ class Step:
         if self._preempted:
             return "preemption" if len(ir.pending) else None
         seats = ir.max_num_seqs - len(ir.running) + len(self._gone)
+        if seats < 1 and len(ir.pending) > len(deferred):
+            return "seats"
         order: Iterable[int] = range(len(ir.pending))
         caps = None
         if ir.decisions:
@@ -196,6 +210,8 @@ def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
 def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> Ints:
     """Return the blocks that each request needs beyond those it holds; none for no tokens."""
     free = turns.num_blocks * block_size - turns.num_computed - num_tokens
+    if not len(free) or free.min() >= 0:
+        return np.zeros(len(free), np.int32)
     needed: Ints = np.maximum(-(free // block_size), 0)
     if np.count_nonzero(num_tokens) < len(num_tokens):
         needed[num_tokens == 0] = 0

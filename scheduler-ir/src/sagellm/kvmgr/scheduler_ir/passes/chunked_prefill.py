@@ -48,7 +48,7 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
         if ir.step_target_ms is None or len(ir.running) + len(ir.pending) < 2:
             return ir
         running = ir.running
-        missing = running.num_tokens - running.num_computed_tokens
+        missing = running.num_missing
         if not ir.can_admit and not (missing > 1).any():
             return ir
         num_decodes = int(np.count_nonzero(missing == 1))

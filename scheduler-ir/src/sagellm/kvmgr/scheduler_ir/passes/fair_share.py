@@ -29,6 +29,8 @@ class _Accounts:
     weights: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     is_active: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     is_shared: bool = False  # several tenants are active; if not, nothing has to be counted
+    prompt_budget: float = np.inf  # tokens of prompts that a step computes, as far as seen
+    is_capped: bool = False  # this step cuts prompts itself, so that it shows no budget
 
     def places(self, rows: RequestRows) -> Places:
         """Return the place of each row's tenant, adding those that are new."""
@@ -57,6 +59,20 @@ class _Accounts:
                 self.served[is_back] = np.maximum(self.served[is_back], self.served[stayed].min())
         self.is_active = is_present
 
+    def measure(self, plan: SchedulePlan) -> None:
+        """Note how many tokens of prompts the step has, if it cuts one, or if that is more than before."""
+        running, rows = plan.running, plan.rows
+        left = running.num_tokens[rows] - running.num_computed_tokens[rows] - plan.num_tokens
+        num_tokens = float(plan.num_tokens.sum(where=plan.num_tokens > 1))
+        num_tokens += sum(entry.num_tokens for entry in plan.admitted)
+        if plan.admitted:
+            last = plan.admitted[-1]
+            is_cut = last.hit + last.num_tokens < int(plan.pending.num_tokens[last.row])
+        else:
+            is_cut = bool((left > 0).any())
+        if (is_cut and num_tokens and not self.is_capped) or self.prompt_budget < num_tokens:
+            self.prompt_budget = num_tokens
+
     def forget(self) -> None:
         """Drop tenants without requests if there are too many."""
         if len(self.codes) > _MAX_KEPT:
@@ -70,9 +86,11 @@ class FairSharePass(SchedulerPassProtocol):
     """Admits first the tenant that was served least for its weight, and keeps each tenant's own order.
 
     A computed prompt token costs `prompt_cost`, an output token `output_cost`. Requests with a positive
-    priority of trusted tenants go before all others. When all seats or blocks are taken, a tenant that holds
-    less than its share gets some from those that hold more: their last requests are preempted. With one
-    tenant it does nothing.
+    priority of trusted tenants go before all others; no other priority matters to another tenant. When all
+    seats or blocks are taken, a tenant that holds less than its share gets some from those that hold more
+    and were served as much: their last requests are preempted. A request that lacks blocks takes them from
+    the tenant that holds the most for its weight. While the tenant served least has a prompt, running
+    prompts of others get what it leaves of the step. With one tenant it does nothing.
     """
 
     prompt_cost: float = 1.0
@@ -108,17 +126,19 @@ class FairSharePass(SchedulerPassProtocol):
         if num_waiting.any():
             ir = self._make_room(ir, waiting, running, num_waiting, num_running)
         if ir.can_admit:
-            ir = self._trusted_first(ir.order_pending(self._interleaved(ir, waiting)))
+            ir = self._trusted_first(ir.order_pending(self._interleaved(ir, waiting, num_running)))
         if may_lack_blocks(ir):
             by_rank = ir.preemption
-            order = np.argsort(accounts.served[running[by_rank]], kind="stable")
+            held = np.bincount(running, ir.running.num_blocks, len(accounts.codes)) / accounts.weights
+            order = np.lexsort((held[running[by_rank]], -_urgency(ir.running)[by_rank]))
             ir = ir.order_running(by_rank[order])
-        return ir
+        return self._leave_tokens(ir, waiting, running, num_running)
 
     def observe(self, plan: SchedulePlan, state: _Accounts) -> None:
         """Charge each tenant for what is computed for it."""
         if not state.is_shared:
             return
+        state.measure(plan)
         if len(plan.rows):
             running, rows = plan.running, plan.rows
             computed, known = running.num_computed_tokens[rows], running.num_tokens[rows]
@@ -134,8 +154,11 @@ class FairSharePass(SchedulerPassProtocol):
             state.served += self.prompt_cost * np.bincount(places, tokens, len(state.codes)) / state.weights
         state.forget()
 
-    def _interleaved(self, ir: ScheduleIR, places: Places) -> Places:
-        """Return the order in which the tenants' own queues are served when each is charged as it goes."""
+    def _interleaved(self, ir: ScheduleIR, places: Places, num_running: Places) -> Places:
+        """Return the order in which the tenants' own queues are served when each is charged as it goes.
+
+        Of those served equally, as after one was idle, the one with the fewest running requests is first.
+        """
         accounts: _Accounts = ir.state
         order = ir.admission
         by_tenant = order[np.argsort(places[order], kind="stable")]
@@ -144,13 +167,13 @@ class FairSharePass(SchedulerPassProtocol):
         before = np.cumsum(cost) - cost
         first = np.searchsorted(tenants, tenants)  # of the tenant's own rows
         begin = accounts.served[tenants] + before - before[first]
-        return by_tenant[np.argsort(begin, kind="stable")]
+        return by_tenant[np.lexsort((num_running[tenants], begin))]
 
     def _trusted_first(self, ir: ScheduleIR) -> ScheduleIR:
         """Let urgent requests of trusted tenants pass those of others."""
         if not ir.can_admit or not ir.pending.is_trusted.any():
             return ir
-        urgency = np.where(ir.pending.is_trusted, np.maximum(ir.pending.priority, 0), 0)
+        urgency = _urgency(ir.pending)
         if not urgency.any():
             return ir
         order = ir.admission
@@ -170,10 +193,13 @@ class FairSharePass(SchedulerPassProtocol):
         share = weights / weights.sum()
         victims: list[int] = []
         seats = np.maximum((share * ir.max_num_seqs).astype(np.intp), 1)
-        num_missing = int(np.minimum(num_waiting, np.maximum(seats - num_running, 0)).sum())
-        num_missing -= max(ir.num_free_seats, 0)
+        missing = np.minimum(num_waiting, np.maximum(seats - num_running, 0))
+        num_missing = int(missing.sum()) - max(ir.num_free_seats, 0)
         if num_missing > 0:
-            excess = np.maximum(num_running - seats, 0)
+            urgent = np.bincount(running, _urgency(ir.running) > 0, len(seats)).astype(np.intp)
+            excess = np.clip(num_running - seats, 0, num_running - urgent)
+            # What a tenant served more gives up would go to it, not to those that were served more than it.
+            excess[accounts.served < accounts.served[missing > 0].min()] = 0
             victims = self._last_of(ir, running, excess, num_missing)
         elif ir.can_admit and len(ir.running):
             victims = self._block_victims(ir, waiting, running, share)
@@ -186,6 +212,7 @@ class FairSharePass(SchedulerPassProtocol):
         served = ir.state.served
         victims: list[int] = []
         by_rank = ir.preemption[::-1]
+        by_rank = by_rank[_urgency(ir.running)[by_rank] == 0]
         for tenant in np.argsort(-served).tolist():
             if excess[tenant] > 0:
                 rows = by_rank[running[by_rank] == tenant]
@@ -193,6 +220,35 @@ class FairSharePass(SchedulerPassProtocol):
             if len(victims) == num_wanted:
                 break
         return victims
+
+    def _leave_tokens(
+        self, ir: ScheduleIR, waiting: Places, running: Places, num_running: Places
+    ) -> ScheduleIR:
+        """Cap running prompts so that those of the tenant served least get their tokens first.
+
+        Without it, a long prompt that runs would take every step's budget up to its end.
+        """
+        accounts: _Accounts = ir.state
+        accounts.is_capped = False
+        missing = ir.running.num_tokens - ir.running.num_computed_tokens
+        is_prompt = missing > 1
+        if not is_prompt.any():
+            return ir
+        order = ir.admission if ir.can_admit else ir.admission[:0]
+        if ir.deferred:
+            order = order[~np.isin(order, list(ir.deferred))]
+        tenants = np.unique(np.concatenate((running[is_prompt], waiting[order])))
+        least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
+        others = is_prompt & (running != least) & (_urgency(ir.running) == 0)
+        if not others.any():
+            return ir
+        needed = int(missing[is_prompt & (running == least)].sum())
+        own = order[waiting[order] == least]
+        if len(own):
+            needed += int(ir.pending.num_tokens[own[0]])
+        left = min(accounts.prompt_budget, ir.max_num_batched_tokens) - needed
+        accounts.is_capped = True
+        return ir.cap(max(int(left) // int(others.sum()), 1), running=others)
 
     def _block_victims(
         self, ir: ScheduleIR, waiting: Places, running: Places, share: npt.NDArray[np.float64]
@@ -213,6 +269,7 @@ class FairSharePass(SchedulerPassProtocol):
             return []
         victims: list[int] = []
         by_rank = ir.preemption[::-1]
+        by_rank = by_rank[_urgency(ir.running)[by_rank] == 0]
         spare = num_held - share * total
         for row in by_rank.tolist():
             num_blocks = int(ir.running.num_blocks[row])
@@ -225,6 +282,14 @@ class FairSharePass(SchedulerPassProtocol):
         return []
 
 
+def _urgency(rows: RequestRows) -> npt.NDArray[np.int32]:
+    """Return the priorities that hold across tenants: positive ones of trusted tenants, else 0."""
+    urgency: npt.NDArray[np.int32] = np.where(rows.is_trusted, np.maximum(rows.priority, 0), 0)
+    return urgency
+
+
 def _is_one_tenant(ir: ScheduleIR) -> bool:
-    columns = [rows.tenant for rows in (ir.pending, ir.running) if len(rows)]
-    return not columns or all((column == columns[0][0]).all() for column in columns)
+    pending, running = ir.pending, ir.running
+    if not (pending.has_one_tenant and running.has_one_tenant):
+        return False
+    return not len(pending) or not len(running) or bool(pending.tenant[0] == running.tenant[0])

@@ -1,0 +1,83 @@
+"""Passes that are shown, printed and changed while an engine runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from sagellm.core import ConfigError, InvalidInputError, NullSchedulerIR, SageLLMError
+from sagellm.engines import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def names(engine):
+    return [each.name for each in engine.metrics().modules["scheduler"].passes]
+
+
+def test_a_pass_that_stays_keeps_its_state_and_counts(make_engine):
+    engine = make_engine()
+    admin, pipeline = engine.client.core.parts.passes, engine.client.core.scheduler._ir
+    engine.generate([5, 6, 7], GREEDY)
+    chunked = pipeline.pipeline._entries[1]
+    assert chunked[1].largest > 0
+    admin.set_passes("share=none")
+    assert (names(engine), pipeline.pipeline._entries[0]) == (["chunked-prefill"], chunked)
+    admin.set_passes("chunk=chunked-prefill{min_tokens=3}")
+    assert pipeline.pipeline._entries[0][1].largest == 0
+
+
+def test_requests_go_on_while_passes_change(make_engine):
+    expected = make_engine().generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    engine = make_engine()
+    engine.add_request([5, 6, 7], GREEDY)
+    outputs = []
+    for text in ("share=none", "chunk=none", "null", "share=fair-share", *[""] * 4):
+        outputs += engine.step()
+        engine.client.core.parts.passes.set_passes(text)
+    assert outputs[-1].outputs[0].token_ids == expected
+    assert names(engine) == ["fair-share"]
+
+
+@pytest.mark.parametrize("text", ["share=unknown", "order=,", "a=b", "chunk=chunked-prefill{x=1}"])
+def test_a_text_that_names_no_pass_changes_nothing(make_engine, text):
+    engine = make_engine()
+    with pytest.raises(SageLLMError):
+        engine.client.core.parts.passes.set_passes(text)
+    assert names(engine) == ["fair-share", "chunked-prefill"]
+
+
+@pytest.mark.parametrize("text", [None, ["null"], 5])
+def test_what_is_not_a_text_is_refused(make_engine, text):
+    with pytest.raises(InvalidInputError, match="must be a text such as order=NAME"):
+        make_engine().client.core.parts.passes.set_passes(text)
+
+
+def test_a_scheduler_without_these_operations_says_so():
+    with pytest.raises(ConfigError, match="NullSchedulerIR cannot change its passes"):
+        NullSchedulerIR().set_passes([])
+    with pytest.raises(ConfigError, match="NullSchedulerIR does not show what its passes decide"):
+        NullSchedulerIR().watch(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("printed", "begin"), [("changed", "step 0: fair-share: "), ("ir", "// after fair-share\nstep 0 at ")]
+)
+def test_what_passes_do_is_printed_on_standard_error(make_engine, capsys, printed, begin):
+    engine = make_engine(scheduler_print=printed, scheduler_passes="chunk=none")
+    for tenant in "ab":
+        engine.add_request([5, 6, 7], GREEDY, namespace=_namespace(tenant))
+    engine.client.core.scheduler._waiting._columns.arrays["tenant"][:2] = (1, 2)
+    engine.step()
+    told = capsys.readouterr()
+    assert (told.out, told.err.startswith(begin)) == ("", True)
+
+
+def test_nothing_is_printed_by_default(make_engine, capsys):
+    make_engine().generate([5, 6, 7], GREEDY)
+    assert capsys.readouterr().err == ""
+
+
+def _namespace(name):
+    from sagellm.core import Namespace
+
+    return Namespace(name)
