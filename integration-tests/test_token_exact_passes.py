@@ -77,7 +77,7 @@ def run(reference: Reference, passes: str, seed: int = 0, **settings: Any) -> li
     add = scheduler.add
 
     def add_with_tenant(sequence: Any) -> None:
-        deadline_ns = sequence.request.arrival_ns + rng.choice((1, 5, 60)) * 1_000_000_000
+        deadline_ns = sequence.request.arrival_ns + rng.choice((600, 700, 900)) * 1_000_000_000  # not reached
         sequence.request = replace(sequence.request, tenant=rng.choice(TENANTS), deadline_ns=deadline_ns)
         add(sequence)
 

@@ -22,6 +22,8 @@ from sagellm.core import (
     Tenant,
     TokenIds,
     VirtualClock,
+    emit_ir,
+    print_changed,
     schedule_from_text,
 )
 from sagellm.core.ids import RequestId
@@ -34,7 +36,7 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     PrefixCacheAwarePass,
     PriorityBasedPass,
 )
-from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, emit_ir, print_changed
+from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline
 
 
 def request(name: str, num_prompt_tokens: int = 16, **values: Any) -> ScheduleRequest:

@@ -9,7 +9,7 @@ import numpy as np
 
 from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.options import require_between
-from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks
+from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks, trusted_priority
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -130,7 +130,7 @@ class FairSharePass(SchedulerPassProtocol):
         if may_lack_blocks(ir):
             by_rank = ir.preemption
             held = np.bincount(running, ir.running.num_blocks, len(accounts.codes)) / accounts.weights
-            order = np.lexsort((held[running[by_rank]], -_urgency(ir.running)[by_rank]))
+            order = np.lexsort((held[running[by_rank]], -trusted_priority(ir.running)[by_rank]))
             ir = ir.order_running(by_rank[order])
         return self._leave_tokens(ir, waiting, running, num_running)
 
@@ -173,7 +173,7 @@ class FairSharePass(SchedulerPassProtocol):
         """Let urgent requests of trusted tenants pass those of others."""
         if not ir.can_admit or not ir.pending.is_trusted.any():
             return ir
-        urgency = _urgency(ir.pending)
+        urgency = trusted_priority(ir.pending)
         if not urgency.any():
             return ir
         order = ir.admission
@@ -196,7 +196,7 @@ class FairSharePass(SchedulerPassProtocol):
         missing = np.minimum(num_waiting, np.maximum(seats - num_running, 0))
         num_missing = int(missing.sum()) - max(ir.num_free_seats, 0)
         if num_missing > 0:
-            urgent = np.bincount(running, _urgency(ir.running) > 0, len(seats)).astype(np.intp)
+            urgent = np.bincount(running, trusted_priority(ir.running) > 0, len(seats)).astype(np.intp)
             excess = np.clip(num_running - seats, 0, num_running - urgent)
             # What a tenant served more gives up would go to it, not to those that were served more than it.
             excess[accounts.served < accounts.served[missing > 0].min()] = 0
@@ -212,7 +212,7 @@ class FairSharePass(SchedulerPassProtocol):
         served = ir.state.served
         victims: list[int] = []
         by_rank = ir.preemption[::-1]
-        by_rank = by_rank[_urgency(ir.running)[by_rank] == 0]
+        by_rank = by_rank[trusted_priority(ir.running)[by_rank] == 0]
         for tenant in np.argsort(-served).tolist():
             if excess[tenant] > 0:
                 rows = by_rank[running[by_rank] == tenant]
@@ -239,7 +239,7 @@ class FairSharePass(SchedulerPassProtocol):
             order = order[~np.isin(order, list(ir.deferred))]
         tenants = np.unique(np.concatenate((running[is_prompt], waiting[order])))
         least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
-        others = is_prompt & (running != least) & (_urgency(ir.running) == 0)
+        others = is_prompt & (running != least) & (trusted_priority(ir.running) == 0)
         if not others.any():
             return ir
         needed = int(missing[is_prompt & (running == least)].sum())
@@ -269,7 +269,7 @@ class FairSharePass(SchedulerPassProtocol):
             return []
         victims: list[int] = []
         by_rank = ir.preemption[::-1]
-        by_rank = by_rank[_urgency(ir.running)[by_rank] == 0]
+        by_rank = by_rank[trusted_priority(ir.running)[by_rank] == 0]
         spare = num_held - share * total
         for row in by_rank.tolist():
             num_blocks = int(ir.running.num_blocks[row])
@@ -280,12 +280,6 @@ class FairSharePass(SchedulerPassProtocol):
             if num_lacking <= 0:
                 return victims
         return []
-
-
-def _urgency(rows: RequestRows) -> npt.NDArray[np.int32]:
-    """Return the priorities that hold across tenants: positive ones of trusted tenants, else 0."""
-    urgency: npt.NDArray[np.int32] = np.where(rows.is_trusted, np.maximum(rows.priority, 0), 0)
-    return urgency
 
 
 def _is_one_tenant(ir: ScheduleIR) -> bool:
