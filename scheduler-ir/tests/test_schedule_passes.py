@@ -259,7 +259,7 @@ ORDER, GIVEN_ROWS, ONCE, NOTHING_ELSE, LOWER, CAP = (
     "a row is named once",
     "a pass changes nothing but decisions",
     "limits only go down",
-    "a cap lets a request advance",
+    "a cap is a number of tokens",
 )
 RULES = {
     "loses a waiting request": ORDER,
@@ -278,7 +278,8 @@ RULES = {
     "sets a limit behind the log": NOTHING_ELSE,
     "changes the block size": NOTHING_ELSE,
     "changes the time": NOTHING_ELSE,
-    "caps at 0": CAP,
+    "caps a waiting request at 0": CAP,
+    "caps below 0": CAP,
     "caps above what a count can be": CAP,
     "caps by a fraction": CAP,
     "defers an unknown request": GIVEN_ROWS,

@@ -152,6 +152,40 @@ def test_a_running_prompt_leaves_tokens_of_a_step_cut_by_time() -> None:
     assert 1 <= tokens["f1"] <= 40
 
 
+COST = StepCost(base_ns=1e6, token_ns=1e5, seq_ns=1e5)
+
+
+def test_decodes_of_a_flood_take_as_long_as_the_prompt_of_one_that_sends_little() -> None:
+    made = scheduler(max_num_seqs=100, cost=lambda: COST)
+    flood = [decode(f"f{number}", FLOOD, priority=9) for number in range(99)]
+    tokens = tokens_of(plan(made, [prompt("o", 39, OTHER)], flood))
+    assert tokens.pop("o") == 39
+    assert len(tokens) == 25, "1 ms, 39 tokens and a sequence: 5 ms; a decode: 0.2 ms"
+
+
+def test_decodes_that_sat_out_are_first_the_next_time() -> None:
+    made = scheduler(max_num_seqs=100, cost=lambda: COST)
+    last = dict.fromkeys((f"f{number}" for number in range(99)), -1)
+    for step in range(4):
+        flood = [decode(name, FLOOD, last_scheduled_step=number) for name, number in last.items()]
+        served = tokens_of(plan(made, [prompt(f"o{step}", 39, OTHER)], flood))
+        last |= dict.fromkeys((name for name in served if name[0] == "f"), step)
+    assert list(last.values()).count(-1) == 0
+
+
+def test_nobody_sits_out_for_a_tenant_that_has_its_seats() -> None:
+    made = scheduler(max_num_seqs=100, cost=lambda: COST)
+    running = [decode(f"f{number}", FLOOD) for number in range(60)]
+    running += [decode(f"o{number}", OTHER) for number in range(30)]
+    assert len(tokens_of(plan(made, [prompt("o", 39, OTHER)], running))) == 91
+
+
+def test_few_decodes_do_not_sit_out() -> None:
+    made = scheduler(max_num_seqs=100, cost=lambda: COST)
+    flood = [decode(f"f{number}", FLOOD) for number in range(20)]
+    assert len(tokens_of(plan(made, [prompt("o", 39, OTHER)], flood))) == 21
+
+
 def test_of_two_long_prompts_neither_waits_for_the_end_of_the_other() -> None:
     made = scheduler(max_num_batched_tokens=100)
     done = {"f": 0, "o": 0}

@@ -88,7 +88,8 @@ def _check(decision: Decision, before: ScheduleIR) -> None:
         return
     _check_rows(decision, len(getattr(before, decision.target)))
     if decision.kind == "cap":
-        _check_number(decision, "a cap lets a request advance", 1, MAX_CAP)
+        least = 0 if decision.target == "running" else 1
+        _check_number(decision, "a cap is a number of tokens", least, MAX_CAP)
     elif decision.kind == "swap" and decision.value is not None:
         raise _BrokenRule("a swap has no value", f"it gave {decision.value!r}")
     elif decision.kind == "preempt" and decision.value not in WAYS:

@@ -410,7 +410,10 @@ class ScheduleIR:
         return self._decide("order", "running", rows)
 
     def cap(self, num_tokens: int, *, pending: Rows = (), running: Rows = ()) -> ScheduleIR:
-        """Let each of these requests compute at most this many tokens in this step; at least 1."""
+        """Let each of these requests compute at most this many tokens in this step.
+
+        With 0, running ones sit the step out; it is not for waiting ones, which can be deferred.
+        """
         ir = self._decide("cap", "pending", pending, num_tokens)
         return ir._decide("cap", "running", running, num_tokens)
 

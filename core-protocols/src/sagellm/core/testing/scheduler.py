@@ -84,7 +84,8 @@ FAULTS: dict[str, Callable[[ScheduleIR], Any]] = {
     "sets a limit behind the log": lambda ir: replace(ir, max_num_seqs=1),
     "changes the block size": lambda ir: replace(ir, block_size=8),
     "changes the time": lambda ir: replace(ir, now=ir.now + 1),
-    "caps at 0": lambda ir: ir.cap(0, running=[0]),
+    "caps a waiting request at 0": lambda ir: ir.cap(0, pending=[0]),
+    "caps below 0": lambda ir: ir.cap(-1, running=[0]),
     "caps above what a count can be": lambda ir: ir.cap(2**31, pending=[0]),
     "caps by a fraction": lambda ir: ir.cap(1.5, pending=[0]),  # type: ignore[arg-type]
     "defers an unknown request": lambda ir: ir.defer([2], "later"),
@@ -379,7 +380,7 @@ def _decide(ir: ScheduleIR, rng: Random) -> ScheduleIR:
         rng.sample(running, rng.choice((0, 0, len(running) // 3))), rng.choice(("swap", "recompute"))
     )
     ir = ir.swap(rng.sample(running, len(running) // 2))
-    ir = ir.cap(rng.randint(1, 9), pending=pending[::2], running=running[::2])
+    ir = ir.cap(rng.randint(1, 9), pending=pending[::2], running=running[::2]).cap(0, running=running[::5])
     return ir.lower(
         max_num_batched_tokens=rng.randint(0, ir.max_num_batched_tokens),
         max_num_seqs=rng.choice((None, ir.max_num_seqs // 2)),

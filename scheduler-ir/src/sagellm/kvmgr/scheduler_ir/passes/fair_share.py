@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.core.step_cost import StepWork
 from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks, trusted_priority
 
@@ -59,6 +60,12 @@ class _Accounts:
                 self.served[is_back] = np.maximum(self.served[is_back], self.served[stayed].min())
         self.is_active = is_present
 
+    def shares(self) -> npt.NDArray[np.float64]:
+        """Return the part of everything that each tenant may have: (tenants,), 0 without requests."""
+        weights: npt.NDArray[np.float64] = np.where(self.is_active, self.weights, 0.0)
+        shares: npt.NDArray[np.float64] = weights / weights.sum()
+        return shares
+
     def measure(self, plan: SchedulePlan) -> None:
         """Note how many tokens of prompts the step has, if it cuts one, or if that is more than before."""
         running, rows = plan.running, plan.rows
@@ -90,7 +97,8 @@ class FairSharePass(SchedulerPassProtocol):
     seats or blocks are taken, a tenant that holds less than its share gets some from those that hold more
     and were served as much: their last requests are preempted. A request that lacks blocks takes them from
     the tenant that holds the most for its weight. While the tenant served least has a prompt, running
-    prompts of others get what it leaves of the step. With one tenant it does nothing.
+    prompts of others get what it leaves of the step, and where it holds little, decodes of others make way
+    too. With one tenant it does nothing.
     """
 
     prompt_cost: float = 1.0
@@ -132,7 +140,7 @@ class FairSharePass(SchedulerPassProtocol):
             held = np.bincount(running, ir.running.num_blocks, len(accounts.codes)) / accounts.weights
             order = np.lexsort((held[running[by_rank]], -trusted_priority(ir.running)[by_rank]))
             ir = ir.order_running(by_rank[order])
-        return self._leave_tokens(ir, waiting, running, num_running)
+        return self._leave_time(ir, waiting, running, num_running)
 
     def observe(self, plan: SchedulePlan, state: _Accounts) -> None:
         """Charge each tenant for what is computed for it."""
@@ -189,8 +197,7 @@ class FairSharePass(SchedulerPassProtocol):
     ) -> ScheduleIR:
         """Preempt requests of tenants above their share for waiting ones of tenants below it."""
         accounts: _Accounts = ir.state
-        weights = np.where(accounts.is_active, accounts.weights, 0)
-        share = weights / weights.sum()
+        share = accounts.shares()
         victims: list[int] = []
         seats = np.maximum((share * ir.max_num_seqs).astype(np.intp), 1)
         missing = np.minimum(num_waiting, np.maximum(seats - num_running, 0))
@@ -221,34 +228,57 @@ class FairSharePass(SchedulerPassProtocol):
                 break
         return victims
 
-    def _leave_tokens(
+    def _leave_time(
         self, ir: ScheduleIR, waiting: Places, running: Places, num_running: Places
     ) -> ScheduleIR:
-        """Cap running prompts so that those of the tenant served least get their tokens first.
+        """Let the prompts of the tenant served least have their tokens and their time in this step.
 
-        Without it, a long prompt that runs would take every step's budget up to its end.
+        Running prompts of others get the tokens that these leave; without that, a long prompt would take each
+        step's budget up to its end. If the tenant holds less than half of its seats, as one that sends little
+        beside a flood, decodes of others take about as long as its prompts, and the rest sit the step out,
+        in turns.
         """
         accounts: _Accounts = ir.state
         accounts.is_capped = False
-        missing = ir.running.num_tokens - ir.running.num_computed_tokens
+        missing = ir.running.num_missing
         is_prompt = missing > 1
-        if not is_prompt.any():
-            return ir
         order = ir.admission if ir.can_admit else ir.admission[:0]
         if ir.deferred:
             order = order[~np.isin(order, list(ir.deferred))]
         tenants = np.unique(np.concatenate((running[is_prompt], waiting[order])))
-        least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
-        others = is_prompt & (running != least) & (trusted_priority(ir.running) == 0)
-        if not others.any():
+        if not len(tenants):
             return ir
+        least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
+        is_other = (running != least) & (trusted_priority(ir.running) == 0)
         needed = int(missing[is_prompt & (running == least)].sum())
         own = order[waiting[order] == least]
         if len(own):
             needed += int(ir.pending.num_tokens[own[0]])
-        left = min(accounts.prompt_budget, ir.max_num_batched_tokens) - needed
+        budget = min(accounts.prompt_budget, ir.max_num_batched_tokens)
+        if 2 * num_running[least] < accounts.shares()[least] * ir.max_num_seqs:
+            ir = self._sit_out(ir, is_other & (missing == 1), int(min(needed, budget)))
+        num_prompts = int(np.count_nonzero(is_other & is_prompt))
+        if not num_prompts:
+            return ir
         accounts.is_capped = True
-        return ir.cap(max(int(left) // int(others.sum()), 1), running=others)
+        return ir.cap(max(int(budget - needed) // num_prompts, 1), running=is_other & is_prompt)
+
+    def _sit_out(self, ir: ScheduleIR, is_decode: npt.NDArray[np.bool_], num_prompt: int) -> ScheduleIR:
+        """Cap decodes at 0, but for those that sat out longest and together take as long as a prompt."""
+        rows = np.flatnonzero(is_decode)
+        rows = rows[~np.isin(rows, list(ir.preempted))]
+        if ir.cost is None or not len(rows):
+            return ir
+        context = int(ir.running.num_tokens[rows].sum(dtype=np.int64))
+        base_ns = ir.cost.base_ns
+        decodes_ns = ir.cost.predict_ns(StepWork(len(rows), len(rows), context, context)) - base_ns
+        prompt_ns = ir.cost.predict_ns(StepWork(num_prompt, 1, num_prompt, num_prompt * num_prompt // 2))
+        if decodes_ns <= prompt_ns:
+            return ir
+        num_kept = int(len(rows) * prompt_ns / decodes_ns)
+        rows = np.roll(rows, -(ir.step * num_kept % len(rows)))
+        rows = rows[np.argsort(ir.running.last_scheduled_step[rows], kind="stable")]
+        return ir.cap(0, running=rows[num_kept:])
 
     def _block_victims(
         self, ir: ScheduleIR, waiting: Places, running: Places, share: npt.NDArray[np.float64]
