@@ -68,7 +68,6 @@ class StepCost:
         linear = self.token_ns + self.kv_token_ns + self.pair_ns * start
         if left <= 0:
             return 0
-        if self.pair_ns == 0:
-            return int(min(left / linear, 1 << 30)) if linear else 1 << 30
-        root = (linear * linear + 2 * self.pair_ns * left) ** 0.5
-        return int(min((root - linear) / self.pair_ns, 1 << 30))
+        # The root of a quadratic, in the form that subtracts nothing and so also holds without pairs.
+        divisor = linear + (linear * linear + 2 * self.pair_ns * left) ** 0.5
+        return int(min(2 * left / divisor, 1 << 30)) if divisor else 1 << 30
