@@ -53,14 +53,15 @@ class MeasuredStep(NamedTuple):
 class FitSettings:
     """How the mix of steps is made: rounds of requests, each run to its end, for `duration_s` seconds.
 
-    A round has 1 … `max_seqs` requests with prompts of 1 … `max_prompt_tokens` tokens, both drawn
-    log-uniformly, half of which begin alike; so the steps cover batches, contexts and chunks of all sizes.
+    A round has 1 … `max_seqs` requests with prompts of up to some length below `max_prompt_tokens`, half of
+    which begin alike; both limits are drawn log-uniformly, so the steps cover batches, contexts and chunks
+    of all sizes. Without long contexts beside short chunks nothing would tell their costs apart.
     """
 
     duration_s: float = 60.0
     max_seqs: int = 64
     max_prompt_tokens: int = 1024
-    max_output_tokens: int = 16
+    max_output_tokens: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -262,12 +263,12 @@ def _step(row: Any, line: int) -> MeasuredStep:
 def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: int) -> list[TraceRequest]:
     """Make requests that all arrive at once and fit into the KV memory together."""
     num_requests = _log_uniform(rng, settings.max_seqs)
-    longest = _log_uniform(rng, settings.max_prompt_tokens)
+    longest = max(_log_uniform(rng, settings.max_prompt_tokens) for _ in range(2))
     common = _draw(rng, longest, vocab_size)
     requests: list[TraceRequest] = []
     num_left = num_kv_tokens // 2
     for _ in range(num_requests):
-        num_tokens = _log_uniform(rng, longest)
+        num_tokens = rng.randint(1, longest)
         num_left -= num_tokens + settings.max_output_tokens
         if requests and num_left < 0:
             break
