@@ -96,9 +96,10 @@ class FairSharePass(SchedulerPassProtocol):
         accounts.is_shared = not _is_one_tenant(ir)
         if not accounts.is_shared:
             return self._trusted_first(ir)
-        waiting, running = accounts.places(ir.pending), accounts.places(ir.running)
-        if len(waiting) and len(accounts.codes) > 1:
-            waiting = accounts.places(ir.pending)  # the running ones may have moved the places
+        running, num_known = accounts.places(ir.running), len(accounts.codes)
+        waiting = accounts.places(ir.pending)
+        if len(accounts.codes) > num_known:
+            running = accounts.places(ir.running)  # the waiting ones have moved the places
         is_deferred = np.zeros(len(waiting), np.bool_)
         is_deferred[list(ir.deferred)] = True
         num_waiting = np.bincount(waiting[~is_deferred], minlength=len(accounts.codes))
