@@ -4,7 +4,8 @@ Steps of one mix are measured on the real engine and fitted (as `sage llm bench 
 conversations that share prefixes and begin as a Poisson process, then runs on the real engine, and once more
 on virtual time with the fitted costs: each real step is predicted, and the simulated run's total time is
 compared with the real one's. Two rates: one that leaves the engine idle at times, one above its capacity
-(requests a second when all come at once, as simulated).
+(requests a second when all come at once, as simulated). Both mixes are measured in turns on one engine, so
+that a machine whose speed drifts does so for both.
 
 With --cpu-time, one thread computes and the clock is the process's CPU time, so that other processes
 of a shared machine count less; idle time is skipped on both sides.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import fmean, median
 from time import process_time_ns, time
@@ -26,15 +28,15 @@ from sagellm.core import Clock, Runtime, TraceRequest, percentile
 from sagellm.engines import EngineConfig
 from sagellm.engines.bench.step_fit import (
     FitSettings,
+    MeasuredStep,
+    RecordedCore,
     errors_of,
     fit_steps,
-    load_recorded_core,
-    measure_steps,
     total_error_of,
 )
 from sagellm.engines.cli.output import columns
 from sagellm.engines.simulation.conversations import ConversationSettings, simulate_clients
-from sagellm.engines.simulation.served_load import LoadRun, LoadSettings, ServedRequest
+from sagellm.engines.simulation.served_load import LoadSettings, ServedRequest
 from sagellm.engines.simulation.serving import simulate_serving
 from sagellm.engines.simulation.step_costs import StepCosts
 from sagellm.engines.traces.lengths import Lengths
@@ -78,57 +80,68 @@ def judged_load(options: argparse.Namespace) -> list[TraceRequest]:
     ]
 
 
-def run_real(
-    requests: list[TraceRequest], config: EngineConfig, load: LoadSettings, runtime: Runtime | None
-) -> tuple[list[ServedRequest], list[Any]]:
-    """Run a load on the real engine; return its requests and its steps."""
-    core, recorder, used = load_recorded_core(config, runtime)
-    for _ in range(2):  # the first run finds memory cold
-        core.kv.clear_cache()
-        recorder.steps.clear()
-        served = LoadRun(core, used.clock, requests, load).run()
-    core.close()
-    return served, recorder.steps
+Real = tuple[list[ServedRequest], list[MeasuredStep]]
 
 
 def judge(
+    reals: Sequence[Real],
     requests: list[TraceRequest],
     config: EngineConfig,
     load: LoadSettings,
     costs: StepCosts,
-    runtime: Runtime | None,
 ) -> dict[str, Any]:
-    """Compare a real run with its simulation."""
-    served, steps = run_real(requests, config, load, runtime)
+    """Compare real runs of one load with its simulation; figures are medians over the real runs."""
     simulated = simulate_serving(requests, config, costs, load=load)
+    figures = simulated.figures
+    runs = [_compare(served, steps, costs, figures.duration_s, figures.busy_s) for served, steps in reals]
+    return {
+        "num_requests": len(requests),
+        "num_steps": len(reals[0][1]),
+        "num_simulated_steps": figures.num_steps,
+        **{name: median(one[name] for one in runs) for name in runs[0]},
+        "simulated_duration_s": figures.duration_s,
+        "simulated_busy_s": figures.busy_s,
+        "simulated_mean_ttft_s": fmean(_ttft_s(one) for one in simulated.requests),
+        "simulated_token_hit_rate": figures.token_hit_rate,
+        "runs": runs,
+    }
+
+
+def _compare(
+    served: list[ServedRequest], steps: list[MeasuredStep], costs: StepCosts, duration_s: float, busy_s: float
+) -> dict[str, float]:
     errors = errors_of(costs.step, steps)
     real_s = max(one.finished_ns or 0 for one in served) / 1e9
     real_busy_s = sum(one.took_ns for one in steps) / 1e9
-    figures = simulated.figures
     return {
-        "num_requests": len(requests),
-        "num_steps": len(steps),
-        "num_simulated_steps": figures.num_steps,
         "median_step_error": median(errors),
         "p90_step_error": percentile(errors, 90),
         "predicted_steps_total_error": total_error_of(costs.step, steps),
         "duration_s": real_s,
-        "simulated_duration_s": figures.duration_s,
-        "duration_error": figures.duration_s / real_s - 1,
+        "duration_error": duration_s / real_s - 1,
         "busy_s": real_busy_s,
-        "simulated_busy_s": figures.busy_s,
-        "busy_error": figures.busy_s / real_busy_s - 1,
+        "busy_error": busy_s / real_busy_s - 1,
         "mean_ttft_s": fmean(_ttft_s(one) for one in served),
-        "simulated_mean_ttft_s": fmean(_ttft_s(one) for one in simulated.requests),
         "token_hit_rate": sum(one.num_cached_tokens for one in served)
         / sum(one.num_prompt_tokens for one in served),
-        "simulated_token_hit_rate": figures.token_hit_rate,
     }
 
 
 def _ttft_s(one: ServedRequest) -> float:
     assert one.first_token_ns is not None, one.error
     return (one.first_token_ns - one.arrival_ns) / 1e9
+
+
+def choose_loads(
+    requests: list[TraceRequest], config: EngineConfig, costs: StepCosts, shares: Sequence[float]
+) -> dict[str, LoadSettings]:
+    """Return loads as shares of what the engine can serve when all requests come at once, as simulated."""
+    at_once = simulate_serving(requests, config, costs, load=LoadSettings(stretch=1e-9)).figures
+    longest_s = requests[-1].arrival_s
+    return {
+        f"{share} of capacity": LoadSettings(stretch=at_once.duration_s / share / longest_s)
+        for share in shares
+    }
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -157,12 +170,13 @@ def as_text(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Measure and print."""
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=EngineConfig().model.name)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--fit-s", type=float, default=60.0, help="seconds of steps that are fitted")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of both mixes")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--scale", type=int, default=24, help="system message: 4 times, turns about 5 times")
     parser.add_argument("--max-len", type=int, default=1500)
@@ -172,7 +186,12 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     output_flags(parser, "fidelity")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
     runtime = None
     if options.cpu_time:
         if os.environ.get("OMP_NUM_THREADS") != "1":
@@ -181,19 +200,28 @@ def main() -> None:
     config = EngineConfig().with_values(
         {"model.name": options.model, "model.dtype": options.dtype, "kv.num_blocks": options.num_blocks}
     )
-    settings = FitSettings(duration_s=options.fit_s, seed=options.seed)
-    steps, bare = measure_steps(config, settings, runtime=runtime)
-    costs, fit = fit_steps(steps, bare)
     requests = judged_load(options)
-    at_once = simulate_serving(requests, config, costs, load=LoadSettings(stretch=1e-9)).figures
-    longest_s = requests[-1].arrival_s
-    loads = {
-        f"{share} of capacity": judge(
-            requests, config, LoadSettings(stretch=at_once.duration_s / share / longest_s), costs, runtime
-        )
-        for share in options.loads
-    }
-    found = {"model": options.model, "fit": asdict(fit), "loads": loads}
+    settings = FitSettings(seed=options.seed)
+    steps: list[MeasuredStep] = []
+    loads: dict[str, LoadSettings] = {}
+    reals: dict[str, list[Real]] = {}
+    with RecordedCore(config, runtime) as recorded:
+        rounds = recorded.rounds(settings)
+        next(rounds)
+        for _ in range(options.repeats):
+            end_ns = recorded.clock.now_ns() + round(options.fit_s / options.repeats * 1e9)
+            while recorded.clock.now_ns() < end_ns:
+                steps += next(rounds)
+            if not loads:
+                first, _ = fit_steps(steps, recorded.costs())
+                loads = choose_loads(requests, config, first, options.loads)
+            for name, load in loads.items():
+                recorded.core.kv.clear_cache()
+                reals.setdefault(name, []).append(recorded.run(requests, load))
+        bare = recorded.costs()
+    costs, fit = fit_steps(steps, bare)
+    judged = {name: judge(reals[name], requests, config, load, costs) for name, load in loads.items()}
+    found = {"model": options.model, "fit": asdict(fit), "loads": judged}
     publish(
         "fidelity",
         as_text(found),

@@ -41,7 +41,12 @@ COST = Path(__file__).parent / "cost" / "h200-8b.json"
 FCFS = "order=none,share=none,preempt=none"
 """First come, first served, with prompts cut as always; without priorities the engine's own order."""
 
-STARVATION_S = 60
+STARVATION_LIMIT_S = 60
+"""No request may wait longer at the main load."""
+
+STARVATION_S = 30
+"""When a waiting request goes first: early enough for those that wait with it."""
+
 CANDIDATES = (
     FCFS,
     f"order=lifetime{{starvation_s={STARVATION_S}}},share=none,preempt=memory-aware",
@@ -51,7 +56,7 @@ CANDIDATES = (
     f"order=batching{{starvation_s={STARVATION_S}}},share=none,preempt=memory-aware",
     "order=mlfq{quantum=2048},share=none,preempt=memory-aware",
 )
-URGENT = "order=priority,share=none,preempt=memory-aware"
+URGENT = "order=priority{ageing_s=120},share=none,preempt=memory-aware"
 
 LOADS = (0.7, 0.9, 1.1)
 MAIN_LOAD = 0.9
@@ -306,6 +311,7 @@ def main() -> None:
             "cost": read_step_costs(COST).source,
             "capacity_requests_per_s": [round(one["request_throughput_per_s"], 3) for one in saturated],
             "saturated": saturated,
+            "starvation_limit_s": STARVATION_LIMIT_S,
             "left_out": [each for each in CANDIDATES if each not in candidates],
         }
         chosen = options.chosen

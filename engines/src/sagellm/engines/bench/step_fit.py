@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from sagellm.core import (
     ConfigError,
@@ -33,6 +33,7 @@ from sagellm.engines.whole_file import whole_file
 if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig
     from sagellm.engines.engine_core.core import EngineCore
+    from sagellm.engines.simulation.served_load import LoadSettings, ServedRequest
 
 _LEAST_STEPS = 20
 _HELD_OUT = 5
@@ -52,14 +53,15 @@ class MeasuredStep(NamedTuple):
 class FitSettings:
     """How the mix of steps is made: rounds of requests, each run to its end, for `duration_s` seconds.
 
-    A round has 1 … `max_seqs` requests with prompts of 1 … `max_prompt_tokens` tokens, both drawn
-    log-uniformly, half of which begin alike; so the steps cover batches, contexts and chunks of all sizes.
+    A round has 1 … `max_seqs` requests with prompts of up to some length below `max_prompt_tokens`, half of
+    which begin alike; both limits are drawn log-uniformly, so the steps cover batches, contexts and chunks
+    of all sizes. Without long contexts beside short chunks nothing would tell their costs apart.
     """
 
     duration_s: float = 60.0
     max_seqs: int = 64
     max_prompt_tokens: int = 1024
-    max_output_tokens: int = 16
+    max_output_tokens: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,60 +99,85 @@ class StepRecorder:
             self.steps.append(MeasuredStep(record.work, record.finished_ns - record.started_ns))
 
 
-def load_recorded_core(
-    config: EngineConfig, runtime: Runtime | None = None
-) -> tuple[EngineCore, StepRecorder, Runtime]:
-    """Load an engine's core with a recorder of its steps. The caller closes it."""
-    from sagellm.engines.assembly import load_core
+class RecordedCore:
+    """A loaded core whose steps are recorded. `clock` is the machine's unless another is given."""
 
-    recorder, registry = StepRecorder(), PluginRegistry.load()
-    registry.register(recorder, distribution="sagellm-step-recorder")
-    runtime = runtime or Runtime.system(seed=0)
-    core = load_core(config, registry=registry, runtime=runtime)
-    while core.use_idle_time():  # as a server does
-        pass
-    return core, recorder, runtime
+    def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
+        from sagellm.engines.assembly import load_core
+
+        recorder, registry = StepRecorder(), PluginRegistry.load()
+        registry.register(recorder, distribution="sagellm-step-recorder")
+        runtime = runtime or Runtime.system(seed=0)
+        self._recorder = recorder
+        self._model = config.model.name
+        self.clock = runtime.clock
+        self.core: EngineCore = load_core(config, registry=registry, runtime=runtime)
+        while self.core.use_idle_time():  # as a server does
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core.close()
+
+    def run(
+        self, requests: Sequence[TraceRequest], load: LoadSettings | None = None
+    ) -> tuple[list[ServedRequest], list[MeasuredStep]]:
+        """Run requests to their ends; return them and their steps. Raises BenchmarkError if one fails."""
+        from sagellm.engines.simulation.served_load import LoadRun, LoadSettings
+
+        self._recorder.steps = []
+        served = LoadRun(self.core, self.clock, requests, load or LoadSettings()).run()
+        for one in served:
+            if one.error is not None:
+                raise BenchmarkError(f"a request failed: {one.error}")
+        return served, self._recorder.steps
+
+    def rounds(self, settings: FitSettings) -> Iterator[list[MeasuredStep]]:
+        """Yield the steps of one round of the mix after the other, for ever. The first finds memory cold."""
+        limits = self.core.info.limits
+        assert limits is not None, "an engine that loads a model has limits"
+        rng = Random(f"fit {settings.seed}")
+        longest = min(settings.max_prompt_tokens, limits.max_model_len - settings.max_output_tokens - 1)
+        settings = replace(settings, max_prompt_tokens=max(1, longest))
+        while True:
+            yield self.run(_round(rng, settings, limits.vocab_size, limits.num_blocks * limits.block_size))[1]
+
+    def costs(self) -> StepCosts:
+        """Return its costs without the fit."""
+        info = self.core.info
+        limits, layout = info.limits, info.layout
+        assert limits is not None, "an engine that loads a model has limits"
+        assert layout is not None, "and a layout of its KV"
+        return StepCosts(
+            source="not fitted yet",
+            device="cuda" if str(info.settings["model.device"]).startswith("cuda") else "cpu",
+            step=StepCost(base_ns=1.0),
+            kv_bytes_a_token=layout.block_bytes // layout.block_size,
+            kv_memory_bytes=limits.num_blocks * layout.block_bytes,
+            about={"model": self._model, "dtype": info.settings["model.dtype"]},
+        )
 
 
 def measure_steps(
-    config: EngineConfig, settings: FitSettings, *, runtime: Runtime | None = None, progress: bool = False
+    config: EngineConfig, settings: FitSettings, *, progress: bool = False
 ) -> tuple[list[MeasuredStep], StepCosts]:
-    """Run the mix of steps, by default on the machine's clock; return them, and costs without the fit."""
-    from sagellm.engines.simulation.served_load import LoadRun, LoadSettings
-
-    core, recorder, runtime = load_recorded_core(config, runtime)
-    info = core.info
-    limits, layout = info.limits, info.layout
-    assert limits is not None and layout is not None, "an engine that loads a model has both"  # noqa: PT018
-    rng = Random(f"fit {settings.seed}")
-    longest = min(settings.max_prompt_tokens, limits.max_model_len - settings.max_output_tokens - 1)
-    settings = replace(settings, max_prompt_tokens=max(1, longest))
-    clock = runtime.clock
-    start_ns = shown_ns = clock.now_ns()
-    end_ns = start_ns + round(settings.duration_s * 1e9)
-    total = round(settings.duration_s)
-    with progress_bar("measuring", total=total, unit="seconds", enabled=progress) as advance:
-        is_warm = False
-        while not is_warm or clock.now_ns() < end_ns:
-            requests = _round(rng, settings, limits.vocab_size, limits.num_blocks * limits.block_size)
-            for one in LoadRun(core, clock, requests, LoadSettings()).run():
-                if one.error is not None:
-                    raise BenchmarkError(f"a request failed: {one.error}")
-            if not is_warm:  # the first round finds memory and caches cold
-                is_warm = True
-                recorder.steps.clear()
-            advance((clock.now_ns() - shown_ns) / 1e9)
-            shown_ns = clock.now_ns()
-    core.close()
-    costs = StepCosts(
-        source="not fitted yet",
-        device="cuda" if str(info.settings["model.device"]).startswith("cuda") else "cpu",
-        step=StepCost(base_ns=1.0),
-        kv_bytes_a_token=layout.block_bytes // layout.block_size,
-        kv_memory_bytes=limits.num_blocks * layout.block_bytes,
-        about={"model": config.model.name, "dtype": info.settings["model.dtype"]},
-    )
-    return recorder.steps, costs
+    """Run the mix of steps; return them, and costs without the fit."""
+    steps: list[MeasuredStep] = []
+    with RecordedCore(config) as recorded:
+        rounds, clock = recorded.rounds(settings), recorded.clock
+        next(rounds)
+        shown_ns = clock.now_ns()
+        end_ns = shown_ns + round(settings.duration_s * 1e9)
+        total = round(settings.duration_s)
+        with progress_bar("measuring", total=total, unit="seconds", enabled=progress) as advance:
+            while not steps or shown_ns < end_ns:
+                steps += next(rounds)
+                now_ns = clock.now_ns()
+                advance((now_ns - shown_ns) / 1e9)
+                shown_ns = now_ns
+        return steps, recorded.costs()
 
 
 def fit_steps(steps: Sequence[MeasuredStep], costs: StepCosts) -> tuple[StepCosts, FitFigures]:
@@ -236,12 +263,12 @@ def _step(row: Any, line: int) -> MeasuredStep:
 def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: int) -> list[TraceRequest]:
     """Make requests that all arrive at once and fit into the KV memory together."""
     num_requests = _log_uniform(rng, settings.max_seqs)
-    longest = _log_uniform(rng, settings.max_prompt_tokens)
+    longest = max(_log_uniform(rng, settings.max_prompt_tokens) for _ in range(2))
     common = _draw(rng, longest, vocab_size)
     requests: list[TraceRequest] = []
     num_left = num_kv_tokens // 2
     for _ in range(num_requests):
-        num_tokens = _log_uniform(rng, longest)
+        num_tokens = rng.randint(1, longest)
         num_left -= num_tokens + settings.max_output_tokens
         if requests and num_left < 0:
             break

@@ -34,7 +34,7 @@ _FIT = {
     "duration_s": _flag("duration_s", float, "SECONDS", "How long to measure. [default: 60]"),
     "max_seqs": _flag("max_seqs", int, "INT", "Most sequences in a step. [default: 64]"),
     "max_prompt_tokens": _flag("max_prompt_tokens", int, "INT", "Longest prompt. [default: 1024]"),
-    "max_output_tokens": _flag("max_output_tokens", int, "INT", "Longest output. [default: 16]"),
+    "max_output_tokens": _flag("max_output_tokens", int, "INT", "Longest output. [default: 64]"),
 }
 
 _FILES = (

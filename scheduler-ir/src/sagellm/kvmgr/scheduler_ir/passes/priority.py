@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class PriorityBasedPass(SchedulerPassProtocol):
     """Orders admission and preemption by priority; `ageing_s` of waiting count as one level more.
 
-    Requests of one level keep the order so far, that of an earlier pass for instance.
+    Requests of one level keep the order so far, that of an earlier pass for instance. While the first waiting
+    request could start, the prompts of running ones of lower levels advance by one token a step: a running
+    prompt takes the whole token budget otherwise, for seconds if it is long.
     """
 
     ageing_s: float = 30.0
@@ -35,10 +37,26 @@ class PriorityBasedPass(SchedulerPassProtocol):
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Order both parts, if that can matter. O((waiting + running) · log)."""
         if ir.can_admit:
-            ir = order_pending(ir, by(-self._levels(ir, ir.pending), ir.admission))
+            levels = self._levels(ir, ir.pending)
+            ir = order_pending(ir, by(-levels, ir.admission))
+            ir = self._make_way(ir, levels)
         if may_lack_blocks(ir):
             ir = order_running(ir, by(-self._levels(ir, ir.running), ir.preemption))
         return ir
+
+    def _make_way(self, ir: ScheduleIR, levels: npt.NDArray[np.float64]) -> ScheduleIR:
+        """Cap prompts that run below the level of the first waiting request, if that has its blocks."""
+        running, deferred = ir.running, ir.deferred
+        is_prompt = running.num_tokens - running.num_computed_tokens > 1
+        if not is_prompt.any():
+            return ir
+        head = next((row for row in ir.admission.tolist() if row not in deferred), None)
+        if head is None:
+            return ir
+        below = np.flatnonzero(is_prompt & (self._levels(ir, running) < levels[head]))
+        if not len(below) or ir.hits([head])[0].num_blocks_needed > ir.available_memory:
+            return ir
+        return ir.cap(1, running=below)
 
     def _levels(self, ir: ScheduleIR, rows: RequestRows) -> npt.NDArray[np.float64]:
         levels: npt.NDArray[np.float64] = rows.priority.astype(np.float64) + np.floor(
