@@ -102,8 +102,8 @@ def a_seat_kept_after_a_disconnect() -> None:
 
     @change(Admission, "seat")
     @contextmanager
-    def seat(original: Any, self: Any) -> Iterator[Any]:
-        with original(self) as held:
+    def seat(original: Any, self: Any, *tenant: Any) -> Iterator[Any]:
+        with original(self, *tenant) as held:
             try:
                 yield held
             except ClientGoneError:

@@ -225,6 +225,14 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a budget below the number running lets decodes rotate",
             "a budget below the number running lets decodes rotate",
         ),
+        "set_passes": (
+            "passes are shown and replaced between steps",
+            "passes are shown and replaced between steps",
+        ),
+        "watch": (
+            "passes are shown and replaced between steps",
+            "passes are shown and replaced between steps",
+        ),
     },
     "scheduler_pass": {
         "name": ("a pass is a frozen dataclass with a name", "a pass is a frozen dataclass with a name"),

@@ -24,7 +24,7 @@ from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 IN_MEMORY_ONLY = {
     "core-protocols/src/sagellm/core/testing/scheduler_pass.py",  # compares two in one process
     "core-protocols/src/sagellm/core/tokens.py",  # TokenIds.__hash__
-    "engines/src/sagellm/engines/simulation/future.py",  # numbers contents within one replay
+    "engines/src/sagellm/engines/simulation/contents.py",  # numbers contents within one replay
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/node.py",  # keys of ghosts
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/radix.py",
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/ghosts.py",

@@ -114,7 +114,7 @@ def test_a_sequence_preempted_in_its_prompt_goes_on_where_its_scores_end(make_en
     scheduler = engine.client.core.scheduler
     [sequence] = scheduler._sequences.values()
     assert sequence.num_scored == 80
-    scheduler._preempt(sequence)
+    scheduler._preempt(sequence, is_swapped=False)
     outputs = []
     outputs += engine.step()
     assert sequence.match.match_length == 80

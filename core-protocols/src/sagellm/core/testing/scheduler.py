@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sagellm.core.errors import EngineError, InvalidInputError
+from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
 from sagellm.core.ids import RequestId
 from sagellm.core.protocols.scheduler_ir import (
     Decision,
@@ -296,6 +296,20 @@ class SchedulerContract(SchedulerPlanContract):
             scheduler.add_optimization_pass(_Edit(count))
         steps = [self.plan(scheduler, TWO_OF_EACH).step for _ in range(2)]
         assert seen == [(steps[0],), (steps[0],), tuple(steps), tuple(steps)]
+
+    def test_passes_are_shown_and_replaced_between_steps(self) -> None:
+        """Unless the scheduler says by ConfigError that it does neither."""
+        scheduler, seen = self.make_for(TWO_OF_EACH[2]), []
+        scheduler.add_optimization_pass(_Edit(lambda ir: ir.defer([0], "early"), "first"))
+        try:
+            scheduler.watch(lambda name, before, after: seen.append((name, len(after.decisions))))
+            decided = [self.plan(scheduler, TWO_OF_EACH).decisions[0].made_by]
+            scheduler.set_passes([_Edit(lambda ir: ir.defer([1], "late"), "second")])
+        except ConfigError as error:
+            pytest.skip(str(error))
+        decided.append(self.plan(scheduler, TWO_OF_EACH).decisions[0].made_by)
+        assert decided == ["first", "second"]
+        assert seen == [("first", 1), ("second", 1)]
 
     def test_hits_are_seen_before_ordering(self) -> None:
         """A pass queries the probe, and only for the requests whose hit it needs."""

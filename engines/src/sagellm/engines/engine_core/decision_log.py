@@ -414,9 +414,9 @@ class DecisionLog:
     def _count_part(self, story: Story) -> None:
         """Record how much of a prompt the last step computed, and what ended that part."""
         sequence = story.sequence
-        assert sequence is not None
-        assert sequence.seat is not None
-        seat = sequence.seat
+        seat = None if sequence is None else sequence.seat
+        if sequence is None or seat is None:
+            return  # it left its seat between two steps
         done = int(self._seats.num_computed[seat])
         num_tokens, story.num_computed = done - story.num_computed, done
         is_over = done >= story.num_wanted

@@ -92,7 +92,11 @@ class Admission:
                 f"they have {use.num_tokens}, this one {num_tokens}",
             )
         if len(self.tenants) > 1 and others and own > max(1, free):
-            raise use.refuse("tenant_queue_full", f"{told}, and it must leave as many to others")
+            raise use.refuse(
+                "tenant_queue_full",
+                f"{told}, with the {num_held + num_more} of this request that is more than the "
+                f"{max(0, free)} that remain for other keys",
+            )
         if others and free < 0:
             raise use.refuse("queue_full", f"{others} sequences are waiting or running")
         self.num_live = total

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sagellm.engines.simulation.served.world import World
 
 _RETRIED = {429, 503}
-_CODES = {"engine_dead", "queue_full", "too_many_connections", "aborted"}
+_CODES = {"engine_dead", "queue_full", "tenant_queue_full", "too_many_connections", "aborted"}
 """What may be wrong with a valid request to a server with faults; it is sent again."""
 _SLOW_READ_BYTES, _PAUSE_S = 64, 0.4
 
