@@ -7,7 +7,8 @@ load. Steps are decodes of 1 and some sequences, and a prompt of 512 tokens. `ga
 
 Then a run with a host tier counts, in the execution graphs of its steps, how many of the blocks that are
 copied, read at eviction, or written from the tier must be there before the very next step that computes
-something is over: it, or a transfer before it, writes what was read; or it touches what was written.
+something is over: it, or a transfer before it, writes what was read; or it touches what was written. Prompts
+are computed in one step, and in chunks.
 Makes MODEL, of random weights in the Qwen3-0.6B shape, if it is not there.
 """
 
@@ -133,7 +134,7 @@ def overlap(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def needed_next() -> dict[str, dict[str, int]]:
+def needed_next(max_num_batched_tokens: int) -> dict[str, dict[str, int]]:
     """Count the blocks of transfers, and those that the next computed step needs to be transferred.
 
     With the embedded model, as that depends on lengths alone. Prompts evict each other, share a part of a
@@ -141,7 +142,13 @@ def needed_next() -> dict[str, dict[str, int]]:
     """
     graphs: list[ExecutionGraph] = []
     with LLMEngine(
-        dtype="float32", num_blocks=160, max_num_seqs=4, kv_tiers={"host": "4GiB"}, kv_fetch="always"
+        dtype="float32",
+        num_blocks=160,
+        max_num_seqs=4,
+        max_num_batched_tokens=max_num_batched_tokens,
+        scheduler_passes="chunk=none",
+        kv_tiers={"host": "4GiB"},
+        kv_fetch="always",
     ) as engine:
         engine.watch_graphs(graphs.append)
         rng = np.random.default_rng(0)
@@ -185,7 +192,8 @@ def main() -> None:
     options = parser.parse_args()
     model = ensure(options.model)
     foreign = foreign_cores()
-    found, shares = overlap(model, options), needed_next()
+    found = overlap(model, options)
+    shares = {f"at most {most} tokens a step": needed_next(most) for most in (2048, 64)}
     table = columns(
         ["step", *(f"{mode} ms" for mode in MODES), "read ms", "gain", "possible"],
         [
@@ -200,8 +208,9 @@ def main() -> None:
         ],
     )
     needed = "\n".join(
-        f"{kind}: {count['num_needed_next']} of {count['num_blocks']} blocks are needed by the next step"
-        for kind, count in shares.items()
+        f"{which}, {kind}: {count['num_needed_next']} of {count['num_blocks']} blocks are needed next"
+        for which, counts in shares.items()
+        for kind, count in counts.items()
     )
     publish(
         "copy_overlap",

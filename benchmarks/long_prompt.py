@@ -63,6 +63,7 @@ class Load:
         self._rng = np.random.default_rng(0)
         self._num_tokens: dict[str, int] = {}
         self._last_s: dict[str, float] = {}
+        self._num_ended = 0  # streams
 
     def run(self) -> Run:
         """Run all of it once."""
@@ -92,6 +93,10 @@ class Load:
                 run.steps_ms.append(step_ms)
                 run.itl_ms += gaps_ms
                 if PROMPT in self._num_tokens:
+                    if self._num_ended:
+                        raise SystemExit(
+                            "streams ended before the prompt's first token; raise --output-tokens"
+                        )
                     run.ttft_s = time.perf_counter() - begun_s
         run.took_s = time.perf_counter() - begun_s
         run.num_tokens = sum(self._num_tokens.values()) - before + self._options.prompt_tokens
@@ -109,6 +114,7 @@ class Load:
             if name != PROMPT and name in self._last_s:
                 gaps_ms.append((now_s - self._last_s[name]) * 1000)
             self._last_s[name] = now_s
+            self._num_ended += name.startswith("stream") and output.finished
         return (now_s - begun_s) * 1000, gaps_ms
 
     def _add(self, name: str, num_tokens: int, max_tokens: int) -> None:
@@ -162,7 +168,7 @@ def arguments() -> argparse.Namespace:
     add("--streams", type=int, default=8)
     add("--prompt-tokens", type=int, default=8000)
     add("--context-tokens", type=int, default=256, help="of each stream; default: %(default)s")
-    add("--output-tokens", type=int, default=256, help="of each stream, behind the warm-up; %(default)s")
+    add("--output-tokens", type=int, default=512, help="of each stream, behind the warm-up; %(default)s")
     add("--warm-tokens", type=int, default=1024, help="of the prompt before; default: %(default)s")
     add("--target-ms", type=float, help="scheduler.step_target_ms; default: the engine's")
     add("--max-loss", type=float, default=0.1, help="share of the throughput; default: %(default)s")

@@ -1,11 +1,12 @@
 """Random operations against models, from many seeds: `python benchmarks/seeds.py`, or `hatch run seeds`.
 
 A seed runs one of the machines: the allocators, the pool, the radix tree, tiers that are late or fail, the
-KV manager under compaction, and a whole engine over such tiers on virtual time. All integrity checks run
-after every operation (every tenth of a tier or engine). A violation is printed with the flags that
-reproduce it, and makes the exit code 1.
+KV manager under compaction, a whole engine over such tiers on virtual time, and the whole served system with
+faults. All integrity checks run after every operation (every tenth of a tier or engine, every sixteenth turn
+of a served core). A violation is printed with the flags that reproduce it, and makes the exit code 1.
 
     python benchmarks/seeds.py --machine "radix tree" --first 137 --seeds 1
+    python benchmarks/seeds.py --machine served --seeds 10000 --save results/seeds-served.json
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from sagellm.core.testing import (
 from sagellm.core.testing.kv_tier_model import KVTierMachine
 from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines.cli.output import columns
+from sagellm.engines.simulation.served.seeds import Totals, run_seeds as run_served_seeds
 from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, PagedKVPool
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
@@ -129,6 +131,12 @@ def run_engine(seed: int, num_operations: int) -> None:
         suite("test_tier_simulation").Simulation(seed, folder).run(num_operations)
 
 
+def run_served(seed: int, _: int) -> None:
+    """Run clients, front, supervisor, core and tiers with faults."""
+    for failure in run_served_seeds([seed], Totals()):
+        raise AssertionError(str(failure))
+
+
 MACHINES = {
     "allocator": Machine(run_allocator, 3000),
     "pool": Machine(run_pool, 1000),
@@ -136,6 +144,7 @@ MACHINES = {
     "tiers": Machine(run_tiers, 3000),
     "manager": Machine(run_manager, 600),
     "engine": Machine(run_engine, 500),
+    "served": Machine(run_served, 10),  # requests, besides faults
 }
 
 _loaded: dict[str, Any] = {}

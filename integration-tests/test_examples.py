@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from suite import load_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -35,6 +36,17 @@ def test_a_script_runs_and_says_something(script, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
+
+
+def test_kv_management_evicts_ended_requests_when_the_pool_is_small(capsys):
+    example = load_tests("examples/kvmgr_end_to_end.py")
+    report = example.main(total_blocks=3)
+    assert report.match_lengths == {"first": 0, "second": 5, "third": 0}
+    assert report.victims == ["first", "second"]
+    assert "evicted first: blocks [0, 1]" in capsys.readouterr().out
+    assert example.main().victims == []
+    with pytest.raises(ValueError, match="2 blocks do not hold the longest request, which has 38 tokens"):
+        example.main(total_blocks=2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

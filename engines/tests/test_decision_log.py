@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,13 @@ def test_a_request_that_is_served_at_once_waits_for_nothing(make):
     (admitted,), (computed,), (finished,) = kinds["admitted"], kinds["computed"], kinds["finished"]
     assert (admitted.num_tokens, admitted.num_cached_tokens, admitted.place) == (50, 0, 1)
     assert (computed.num_tokens, computed.num_steps, computed.capped_by) == (50, 1, None)
-    assert (finished.reason, finished.num_output_tokens, finished.at_ns) == ("length", 4, 3 * STEP_NS)
+    assert (finished.reason, finished.num_output_tokens) == ("length", 4)
+    assert finished.at_ns >= 3 * STEP_NS
     assert sequence.waited_ns == {}
 
 
-def test_waits_follow_each_other_without_gaps_and_add_up(make):
+def test_waits_follow_each_other_without_gaps_and_add_up(make, monkeypatch):
+    monkeypatch.setattr(explanation, "MAX_WAITS", 1000)
     engine = make(num_blocks=24, max_num_batched_tokens=32, max_num_seqs=3, enable_prefix_caching=False)
     ids = [engine.add_request(PROMPT, LONG, priority=number % 2) for number in range(6)]
     run(engine)
@@ -110,7 +112,7 @@ def test_waits_follow_each_other_without_gaps_and_add_up(make):
         assert sum(sequence.waited_ns.values()) == waited
         end_ns = 0
         for event in sequence.events:
-            if event.kind == "waited" and len(kinds["waited"]) <= explanation.MAX_WAITS:
+            if event.kind == "waited":
                 assert event.at_ns == end_ns
                 end_ns += event.duration_ns
             else:
@@ -307,12 +309,21 @@ def test_the_oldest_finished_ones_are_forgotten_first(make, monkeypatch):
     ids = [engine.add_request(PROMPT, GREEDY) for _ in range(5)]
     run(engine)
     log = engine.client.core.scheduler.log
-    assert [story.sequence.request.request_id for story in log.stories()] == ids[2:]
+    assert [story.facts.request_id for story in log.stories()] == ids[2:]
     assert log._num_finished_events == sum(len(story.events) for story in log.stories())
     monkeypatch.setattr(decision_log, "MAX_FINISHED_EVENTS", 6)
     engine.add_request(PROMPT, GREEDY)
     run(engine)
     assert len(log.stories()) == 1
+
+
+def test_no_prompt_is_kept_after_the_end(make):
+    engine = make()
+    engine.add_request(PROMPT, GREEDY)
+    run(engine)
+    (story,) = engine.client.core.scheduler.log.stories()
+    assert story.sequence is None
+    assert not any(isinstance(fact, Sized) and len(fact) >= len(PROMPT) for fact in story.facts[2:])
 
 
 def test_many_events_of_one_sequence_keep_its_beginning_and_its_end(make, monkeypatch):

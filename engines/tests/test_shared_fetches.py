@@ -158,3 +158,16 @@ def test_nothing_is_left_of_waiters_that_are_aborted(engine):
         sleep(0.01)  # a file is read by a thread
     assert not kv.num_fetches
     assert not kv._awaited
+
+
+def test_a_fetch_for_nobody_ends_while_the_engine_is_idle(engine):
+    core, held = engine.client.core, Held(engine)
+    begin(engine, "short")
+    engine.abort_request("short")
+    assert not engine.has_unfinished_requests()
+    assert core.kv.available_blocks < core.kv.total_blocks
+    held.release()
+    while core.kv.num_fetches:
+        core.use_idle_time()
+        sleep(0.001)
+    assert core.kv.available_blocks == core.kv.total_blocks

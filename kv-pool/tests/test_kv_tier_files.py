@@ -72,6 +72,26 @@ def test_a_persistent_file_is_found_again(tmp_path):
     tier.close()
 
 
+def test_a_place_that_cannot_be_read_keeps_nobody_from_starting(tmp_path, monkeypatch):
+    tier = open_tier(tmp_path / "tier")
+    for number in range(3):
+        put(tier, make_header(number), make_data(number))
+    tier.close()
+    read = NVMeBackend.read
+
+    def read_all_but_the_second(self, offset, parts):
+        if offset == UNIT:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, offset, parts)
+
+    monkeypatch.setattr(NVMeBackend, "read", read_all_but_the_second)
+    tier = open_tier(tmp_path / "tier")
+    assert (tier.metrics().num_blocks, tier.metrics().num_failed) == (2, 1)
+    assert [get(tier, make_header(number))[0] for number in range(3)] == ["done", "missing", "done"]
+    tier.check_integrity()
+    tier.close()
+
+
 @pytest.mark.parametrize("recovers", [False, True])
 def test_every_flipped_byte_is_a_miss_or_harmless(tmp_path, recovers):
     path = tmp_path / "tier"

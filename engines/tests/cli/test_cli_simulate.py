@@ -171,3 +171,27 @@ def test_policies_that_share_alike_are_all_seen():
     spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches if bar.get_height())
     assert len(spans) == 6
     assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
+
+
+def test_faults_are_simulated_from_seeds(sage):
+    out = sage("llm", "simulate", "--faults", "--seeds", "2", "--first", "5").out
+    assert "2 seeds" in out
+    assert "0 violations" in out
+    found = sage("llm", "simulate", "--faults", "--seeds", "1", "--json").json
+    assert (found["num_seeds"], found["violations"]) == (1, [])
+    assert found["num_answered"] > 0
+
+
+def test_a_violation_is_shown_with_the_command_that_repeats_it(sage, monkeypatch):
+    from sagellm.engines.output_stream import OutputStreams
+
+    monkeypatch.setattr(OutputStreams, "deliver", lambda self, outputs: None)
+    done = sage("llm", "simulate", "--faults", "--seeds", "1", "--only", "6")
+    assert done.code == 1
+    assert "not answered" in done.out
+    assert "sage llm simulate --faults --seeds 1 --first 0 --only 6" in done.out
+
+
+def test_without_a_trace_and_without_faults_it_says_what_is_missing(sage):
+    assert "--faults" in sage("llm", "simulate").err
+    assert "3,7,12" in sage("llm", "simulate", "--faults", "--only", "three").err

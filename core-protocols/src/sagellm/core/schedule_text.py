@@ -125,7 +125,7 @@ def _value_text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return "/".join(map(_quoted, value))
-    return _quoted(value) if isinstance(value, str) else f"{value:.6g}"
+    return _quoted(value) if isinstance(value, str) else f"{value:.12g}"
 
 
 def _quoted(text: str) -> str:

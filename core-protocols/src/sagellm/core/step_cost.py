@@ -18,20 +18,23 @@ class StepWork(NamedTuple):
     """The amounts that a step's duration depends on.
 
     A row that computes tokens s … e of its sequence adds 1 sequence, e - s tokens, e tokens of KV read, and
-    (e - s) · (s + e) ÷ 2 pairs of a token and a token that it attends to.
+    (e - s) · (s + e) ÷ 2 pairs of a token and a token that it attends to. If it computes several tokens, it
+    also adds 1 prefill, which stands for what a prompt costs whatever its length, such as admission.
     """
 
     num_tokens: int
     num_seqs: int
     num_kv_tokens: int
     num_pairs: int
+    num_prefills: int = 0
 
     @classmethod
     def of(cls, starts: Ints, num_new: Ints) -> Self:
         """Return what rows amount to that compute so many tokens from there on."""
         ends = starts + num_new
         num_pairs = int(num_new.astype("int64").dot(starts + ends)) // 2
-        return cls(int(num_new.sum()), len(ends), int(ends.sum(dtype="int64")), num_pairs)
+        num_prefills = int((num_new > 1).sum())
+        return cls(int(num_new.sum()), len(ends), int(ends.sum(dtype="int64")), num_pairs, num_prefills)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class StepCost:
     seq_ns: float = 0.0
     kv_token_ns: float = 0.0
     pair_ns: float = 0.0
+    prefill_ns: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -65,21 +69,22 @@ class StepCost:
             + self.seq_ns * work.num_seqs
             + self.kv_token_ns * work.num_kv_tokens
             + self.pair_ns * work.num_pairs
+            + self.prefill_ns * work.num_prefills
         )
 
     def num_tokens_within(self, duration_ns: float, start: int) -> int:
         """Return how many tokens of one sequence, after its first `start`, take at most this long.
 
-        Without the base. With n tokens: n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq.
+        Without the base. With n tokens: n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq
+        + prefill.
         """
-        left = duration_ns - self.seq_ns - self.kv_token_ns * start
+        left = duration_ns - self.seq_ns - self.prefill_ns - self.kv_token_ns * start
         linear = self.token_ns + self.kv_token_ns + self.pair_ns * start
         if left <= 0:
             return 0
-        if self.pair_ns == 0:
-            return int(min(left / linear, 1 << 30)) if linear else 1 << 30
-        root = (linear * linear + 2 * self.pair_ns * left) ** 0.5
-        return int(min((root - linear) / self.pair_ns, 1 << 30))
+        # The root of a quadratic, in the form that subtracts nothing and so also holds without pairs.
+        divisor = linear + (linear * linear + 2 * self.pair_ns * left) ** 0.5
+        return int(min(2 * left / divisor, 1 << 30)) if divisor else 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)

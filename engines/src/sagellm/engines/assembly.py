@@ -18,10 +18,13 @@ from sagellm.core import (
     ConfigError,
     EngineInfo,
     EngineProtocol,
+    ExecutorProtocol,
     InvalidRequestError,
     KVIdentity,
     KVLayout,
     KVMemory,
+    KVOffloadProtocol,
+    LifetimePredictorProtocol,
     ModelGeometry,
     ModelSpec,
     NullTrace,
@@ -87,6 +90,15 @@ class AssembledEngine:
     runtime: Runtime
 
 
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """Modules of a simulation, in place of those that the configuration names; None: as configured."""
+
+    executor: ExecutorProtocol | None = None
+    predictor: LifetimePredictorProtocol | None = None
+    make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
+
+
 def build_core(  # noqa: PLR0913
     modules: Modules,
     backend: ForwardBackendProtocol,
@@ -100,6 +112,7 @@ def build_core(  # noqa: PLR0913
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: ProgressHook | None = None,
     propose: DraftProposer | None = None,
+    stand_ins: StandIns | None = None,
 ) -> EngineCore:
     """Build a core around a forward backend that has no KV yet. The core closes `trace`.
 
@@ -107,7 +120,7 @@ def build_core(  # noqa: PLR0913
     or a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
     `progress` is the hook that the backend calls. `propose` guesses tokens that a step then verifies.
     """
-    config = modules.config
+    config, given = modules.config, stand_ins or StandIns()
     runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
     runner.initialize_kv_caches(num_blocks)  # first: it raises if they exceed memory
     identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
@@ -124,16 +137,18 @@ def build_core(  # noqa: PLR0913
     cost_fit = StepCostFit()
     graphs = StepGraphs(state, layout, trace=trace, cost=lambda: cost_fit.cost)
     worker = Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw)
-    executor = modules.make("executor", config.forward.executor, worker)
+    executor = given.executor or modules.make("executor", config.forward.executor, worker)
     with ExitStack() as on_failure:
         on_failure.callback(executor.close)
         seats = Seats(num_seats, block_size=block_size)
         label = modules.label("executor", config.forward.executor.name)
         steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=vocab_size)
         memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
-        offload = build_offload(modules, memory, runtime)
+        offload = (
+            given.make_offload(memory) if given.make_offload else build_offload(modules, memory, runtime)
+        )
         kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
-        predictor = modules.make("lifetime_predictor", config.predictor.name)
+        predictor = given.predictor or modules.make("lifetime_predictor", config.predictor.name)
         scheduler: Scheduler
         ir = modules.make(
             "scheduler",

@@ -31,6 +31,7 @@ class TraceRequest:
     tenant: str = ""
     conversation: str = ""
     """Requests with the same id, if known, are turns of one conversation."""
+    priority: int = 0  # larger is more urgent
 
 
 class TraceReaderProtocol(ABC):

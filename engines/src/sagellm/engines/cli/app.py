@@ -33,7 +33,7 @@ class LLMGroup(LazyGroup):
         "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
         "benchmark": Entry(f"{_HERE}.benchmark:app", "Put a named load on an engine and on peers beside it."),
-        "simulate": Entry(f"{_HERE}.simulate:app", "Replay a trace through the prefix cache alone."),
+        "simulate": Entry(f"{_HERE}.simulate:app", "Simulate serving a trace, or its prefix cache."),
         "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
         "explain": Entry(f"{_HERE}.explain:app", "Say what a running engine's scheduler decided, and why."),

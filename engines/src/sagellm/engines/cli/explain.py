@@ -83,8 +83,8 @@ def _lines(sequence: Values) -> Iterator[str]:
         yield f"preempted for it: {_listed(sequence['num_preempted_for_it'], sequence['preempted_for_it'])}"
     if sequence["num_preemptions"]:
         yield (
-            f"preempted {sequence['num_preemptions']:,} times; KV of "
-            f"{sequence['num_wasted_tokens']:,} tokens was computed in vain"
+            f"preemptions: {sequence['num_preemptions']:,}; tokens whose KV was computed in vain: "
+            f"{sequence['num_wasted_tokens']:,}"
         )
 
 
@@ -118,8 +118,8 @@ def _computed(event: Values) -> str:
     parts = "in one step" if event["num_steps"] == 1 else f"in {event['num_steps']:,} steps"
     capped_by = event["capped_by"]
     if capped_by is None:
-        return f"computed the last {event['num_tokens']:,} tokens of the prompt {parts}"
-    return f"computed {event['num_tokens']:,} tokens {parts}, ended by {_CAPS[capped_by]}{_lowered(event)}"
+        return f"computed the rest of the prompt {parts}: {_tokens(event['num_tokens'])}"
+    return f"computed {_tokens(event['num_tokens'])} {parts}, ended by {_CAPS[capped_by]}{_lowered(event)}"
 
 
 def _preempted(event: Values) -> str:
@@ -162,6 +162,10 @@ def _steps(event: Values) -> str:
         return "-"
     last = event.get("last_step", first)
     return f"{first}" if last == first else f"{first}-{last}"
+
+
+def _tokens(number: int) -> str:
+    return "1 token" if number == 1 else f"{number:,} tokens"
 
 
 def _seconds(ns: int) -> str:

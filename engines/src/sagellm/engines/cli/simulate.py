@@ -1,11 +1,11 @@
-"""`simulate`: a trace through the real prefix cache, without a model."""
+"""`simulate`: a trace through the modules that serve, without a model: the cache alone, or all of them."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,8 @@ from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.simulate_faults import FAULT_FLAGS, simulate_faults
+from sagellm.engines.cli.simulate_serving import SERVING_FLAGS, ServingTargets, simulate_serving
 from sagellm.engines.cli.targets import Overwrite, check_plot, check_targets
 from sagellm.engines.config.providers import split
 from sagellm.engines.config.sources import load_config
@@ -61,41 +63,79 @@ SIMULATE_FLAGS = (
     _flag("limit", int, "INT", "Replay so many requests of it.", min=1),
     _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
     _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
+    *SERVING_FLAGS,
+    *FAULT_FLAGS,
 )
 
 
 @app.command()
 @with_flags(SIMULATE_FLAGS)
-def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded or generated load.")],
+def simulate(  # noqa: PLR0913
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="A recorded or generated load.")
+    ] = None,
     *,
+    faults: Annotated[bool, typer.Option("--faults", help="Simulate a server with faults instead.")] = False,
+    cache_only: Annotated[
+        bool, typer.Option("--cache-only", help="Replay through the cache alone; so without --cost.")
+    ] = False,
     bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum.")] = True,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
-    """Replay a trace through the prefix cache, KV pool and eviction policy that serve.
+    """Simulate a trace: with --cost on virtual time through all that serves, else the prefix cache alone.
 
-    No model runs and no request runs beside another: what is saved depends on the cache alone.
+    With --cost, requests arrive, wait, run and are preempted; each step takes what the file says, and the
+    scheduler, its passes, KV pool, cache and tiers are those that serve. Without, no request runs beside
+    another: what is saved depends on the cache, the pool and the eviction policy alone.
+
+    With --faults, no trace: a whole server runs on virtual time, with clients and faults from seeds.
     """
+    if faults:
+        simulate_faults(options, as_json=as_json)
+        return
+    if trace is None:
+        raise ConfigError("which load is replayed? Name a trace, or simulate a server's faults with --faults")
+    plot, requests_file = options.get("plot"), options.get("requests")
+    check_plot(plot)
+    check_targets(plot, requests_file, overwrite=overwrite, source=trace)
+    if "cost" not in options:
+        _replay(trace, options, bounds=bounds, as_json=as_json, config=config)
+        return
+    if cache_only or "capacity" in options:
+        raise ConfigError(
+            "--cost simulates serving, and --cache-only and --capacity replay the cache alone; choose one "
+            "(blocks of KV in serving are --num-blocks)"
+        )
+    from sagellm.engines.traces import read_trace
+
+    requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
+    simulate_serving(trace, requests, options, ServingTargets(plot, requests_file, as_json), config)
+
+
+def _replay(
+    trace: Path, options: Mapping[str, Any], *, bounds: bool, as_json: bool, config: Path | None
+) -> None:
     from sagellm.engines.simulation.runs import simulate as run, with_bounds
     from sagellm.engines.traces import read_trace
 
     plot, requests_file = options.get("plot"), options.get("requests")
-    check_plot(plot)
-    check_targets(plot, requests_file, overwrite=overwrite, source=trace)
     policies = _split(options.get("eviction_policy") or [])
     flags = {name: options[name] for name in ("prefix_cache",) if name in options}
     settings = load_config(flags, config_file=config).config
     capacities = [_blocks(text) for text in _split(options.get("capacity") or [])]
     if not capacities:
-        raise ConfigError("how many blocks of KV are there? Say so with --capacity 1000,5000")
+        raise ConfigError(
+            "how many blocks of KV are there? Say so with --capacity 1000,5000, or simulate serving with "
+            "--cost FILE"
+        )
     policies = policies or [settings.prefix_cache.eviction_policy.name]
     if bounds:
         policies = with_bounds(policies)
     requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
-    settings = _with_block_size(settings, requests, options.get("block_size"))
+    settings = with_block_size(settings, requests, options.get("block_size"))
     total = len(requests) * (1 + len(capacities) * len(policies))
     started = time.perf_counter()
     with progress_bar("replaying", total=total, unit="requests") as advance:
@@ -122,7 +162,7 @@ def _blocks(text: str) -> int:
         raise ConfigError(f"--capacity is {text!r}; it must be whole numbers of blocks: 1000,5000") from None
 
 
-def _with_block_size(
+def with_block_size(
     settings: EngineConfig, requests: Sequence[TraceRequest], block_size: int | None
 ) -> EngineConfig:
     """Choose the block size: the one given, else the trace's own, else the configuration's."""

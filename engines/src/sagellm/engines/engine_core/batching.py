@@ -12,23 +12,32 @@ from sagellm.core import BatchStep, RequestRows, SchedulePlan, batching_efficien
 class BatchingMetrics:
     """Batching efficiency = useful tokens ÷ min(token budget, tokens that blocks and seats would admit).
 
-    The mean over the steps in which a waiting request could have been admitted.
+    The mean over the steps in which a waiting request could have been admitted. The token budget is the
+    configured one; `lowered_batching_efficiency` is the same with the budget to which passes lowered it, such
+    as what a step can compute within its target time.
     """
 
     num_steps: int = 0  # of this kind
     sum_of_shares: float = 0.0
+    sum_of_lowered_shares: float = 0.0
 
     def __sub__(self, earlier: BatchingMetrics) -> BatchingMetrics:
         """Return the difference from an earlier reading."""
         return BatchingMetrics(
             num_steps=self.num_steps - earlier.num_steps,
             sum_of_shares=self.sum_of_shares - earlier.sum_of_shares,
+            sum_of_lowered_shares=self.sum_of_lowered_shares - earlier.sum_of_lowered_shares,
         )
 
     @property
     def batching_efficiency(self) -> float | None:
         """The mean; None before the first such step."""
         return self.sum_of_shares / self.num_steps if self.num_steps else None
+
+    @property
+    def lowered_batching_efficiency(self) -> float | None:
+        """The mean with budgets as passes lowered them; None before the first such step."""
+        return self.sum_of_lowered_shares / self.num_steps if self.num_steps else None
 
 
 class BatchingMeter:
@@ -79,7 +88,21 @@ class BatchingMeter:
         )
         self._metrics.num_steps += 1
         self._metrics.sum_of_shares += batching_efficiency([step])
+        lowered = replace(step, token_budget=_lowered(plan, self._budget))
+        self._metrics.sum_of_lowered_shares += batching_efficiency([lowered])
 
     def metrics(self) -> BatchingMetrics:
         """Return a copy of the counts so far."""
         return replace(self._metrics)
+
+
+def _lowered(plan: SchedulePlan, budget: int) -> int:
+    """Return the token budget that passes left."""
+    return min(
+        (
+            int(one.value or 0)
+            for one in plan.decisions
+            if (one.kind, one.target) == ("lower", "max_num_batched_tokens")
+        ),
+        default=budget,
+    )

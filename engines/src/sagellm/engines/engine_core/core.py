@@ -215,7 +215,12 @@ class EngineCore(EngineProtocol):
         return self.scheduler.num_waiting + self.scheduler.num_running > 0
 
     def use_idle_time(self) -> bool:
-        """Let the backend prepare what later steps need."""
+        """Let the backend prepare what later steps need; finish fetches whose requests were aborted."""
+        if self.kv.num_fetches:
+            try:
+                self.kv.poll()
+            except Exception as error:
+                logger.exception("an idle engine failed: %s", self.parts.registry.describe(error))
         return self.runner.backend.use_idle_time()
 
     def close(self) -> None:

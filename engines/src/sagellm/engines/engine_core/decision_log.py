@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,11 @@ import numpy.typing as npt
 from sagellm.core import (
     Admission,
     Decision,
+    RequestId,
     RequestStatus,
     SchedulePlan,
     Seat,
     SequenceId,
-    hash_of,
 )
 from sagellm.core.protocols.scheduler_ir import DeferredReason
 from sagellm.engines.engine_core.decision_events import (
@@ -69,7 +69,7 @@ class WaitRange:
     ended_ns: int  # when the step after the last one was planned
     least: int | None = None
     most: int | None = None
-    keys: npt.NDArray[np.int64] | None = None  # `hash_of` their ids; None: all whom no pass deferred
+    keys: npt.NDArray[np.int64] | None = None  # of the sequences; None: all whom no pass deferred
 
     def include(self, value: int) -> None:
         """Widen the range of values that the limit had."""
@@ -77,11 +77,25 @@ class WaitRange:
         self.most = value if self.most is None else max(self.most, value)
 
 
+class Facts(NamedTuple):
+    """What stays known of a sequence after its end; neither prompt nor output."""
+
+    sequence_id: SequenceId
+    request_id: RequestId
+    key: int
+    tenant: str
+    priority: int
+    arrival_ns: int
+    num_prompt_tokens: int
+    max_tokens: int
+    num_preemptions: int
+
+
 @dataclass(slots=True, eq=False)
 class Story:
     """What happened to one sequence."""
 
-    sequence: Sequence
+    sequence: Sequence | None  # None after its end
     number: int  # in the order of arrival
     state: Literal["waiting", "running", "finished"] = "waiting"
     events: list[Any] = field(default_factory=list)
@@ -89,6 +103,27 @@ class Story:
     num_computed: int = 0  # tokens, while its prompt is computed
     num_wanted: int = 0
     counted_step: int = -1
+    ended: Facts | None = None
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the sequence besides events."""
+        sequence = self.sequence
+        if sequence is None:
+            assert self.ended is not None
+            return self.ended
+        request = sequence.request
+        return Facts(
+            sequence.sequence_id,
+            request.request_id,
+            sequence.key,
+            request.tenant.name,
+            request.priority,
+            request.arrival_ns,
+            len(request.token_ids),
+            request.max_tokens,
+            sequence.num_preemptions,
+        )
 
     def add(self, event: Any) -> None:
         """Append an event."""
@@ -224,6 +259,7 @@ class DecisionLog:
             Finished(self._now_ns() - sequence.request.arrival_ns, status.value, sequence.num_output_tokens)
         )
         story.state = "finished"
+        story.ended, story.sequence = story.facts, None  # a prompt may be long
         self._finished.append(story)
         self._num_finished_events += len(story.events)
         while len(self._finished) > MAX_FINISHED or self._num_finished_events > MAX_FINISHED_EVENTS:
@@ -235,9 +271,9 @@ class DecisionLog:
             self._count_parts()
         return sorted((*self._finished, *self._live.values()), key=lambda story: story.number)
 
-    def ranges(self, sequence_id: SequenceId) -> tuple[list[WaitRange], list[WaitRange]]:
+    def ranges(self, key: int) -> tuple[list[WaitRange], list[WaitRange]]:
         """Return the ranges in which passes deferred a sequence, and those of all others, by time."""
-        now_ns, key = self._now_ns(), hash_of(sequence_id)
+        now_ns = self._now_ns()
         for each in (*self._deferred, *([] if self._main is None else [self._main])):
             each.ended_ns = now_ns  # until the next step says otherwise
         own = [each for each in self._ranges if each.keys is not None and key in each.keys]
@@ -331,10 +367,10 @@ class DecisionLog:
             return  # nobody ordered them, though some are admitted
         keys = plan.pending.key
         by_key = np.argsort(keys)
-        wanted = np.array([hash_of(story.sequence.sequence_id) for story in new])
+        wanted = np.array([story.facts.key for story in new])
         rows = by_key[keys.searchsorted(wanted, sorter=by_key)]
         for story, row in zip(new, rows.tolist(), strict=True):
-            at_ns = self._begun_ns - story.sequence.request.arrival_ns
+            at_ns = self._begun_ns - story.facts.arrival_ns
             places = {name: int(each[row]) for name, each in self._places.items()}
             story.add(Placed(at_ns, self._step, places))
 
@@ -343,10 +379,10 @@ class DecisionLog:
             sequence = running[row]
             self._prefilling.pop(sequence.sequence_id, None)
             cause = plan.preempted_for[index] if index < len(plan.preempted_for) else -1
-            made_by, way = "", "recompute"
+            made_by = ""
             for decision in plan.decisions:
                 if cause < 0 and decision.kind == "preempt" and row in decision.rows:
-                    made_by, way = decision.made_by, str(decision.value)
+                    made_by = decision.made_by
             story = self._live.get(sequence.sequence_id)
             if story is None:  # it has ended, but a module failed to take its blocks back
                 continue
@@ -356,7 +392,7 @@ class DecisionLog:
                     step=self._step,
                     preempted_for=None if cause < 0 else running[cause].sequence_id,
                     made_by=made_by,
-                    way=way,
+                    way="swap" if row in plan.swapped else "recompute",
                     num_computed_tokens=sequence.num_computed_tokens,
                 )
             )
@@ -377,8 +413,10 @@ class DecisionLog:
 
     def _count_part(self, story: Story) -> None:
         """Record how much of a prompt the last step computed, and what ended that part."""
-        sequence, seat = story.sequence, story.sequence.seat
-        assert seat is not None
+        sequence = story.sequence
+        assert sequence is not None
+        assert sequence.seat is not None
+        seat = sequence.seat
         done = int(self._seats.num_computed[seat])
         num_tokens, story.num_computed = done - story.num_computed, done
         is_over = done >= story.num_wanted

@@ -13,7 +13,6 @@ from sagellm.engines.engine_core.decision_events import Admitted, Event, Finishe
 from sagellm.engines.engine_core.decision_log import DecisionLog, Story, WaitRange
 from sagellm.engines.engine_core.kv_admin import CacheAdmin
 from sagellm.engines.engine_core.request_log import find_name
-from sagellm.engines.engine_core.waiting import admission_order
 
 MAX_WAITS = 8
 """Ranges between two other events; more are joined by reason."""
@@ -67,17 +66,17 @@ class Explainer:
         O(what the log holds). Raises UnknownRequestError, which says what there is.
         """
         stories = self._log.stories()
-        ids = [story.sequence.request.request_id for story in stories]
+        ids = [story.facts.request_id for story in stories]
         request_id = find_name(request, ids, none="no request has arrived yet")
-        own = [story for story in stories if story.sequence.request.request_id == request_id]
-        asked = own[-1].sequence.request  # an id may come again once its request has ended
-        own = [story for story in own if story.sequence.request is asked]
+        own = [story for story in stories if story.facts.request_id == request_id]
+        asked = own[-1].facts  # an id may come again once its request has ended
+        own = [story for story in own if story.facts.arrival_ns == asked.arrival_ns]
         now_ns = self._clock.now_ns()
         return RequestExplanation(
             request_id=request_id,
-            tenant=asked.tenant.name,
+            tenant=asked.tenant,
             priority=asked.priority,
-            num_prompt_tokens=len(asked.token_ids),
+            num_prompt_tokens=asked.num_prompt_tokens,
             max_tokens=asked.max_tokens,
             age_ns=now_ns - asked.arrival_ns,
             sequences=tuple(_explain(self._log, story, stories, now_ns) for story in own),
@@ -109,9 +108,9 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
         waited[reason] = waited.get(reason, 0) + wait.duration_ns
     others = [event for event in story.events if not isinstance(event, Waited)]
     overtaken_by = _overtaken_by(story, stories, intervals)
-    own_id = story.sequence.sequence_id
+    own_id = story.facts.sequence_id
     victims = [
-        other.sequence.sequence_id
+        other.facts.sequence_id
         for other in stories
         for event in other.events
         if isinstance(event, Preempted) and event.preempted_for == own_id and other is not story
@@ -126,7 +125,7 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
         overtaken_by=tuple(overtaken_by[:MAX_LISTED]),
         num_preempted_for_it=len(victims),
         preempted_for_it=tuple(victims[:MAX_LISTED]),
-        num_preemptions=story.sequence.num_preemptions,
+        num_preemptions=story.facts.num_preemptions,
         num_wasted_tokens=sum(
             event.num_wasted_tokens or 0 for event in story.events if isinstance(event, Preempted)
         ),
@@ -135,7 +134,7 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
 
 def _waiting(story: Story, now_ns: int) -> Iterator[_Waiting]:
     """Yield the intervals from `Queued` to `Admitted`, or to its end or now."""
-    arrival_ns = story.sequence.request.arrival_ns
+    arrival_ns = story.facts.arrival_ns
     queued: Queued | None = None
     for event in story.events:
         if isinstance(event, Queued):
@@ -153,7 +152,7 @@ def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
 
     A fetch stands above what a pass decided, and that above what ended the step's admission.
     """
-    arrival_ns = story.sequence.request.arrival_ns
+    arrival_ns = story.facts.arrival_ns
     left = [(interval.begun_ns, interval.ended_ns)]
     found: list[Waited] = []
     fetched, left = _cut(left, _fetches(story, interval))
@@ -161,7 +160,7 @@ def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
         replace(event, at_ns=begun_ns - arrival_ns, duration_ns=ended_ns - begun_ns)
         for event, begun_ns, ended_ns in fetched
     ]
-    for ranges in log.ranges(story.sequence.sequence_id):
+    for ranges in log.ranges(story.facts.key):
         covered, left = _cut(left, [(each, each.begun_ns, each.ended_ns) for each in ranges])
         found += [_waited(piece, interval, arrival_ns) for piece in covered]
     for begun_ns, ended_ns in left:
@@ -197,7 +196,7 @@ def _waited(piece: tuple[WaitRange, int, int], interval: _Waiting, arrival_ns: i
 
 def _fetches(story: Story, interval: _Waiting) -> list[tuple[Waited, int, int]]:
     """Return the fetches of an interval; each lasts until the next event, or the interval's end."""
-    arrival_ns = story.sequence.request.arrival_ns
+    arrival_ns = story.facts.arrival_ns
     found = []
     for event, following in pairwise((*story.events, None)):
         if isinstance(event, Waited):
@@ -263,15 +262,17 @@ def _or_none(choose: Any, one: int | None, other: int | None) -> int | None:
 
 def _overtaken_by(story: Story, stories: Seq[Story], intervals: Seq[_Waiting]) -> list[str]:
     """Return the sequences behind this one in the queue that were admitted while it waited."""
-    rank = (*admission_order(story.sequence), story.number)
+    rank = _rank(story)
     return [
-        other.sequence.sequence_id
+        other.facts.sequence_id
         for other in stories
-        if (*admission_order(other.sequence), other.number) > rank
+        if _rank(other) > rank
         for event in other.events
         if isinstance(event, Admitted)
-        and any(
-            each.begun_ns <= other.sequence.request.arrival_ns + event.at_ns < each.ended_ns
-            for each in intervals
-        )
+        and any(each.begun_ns <= other.facts.arrival_ns + event.at_ns < each.ended_ns for each in intervals)
     ]
+
+
+def _rank(story: Story) -> tuple[int, int, int]:
+    """Return the sort key of sequences that wait."""
+    return (-story.facts.priority, story.facts.arrival_ns, story.number)

@@ -74,8 +74,8 @@ class Scheduler:
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
-        self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
+        self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
         self.log = DecisionLog(kv.seats, now_ns)
@@ -94,6 +94,10 @@ class Scheduler:
     def sequence_ids(self) -> list[SequenceId]:
         """All sequences, waiting or running."""
         return list(self._sequences)
+
+    def waiting_rows(self) -> RequestRows:
+        """Return the sequences that wait, as passes see them; valid until one is added or removed."""
+        return self._waiting.rows()
 
     @property
     def num_live_tokens(self) -> int:

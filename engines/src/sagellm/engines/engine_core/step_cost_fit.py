@@ -21,6 +21,8 @@ MEMORY_STEPS = 1024
 _OUTLIER = 0.25
 """Relative error beyond which a step counts less, as a machine is sometimes busy with other work."""
 
+_NUM_COEFFICIENTS = 1 + len(StepWork._fields)
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -37,8 +39,8 @@ class StepCostFit:
 
     def __init__(self) -> None:
         self._new: list[tuple[float, ...]] = []
-        self._products: Floats = np.zeros((5, 5))  # of amounts ÷ duration
-        self._sums: Floats = np.zeros(5)
+        self._products: Floats = np.zeros((_NUM_COEFFICIENTS, _NUM_COEFFICIENTS))  # of amounts ÷ duration
+        self._sums: Floats = np.zeros(_NUM_COEFFICIENTS)
         self._wait = FIRST_STEPS
         self._cost: StepCost | None = None
 
@@ -58,7 +60,7 @@ class StepCostFit:
         steps = np.array(self._new)
         self._new.clear()
         self._wait = REFIT_STEPS
-        rows = steps[:, :5] / steps[:, 5:]
+        rows = steps[:, :-1] / steps[:, -1:]
         weights = np.ones(len(rows))
         if self._cost is not None:
             errors = np.abs(rows @ _coefficients(self._cost) - 1)
@@ -74,7 +76,7 @@ def fit_step_cost(steps: Iterable[tuple[StepWork, int]]) -> StepCost:
     table = np.array([(1.0, *work, took_ns) for work, took_ns in steps])
     if not len(table):
         raise ValueError("there are no steps to fit")
-    rows = table[:, :5] / table[:, 5:]
+    rows = table[:, :-1] / table[:, -1:]
     weights = np.ones(len(rows))
     for _ in range(10):
         found = _non_negative((rows * weights[:, None]).T @ rows, weights @ rows)
@@ -86,22 +88,31 @@ def _non_negative(products: Floats, sums: Floats) -> Floats:
     """Solve the normal equations for coefficients of at least 0, dropping the most negative one each time."""
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     scaled, wanted = products / np.outer(scale, scale), sums / scale
-    scaled[np.diag_indices(5)] += 1e-6  # amounts that always go together share what they cost
+    scaled[np.diag_indices(_NUM_COEFFICIENTS)] += 1e-6  # amounts that always go together share what they cost
     kept = np.flatnonzero(np.diag(products) > 0)
     while len(kept):
         found = np.linalg.solve(scaled[np.ix_(kept, kept)], wanted[kept])
         if found.min() >= 0:
-            result = np.zeros(5)
+            result = np.zeros(_NUM_COEFFICIENTS)
             result[kept] = found / scale[kept]
             return result
         kept = np.delete(kept, found.argmin())
-    return np.zeros(5)
+    return np.zeros(_NUM_COEFFICIENTS)
 
 
 def _coefficients(cost: StepCost) -> Floats:
-    return np.array([cost.base_ns, cost.token_ns, cost.seq_ns, cost.kv_token_ns, cost.pair_ns])
+    return np.array(
+        [cost.base_ns, cost.token_ns, cost.seq_ns, cost.kv_token_ns, cost.pair_ns, cost.prefill_ns]
+    )
 
 
 def _cost(coefficients: Floats) -> StepCost:
-    base, token, seq, kv_token, pair = map(float, coefficients)
-    return StepCost(base_ns=base, token_ns=token, seq_ns=seq, kv_token_ns=kv_token, pair_ns=pair)
+    base, token, seq, kv_token, pair, prefill = map(float, coefficients)
+    return StepCost(
+        base_ns=base,
+        token_ns=token,
+        seq_ns=seq,
+        kv_token_ns=kv_token,
+        pair_ns=pair,
+        prefill_ns=prefill,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from typing import overload
 
 from sagellm.core import Runs, SequenceId, TokenOutput
@@ -40,6 +40,11 @@ class StepTokens(Seq[TokenOutput]):
             output = self._outputs.get(place) if self._outputs else None
             yield TokenOutput(sequence_id, self._tokens[begin:end]) if output is None else output
             begin = end
+
+    @property
+    def described(self) -> Iterable[TokenOutput]:
+        """The outputs that say more than tokens, such as those of sequences that begin or end."""
+        return self._outputs.values()
 
     def add(self, output: TokenOutput) -> None:
         """Append one output as it is."""

@@ -187,12 +187,29 @@ class ServerMetrics(Collector):
         for reason, count in self.num_ended.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
-        yield from self._of_tenants()
         yield from self._passes()
+        yield from self._of_tenants()
         for name in (*_HISTOGRAMS, *_ALIASES):
             yield self._histogram(name)
         yield self._step_tokens()
         yield self._cache_config()
+
+    def _passes(self) -> Iterable[Metric]:
+        """Yield what each pass of the scheduler did; passes of one name are added up."""
+        counts: dict[str, list[float]] = {}
+        for each in getattr(self._engine.modules.get("scheduler"), "passes", ()):
+            known = counts.setdefault(each.name, [0, 0, 0])
+            counts[each.name] = [
+                one + other
+                for one, other in zip(
+                    known, (each.num_runs, each.num_decisions, each.total_ns / 1e9), strict=True
+                )
+            ]
+        for place, (name, text) in enumerate(_PASS_COUNTERS.items()):
+            family = CounterMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, "pass"))
+            for pass_name, values in counts.items():
+                family.add_metric((*self._labels, pass_name), values[place])
+            yield family
 
     def _of_tenants(self) -> Iterable[Metric]:
         """Return what each tenant has and gets; labels are the operator's names, or hashes."""
@@ -222,23 +239,6 @@ class ServerMetrics(Collector):
         for (label, code), count in refused.items():
             family.add_metric((*self._labels, label, code), count)
         yield family
-
-    def _passes(self) -> Iterable[Metric]:
-        """Yield what each pass of the scheduler did; passes of one name are added up."""
-        counts: dict[str, list[float]] = {}
-        for each in getattr(self._engine.modules.get("scheduler"), "passes", ()):
-            known = counts.setdefault(each.name, [0, 0, 0])
-            counts[each.name] = [
-                one + other
-                for one, other in zip(
-                    known, (each.num_runs, each.num_decisions, each.total_ns / 1e9), strict=True
-                )
-            ]
-        for place, (name, text) in enumerate(_PASS_COUNTERS.items()):
-            family = CounterMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, "pass"))
-            for pass_name, values in counts.items():
-                family.add_metric((*self._labels, pass_name), values[place])
-            yield family
 
     def _step_tokens(self) -> Metric:
         family = HistogramMetricFamily(

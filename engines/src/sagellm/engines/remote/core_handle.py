@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from sagellm.core import ConfigError, EngineDeadError
 from sagellm.core.chaos import child_environment, flaky
@@ -24,6 +25,53 @@ from sagellm.engines.remote.messages import ToCore, encode
 _POLL_S = 0.02
 _STOP_S = 10.0
 _PROGRAM = ["-m", "sagellm.engines.remote.core_process"]
+
+
+class CoreProcess(Protocol):
+    """A process that runs a core: what is needed of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended: its exit code or the negative number of a signal; None while it is not known."""
+        ...
+
+    def poll(self) -> int | None:
+        """Look whether it has ended, and return `returncode`."""
+        ...
+
+    def wait(self) -> int:
+        """Block until it has ended."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Its standard input, whose end tells it that the front is gone; None if it has none."""
+        ...
+
+
+class Spawned(NamedTuple):
+    """A process that was started, and the signs of its progress."""
+
+    process: CoreProcess
+    heartbeat: Heartbeat
+    num_cpu_ticks: Callable[[], int | None]  # its CPU time, None if unknown
+
+
+Spawn: TypeAlias = Callable[[dict[str, Any]], Spawned]
+"""Starts a process with an order: the configuration and where to listen. Raises OSError."""
 
 
 class Stall:
@@ -49,12 +97,9 @@ class Stall:
 class CoreHandle:
     """One process of the core and the connection to it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], heartbeat: Heartbeat, transport: asyncio.Transport
-    ) -> None:
-        self._process = process
+    def __init__(self, spawned: Spawned, transport: asyncio.Transport) -> None:
+        self._process, self.heartbeat, self._num_cpu_ticks = spawned
         self._transport = transport
-        self.heartbeat = heartbeat
 
     @property
     def pid(self) -> int:
@@ -65,17 +110,18 @@ class CoreHandle:
     def ending(self) -> str:
         """How the process ended; call it after `stop`."""
         code = self._process.returncode
+        assert code is not None, "`stop` waits for the end"
         return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
     @property
     def num_cpu_ticks(self) -> int | None:
         """The process's CPU time, as it does not beat while it loads; None if unknown."""
-        return _num_cpu_ticks(self.pid)
+        return self._num_cpu_ticks()
 
     @classmethod
     @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)
     async def start(
-        cls, config: EngineConfig, socket: Path, protocol: asyncio.Protocol, *, log_level: str
+        cls, config: EngineConfig, socket: Path, protocol: asyncio.Protocol, *, spawn: Spawn
     ) -> CoreHandle:
         """Start a core and connect to it; it sends Hello or Failed once its model is loaded or has failed.
 
@@ -87,7 +133,8 @@ class CoreHandle:
             raise EngineDeadError(f"its process cannot be started: {error}") from error
         socket.unlink(missing_ok=True)  # of a core that was killed
         values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
-        process, heartbeat = _start_process({"config": values, "socket": str(socket), "log_level": log_level})
+        spawned = spawn({"config": values, "socket": str(socket)})
+        process = spawned.process
         loop = asyncio.get_running_loop()
         stall = Stall(config.server.frozen_after_s, _POLL_S)
         try:
@@ -95,12 +142,12 @@ class CoreHandle:
                 with suppress(OSError):
                     connect = flaky("core.connect", errno.ECONNREFUSED, rate=10)(loop.create_unix_connection)
                     transport, _ = await connect(lambda: protocol, str(socket))
-                    return cls(process, heartbeat, transport)
+                    return cls(spawned, transport)
                 if process.poll() is not None:
                     raise EngineDeadError(
                         f"the engine's process ended at its start, with {process.returncode}"
                     )
-                if stall.is_over(_num_cpu_ticks(process.pid)):
+                if stall.is_over(spawned.num_cpu_ticks()):
                     raise EngineDeadError("the engine's process made no progress at its start")
                 await asyncio.sleep(_POLL_S)
         except BaseException:
@@ -124,10 +171,11 @@ class CoreHandle:
         if self.heartbeat.age_s > RESPONSIVE_S:  # it would not handle SIGTERM
             self.kill()
         self._process.terminate()
-        deadline = time.monotonic() + _STOP_S
+        now_s = asyncio.get_running_loop().time
+        deadline_s = now_s() + _STOP_S
         try:
             while self._process.poll() is None:
-                if time.monotonic() > deadline:
+                if now_s() > deadline_s:
                     self.kill()
                 await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
@@ -150,8 +198,8 @@ def _num_cpu_ticks(pid: int) -> int | None:
     return int(user) + int(system)
 
 
-def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Heartbeat]:
-    """Start a core's process with its order on standard input; return it and its heartbeat."""
+def start_process(order: dict[str, Any], *, log_level: str = "WARNING") -> Spawned:
+    """Start a core's process with its order on standard input."""
     heartbeat, descriptor = Heartbeat.create()
     try:
         process = subprocess.Popen(
@@ -164,6 +212,8 @@ def _start_process(order: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Hear
         os.close(descriptor)
     assert process.stdin is not None, "a pipe was asked for"
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps({**order, "heartbeat": descriptor}).encode() + b"\n")
+        process.stdin.write(
+            json.dumps({**order, "log_level": log_level, "heartbeat": descriptor}).encode() + b"\n"
+        )
         process.stdin.flush()  # stays open: its end tells the core that the front is gone
-    return process, heartbeat
+    return Spawned(process, heartbeat, partial(_num_cpu_ticks, process.pid))

@@ -58,7 +58,7 @@ class _Connection:
         self.peer = peer
         self.reader = FrameReader(ToCore)
         self.unsent = bytearray()
-        self.sequence_ids: set[SequenceId] = set()
+        self.sequence_ids: dict[SequenceId, None] = {}  # in order, so that a run can be replayed
 
     @property
     def is_closed(self) -> bool:
@@ -79,7 +79,8 @@ class CoreServer:
     Between two steps peers take turns of `_TURN_MESSAGES` messages, for `_TURN_NS` in all, so that none
     delays the others' requests or the next step.
 
-    `beat` is called in each turn, for each message, and by the core inside its steps.
+    `beat` is called in each turn, for each message, and by the core inside its steps. A subclass may bring
+    another clock or selector.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class CoreServer:
         self._owner: dict[SequenceId, _Connection] = {}
         self._backlog: dict[_Connection, None] = {}  # those with unhandled messages, in order of turns
         self._connections: set[_Connection] = set()
-        self._selector = flaky_selector("core.select", selectors.DefaultSelector())
+        self._selector = flaky_selector("core.select", self.make_selector())
         self._listener = listener
         self._is_stopping = False
         core.report_progress(beat)
@@ -109,13 +110,31 @@ class CoreServer:
         if lifeline is not None:
             self._selector.register(lifeline, selectors.EVENT_READ, self.stop)
 
+    def now_ns(self) -> int:
+        """Return the time by which messages get their share of a turn."""
+        return time.monotonic_ns()
+
+    def make_selector(self) -> selectors.BaseSelector:
+        """Return what waits for sockets."""
+        return selectors.DefaultSelector()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._is_stopping
+
+    @property
+    def num_owned(self) -> int:
+        """Unfinished sequences that peers have sent."""
+        return len(self._owner)
+
     def stop(self) -> None:
         """Have `serve` return after the step that runs; safe in a signal handler."""
         self._is_stopping = True
 
     def serve(self) -> None:
         """Serve until `stop`."""
-        while not self._is_stopping:
+        while not self.is_stopping:
             self.turn()
 
     def turn(self, timeout_s: float = 0.5) -> None:
@@ -191,8 +210,8 @@ class CoreServer:
 
     def _handle_backlog(self) -> None:
         """Handle messages in turns, for at most `_TURN_NS`; a connection without any leaves the backlog."""
-        deadline_ns = time.monotonic_ns() + _TURN_NS
-        while self._backlog and time.monotonic_ns() < deadline_ns:
+        deadline_ns = self.now_ns() + _TURN_NS
+        while self._backlog and self.now_ns() < deadline_ns:
             connection = next(iter(self._backlog))
             del self._backlog[connection]
             with self._closing_on_error(connection):
@@ -216,7 +235,7 @@ class CoreServer:
                 case Call():
                     self._send(connection, self._call(message))
             self._beat()
-            if time.monotonic_ns() >= deadline_ns:
+            if self.now_ns() >= deadline_ns:
                 break
         return True
 
@@ -230,7 +249,7 @@ class CoreServer:
         if not self._owner.keys().isdisjoint(sequence_ids):
             raise EngineError("a sequence id is in use")
         self._owner |= dict.fromkeys(sequence_ids, connection)
-        connection.sequence_ids.update(sequence_ids)
+        connection.sequence_ids |= dict.fromkeys(sequence_ids)
         try:
             for sequence in request.sequences:
                 self._core.add(sequence)
@@ -287,7 +306,7 @@ class CoreServer:
         for sequence_id in sequence_ids:
             owner = self._owner.pop(sequence_id, None)
             if owner is not None:
-                owner.sequence_ids.discard(sequence_id)
+                owner.sequence_ids.pop(sequence_id, None)
 
     def _send(self, connection: _Connection, frame: bytes) -> None:
         connection.unsent += frame

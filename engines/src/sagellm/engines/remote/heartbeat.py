@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Self
 
 RESPONSIVE_S = 4.0
@@ -18,14 +19,16 @@ class Heartbeat:
     """A timestamp that a core renews at each layer of a forward pass, so that it ages when the core hangs.
 
     A beat is one aligned store of monotonic nanoseconds, so it needs no lock, and reading it needs no answer
-    from the core. No thread or timer beats by itself: it would continue while a step hangs.
+    from the core. No thread or timer beats by itself: it would continue while a step hangs. `now_ns` is the
+    monotonic clock that both processes share.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._time_ns = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
+        self._now_ns = now_ns
 
     @classmethod
-    def create(cls) -> tuple[Self, int]:
+    def create(cls, *, now_ns: Callable[[], int] = time.monotonic_ns) -> tuple[Self, int]:
         """Return a heartbeat that has just beaten, and a descriptor with which another process opens it.
 
         The caller closes the descriptor. The memory has no name, so no other process can reach or shrink it.
@@ -36,13 +39,13 @@ class Heartbeat:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
         os.truncate(descriptor, _BYTES)
-        heartbeat = cls(descriptor)
+        heartbeat = cls(descriptor, now_ns=now_ns)
         heartbeat.beat()
         return heartbeat, descriptor
 
     def beat(self) -> None:
         """Record that the core is making progress."""
-        self._time_ns[0] = time.monotonic_ns()
+        self._time_ns[0] = self._now_ns()
 
     @property
     def last_ns(self) -> int:
@@ -52,4 +55,4 @@ class Heartbeat:
     @property
     def age_s(self) -> float:
         """Seconds since the last beat."""
-        return (time.monotonic_ns() - self.last_ns) / 1e9
+        return (self._now_ns() - self.last_ns) / 1e9

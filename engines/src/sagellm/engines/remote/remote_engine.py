@@ -17,6 +17,7 @@ from sagellm.core import (
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.input_processor import Prompt, RequestOptions
 from sagellm.engines.output_stream import OutputStream, OutputStreams
+from sagellm.engines.remote.core_handle import Spawn, start_process
 from sagellm.engines.remote.messages import Call, FromCore, Hello, Reply, Step
 from sagellm.engines.remote.operations import read_metrics
 from sagellm.engines.remote.supervisor import Supervisor
@@ -32,7 +33,7 @@ class RemoteEngine:
     """Serves any number of consumers from one core, which it starts and, when it dies, starts again.
 
     Its interface is AsyncLLMEngine's. When the core dies, every stream ends with EngineDeadError; requests
-    that arrive while it loads wait for it.
+    that arrive while it loads wait for it. `spawn` starts its process.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RemoteEngine:
         tokenizer: Tokenizer | None,
         runtime: Runtime | None = None,
         log_level: str = "WARNING",
+        spawn: Spawn | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.supervisor = Supervisor(
@@ -51,7 +53,7 @@ class RemoteEngine:
             on_hello=self._greet,
             on_message=self._receive,
             on_death=self._fail_all,
-            log_level=log_level,
+            spawn=spawn or partial(start_process, log_level=log_level),
         )
         runtime = runtime or Runtime.system(seed=config.model.seed)
         self._driver = RequestDriver(self.supervisor, tokenizer, runtime)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import EngineClient
 from sagellm.engines.queued_request import QueuedRequest
-from sagellm.engines.remote.core_handle import CoreHandle, Stall
+from sagellm.engines.remote.core_handle import CoreHandle, Spawn, Stall, start_process
 from sagellm.engines.remote.heartbeat import RESPONSIVE_S
 from sagellm.engines.remote.messages import Abort, Failed, FrameReader, FromCore, Hello, ToCore
 
@@ -54,14 +53,14 @@ class Supervisor(EngineClient):
         on_hello: Callable[[Hello], None],
         on_message: Callable[[FromCore], None],
         on_death: Callable[[EngineDeadError], None],
-        log_level: str = "WARNING",
+        spawn: Spawn = start_process,
     ) -> None:
         self.config = config  # with the core's choices for "auto", so that a restarted one keeps them
         self.num_restarts = 0
         self._ended_s = 0.0
         self.core: CoreHandle | None = None
         self._ending = " ended"
-        self._socket, self._log_level = socket, log_level
+        self._socket, self._spawn = socket, spawn
         self._on_hello, self._on_message, self._on_death = on_hello, on_message, on_death
         self._watching: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -133,7 +132,7 @@ class Supervisor(EngineClient):
             failed = await self._attempt()
             if self._is_closing:
                 return
-            now = time.monotonic()
+            now = asyncio.get_running_loop().time()
             deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
             if failed is not None and not self.num_restarts:  # reported to the caller of the first start
                 self._failure = failed
@@ -173,7 +172,7 @@ class Supervisor(EngineClient):
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
         link = _Link(self._on_message)
-        core = self.core = await CoreHandle.start(self.config, self._socket, link, log_level=self._log_level)
+        core = self.core = await CoreHandle.start(self.config, self._socket, link, spawn=self._spawn)
         reason = _DIED
         try:
             stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
@@ -185,12 +184,12 @@ class Supervisor(EngineClient):
                 self._on_hello(first)
                 self._ready.set()
                 if self.num_restarts:
-                    away_s = time.monotonic() - self._ended_s
+                    away_s = asyncio.get_running_loop().time() - self._ended_s
                     logger.warning("the engine takes requests again, after %.1f s", away_s)
                 stalled = await self._watch(core, link.lost, lambda: core.heartbeat.last_ns)
             reason = stalled or reason
         finally:
-            self._ended_s = time.monotonic()
+            self._ended_s = asyncio.get_running_loop().time()
             self._ready.clear()
             if not self._is_closing:
                 self._on_death(EngineDeadError(f"{reason}; send the request again"))

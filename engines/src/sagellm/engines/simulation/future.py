@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence as Seq
-from hashlib import blake2b
+from collections.abc import Sequence as Seq
 
-from sagellm.core import BlockId, CachedNode, TokenIds, TraceRequest
+from sagellm.core import BlockId, CachedNode, TraceRequest
 from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.simulation.contents import BlockContents
 from sagellm.engines.simulation.prompts import prompt_tokens
 
 NEVER = float("inf")
@@ -17,7 +17,8 @@ class Future:
     """Follows a trace request by request; blocks are equal if all tokens up to their end are."""
 
     def __init__(self, requests: Seq[TraceRequest], block_size: int) -> None:
-        self._paths = list(_paths(requests, block_size))
+        contents = BlockContents(block_size)
+        self._paths = [contents.path(prompt_tokens(one), one.tenant) for one in requests]
         self._following = _following_uses(self._paths)
         self._next_use: dict[int, int] = {}  # by content, for requests so far
         self._content: dict[BlockId, int] = {}  # of the blocks that are in use or cached
@@ -32,21 +33,6 @@ class Future:
         """Return the index of the request that next uses the last block of a node."""
         block_ids: list[BlockId] = node.block_ids  # type: ignore[attr-defined]  # a PrefixNode's
         return self._next_use[self._content[block_ids[-1]]] or NEVER
-
-
-def _paths(requests: Seq[TraceRequest], block_size: int) -> Iterator[array[int]]:
-    """Yield the contents of each prompt's full blocks as numbers."""
-    numbers: dict[tuple[int, bytes], int] = {}
-    step = 4 * block_size
-    for request in requests:
-        tokens: TokenIds = prompt_tokens(request)
-        path = array("q")
-        parent = hash(request.tenant)
-        for begin in range(0, len(tokens.data) // step * step, step):
-            digest = blake2b(tokens.data[begin : begin + step], digest_size=16).digest()
-            parent = numbers.setdefault((parent, digest), len(numbers))
-            path.append(parent)
-        yield path
 
 
 def _following_uses(paths: Seq[array[int]]) -> list[array[int]]:

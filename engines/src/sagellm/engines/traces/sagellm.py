@@ -79,7 +79,14 @@ def _request(row: dict[str, Any], block_tokens: int, line: int) -> TraceRequest:
         token_ids,
         tenant=str(row.get("tenant", "")),
         conversation=str(row.get("conversation", "")),
+        priority=_priority(row.get("priority", 0), line),
     )
+
+
+def _priority(value: object, line: int) -> int:
+    if type(value) is not int or not -(2**31) <= value < 2**31:
+        raise InvalidInputError(f"line {line}: priority is {value!r}; it must be an int of 32 bits")
+    return value
 
 
 def _row(request: TraceRequest) -> dict[str, Any]:
@@ -93,5 +100,6 @@ def _row(request: TraceRequest) -> dict[str, Any]:
         "block_ids": list(request.block_ids),
         "tenant": request.tenant,
         "conversation": request.conversation,
+        "priority": request.priority,
     }
     return row | {name: value for name, value in optional.items() if value}

@@ -17,6 +17,7 @@ class BenchGroup(LazyGroup):
         "throughput": Entry(f"{_HERE}.throughput:app", "Run many prompts through an engine in this process."),
         "latency": Entry(f"{_HERE}.latency:app", "Time one batch in an engine in this process."),
         "startup": Entry(f"{_HERE}.startup:app", "Start an engine in fresh processes, and time it."),
+        "fit": Entry(f"{_HERE}.fit:app", "Fit what steps cost here, for `simulate --cost`."),
     }
 
 

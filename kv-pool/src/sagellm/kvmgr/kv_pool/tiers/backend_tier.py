@@ -165,7 +165,11 @@ class BackendTier(KVTierProtocol):
             num_looked_at += 1
             if num_looked_at % _PACE == 0:
                 self._clock.sleep_ns(_PAUSE_NS)
-            record = self._recover_at(offset)
+            try:
+                record = self._recover_at(offset)
+            except OSError:  # one unreadable place must not keep an engine from starting
+                self._metrics.num_failed += 1
+                record = None
             if record is None or record.header.key in self._records:
                 offset += ranges.alignment
                 continue

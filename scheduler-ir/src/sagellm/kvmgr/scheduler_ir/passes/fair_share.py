@@ -10,7 +10,7 @@ import numpy as np
 from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
 from sagellm.core.step_cost import StepWork
 from sagellm.kvmgr.scheduler_ir.passes.options import require_between
-from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks
+from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks, trusted_priority
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -122,9 +122,10 @@ class FairSharePass(SchedulerPassProtocol):
         accounts.is_shared = not _is_one_tenant(ir)
         if not accounts.is_shared:
             return self._trusted_first(ir)
-        waiting, running = accounts.places(ir.pending), accounts.places(ir.running)
-        if len(waiting) and len(accounts.codes) > 1:
-            waiting = accounts.places(ir.pending)  # the running ones may have moved the places
+        running, num_known = accounts.places(ir.running), len(accounts.codes)
+        waiting = accounts.places(ir.pending)
+        if len(accounts.codes) > num_known:
+            running = accounts.places(ir.running)  # the waiting ones have moved the places
         is_deferred = np.zeros(len(waiting), np.bool_)
         is_deferred[list(ir.deferred)] = True
         num_waiting = np.bincount(waiting[~is_deferred], minlength=len(accounts.codes))
@@ -137,7 +138,7 @@ class FairSharePass(SchedulerPassProtocol):
         if may_lack_blocks(ir):
             by_rank = ir.preemption
             held = np.bincount(running, ir.running.num_blocks, len(accounts.codes)) / accounts.weights
-            order = np.lexsort((held[running[by_rank]], -_urgency(ir.running)[by_rank]))
+            order = np.lexsort((held[running[by_rank]], -trusted_priority(ir.running)[by_rank]))
             ir = ir.order_running(by_rank[order])
         return self._leave_time(ir, waiting, running, num_running)
 
@@ -180,7 +181,7 @@ class FairSharePass(SchedulerPassProtocol):
         """Let urgent requests of trusted tenants pass those of others."""
         if not ir.can_admit or not ir.pending.is_trusted.any():
             return ir
-        urgency = _urgency(ir.pending)
+        urgency = trusted_priority(ir.pending)
         if not urgency.any():
             return ir
         order = ir.admission
@@ -202,7 +203,7 @@ class FairSharePass(SchedulerPassProtocol):
         missing = np.minimum(num_waiting, np.maximum(seats - num_running, 0))
         num_missing = int(missing.sum()) - max(ir.num_free_seats, 0)
         if num_missing > 0:
-            urgent = np.bincount(running, _urgency(ir.running) > 0, len(seats)).astype(np.intp)
+            urgent = np.bincount(running, trusted_priority(ir.running) > 0, len(seats)).astype(np.intp)
             excess = np.clip(num_running - seats, 0, num_running - urgent)
             # What a tenant served more gives up would go to it, not to those that were served more than it.
             excess[accounts.served < accounts.served[missing > 0].min()] = 0
@@ -218,7 +219,7 @@ class FairSharePass(SchedulerPassProtocol):
         served = ir.state.served
         victims: list[int] = []
         by_rank = ir.preemption[::-1]
-        by_rank = by_rank[_urgency(ir.running)[by_rank] == 0]
+        by_rank = by_rank[trusted_priority(ir.running)[by_rank] == 0]
         for tenant in np.argsort(-served).tolist():
             if excess[tenant] > 0:
                 rows = by_rank[running[by_rank] == tenant]
@@ -248,7 +249,7 @@ class FairSharePass(SchedulerPassProtocol):
         if not len(tenants):
             return ir
         least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
-        is_other = (running != least) & (_urgency(ir.running) == 0)
+        is_other = (running != least) & (trusted_priority(ir.running) == 0)
         needed = int(missing[is_prompt & (running == least)].sum())
         own = order[waiting[order] == least]
         if len(own):
@@ -298,7 +299,7 @@ class FairSharePass(SchedulerPassProtocol):
             return []
         victims: list[int] = []
         by_rank = ir.preemption[::-1]
-        by_rank = by_rank[_urgency(ir.running)[by_rank] == 0]
+        by_rank = by_rank[trusted_priority(ir.running)[by_rank] == 0]
         spare = num_held - share * total
         for row in by_rank.tolist():
             num_blocks = int(ir.running.num_blocks[row])
@@ -309,12 +310,6 @@ class FairSharePass(SchedulerPassProtocol):
             if num_lacking <= 0:
                 return victims
         return []
-
-
-def _urgency(rows: RequestRows) -> npt.NDArray[np.int32]:
-    """Return the priorities that hold across tenants: positive ones of trusted tenants, else 0."""
-    urgency: npt.NDArray[np.int32] = np.where(rows.is_trusted, np.maximum(rows.priority, 0), 0)
-    return urgency
 
 
 def _is_one_tenant(ir: ScheduleIR) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.estimates import prefill_ns
 from sagellm.kvmgr.scheduler_ir.passes.options import require_choice, require_positive
-from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_running
+from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_running, trusted_priority
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -66,7 +66,7 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
         if may_lack_blocks(ir):
             order = by(-self._worth(ir, lost), ir.preemption)
             if any((each.kind, each.target) == ("order", "running") for each in ir.decisions):
-                order = by(_tenants_places(running, ir.preemption), order)
+                order = by(_places_of_groups(running, ir.preemption), order)
             ir = order_running(ir, order)
         if self.mode == "swap":
             return ir.swap(np.arange(len(running)))
@@ -93,9 +93,14 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
         return worth
 
 
-def _tenants_places(rows: RequestRows, order: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Return for each row the last place of its tenant in an order: who gives first stays first to give."""
-    codes, tenants = np.unique(rows.tenant, return_inverse=True)
-    last = np.zeros(len(codes), np.intp)
-    last[tenants[order]] = np.arange(len(order))  # of several the last assignment holds
-    return last[tenants]
+def _places_of_groups(rows: RequestRows, order: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Return for each row the last place of its group in an order: who gives first stays first to give.
+
+    A group is a tenant's requests of one priority that holds across tenants.
+    """
+    pairs = np.stack((rows.tenant, trusted_priority(rows)))
+    found, inverse = np.unique(pairs, axis=1, return_inverse=True)
+    groups: npt.NDArray[np.intp] = inverse.ravel()
+    last = np.zeros(found.shape[1], np.intp)
+    last[groups[order]] = np.arange(len(order))  # of several the last assignment holds
+    return last[groups]

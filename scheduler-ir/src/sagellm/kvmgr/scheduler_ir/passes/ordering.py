@@ -39,6 +39,12 @@ def order_running(ir: ScheduleIR, order: Places) -> ScheduleIR:
     return ir if np.array_equal(order, ir.preemption) else ir.order_running(order)
 
 
+def trusted_priority(rows: RequestRows) -> npt.NDArray[np.int32]:
+    """Return the priorities that hold across tenants: positive ones of trusted tenants, else 0."""
+    priority: npt.NDArray[np.int32] = np.where(rows.is_trusted, np.maximum(rows.priority, 0), 0)
+    return priority
+
+
 def may_lack_blocks(ir: ScheduleIR) -> bool:
     """Say whether running requests could need more blocks in this step than there are. O(1)."""
     needed = -(-ir.max_num_batched_tokens // ir.block_size) + len(ir.running)

@@ -1,0 +1,112 @@
+"""Files that say what steps cost on some machine: a stated roofline, or a fit to measured steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sagellm.core import ConfigError, InvalidInputError, StepCost, StepWork
+from sagellm.engines.config.bounded_json import parse_json
+from sagellm.engines.whole_file import whole_file
+
+_REQUIRED = ("source", "device", "step")
+_AMOUNTS = ("kv_bytes_a_token", "kv_memory_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What a step costs on one machine with one model, and how much KV fits.
+
+    `source` says where the numbers come from; `about` is whatever else the file says. Sizes are None where
+    unknown.
+    """
+
+    source: str
+    device: Literal["cpu", "cuda"]
+    step: StepCost
+    kv_bytes_a_token: int | None = None
+    kv_memory_bytes: int | None = None
+    tier_bytes_a_second: Mapping[str, float] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def num_blocks(self, block_size: int) -> int | None:
+        """Return how many blocks of KV fit; None if the file does not say."""
+        if self.kv_bytes_a_token is None or self.kv_memory_bytes is None:
+            return None
+        return self.kv_memory_bytes // (self.kv_bytes_a_token * block_size)
+
+    def prefill_ns(self, num_tokens: int) -> float:
+        """Return how long one step takes that computes a whole prompt, alone and without cached KV."""
+        return self.step.predict_ns(prefill_work(num_tokens))
+
+
+def prefill_work(num_tokens: int) -> StepWork:
+    """Return the work of a step that computes a whole prompt alone."""
+    return StepWork(num_tokens, 1, num_tokens, num_tokens * num_tokens // 2, int(num_tokens > 1))
+
+
+def read_step_costs(path: Path) -> StepCosts:
+    """Read a file of costs. Raises ConfigError, which names the file and the key."""
+    try:
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ConfigError(f"it holds a {type(content).__name__}; it must be an object")
+        return _costs(content)
+    except OSError as error:
+        raise ConfigError(f"the costs {path} cannot be read: {error.strerror}") from error
+    except (ConfigError, InvalidInputError) as error:
+        raise ConfigError(f"the costs {path}: {error}") from error
+
+
+def write_step_costs(path: Path, costs: StepCosts) -> None:
+    """Write a file that `read_step_costs` reads. Raises ConfigError if it cannot be written."""
+    values = {name: value for name, value in asdict(costs).items() if name != "about" and value}
+    try:
+        with whole_file(path) as partial:
+            partial.write_text(json.dumps(values | dict(costs.about), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the costs cannot be written to {path}") from error
+
+
+def _costs(content: Mapping[str, Any]) -> StepCosts:
+    for name in _REQUIRED:
+        if name not in content:
+            raise ConfigError(f"{name} is missing; a file of step costs has {', '.join(_REQUIRED)}")
+    if content["device"] not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {content['device']!r}; it must be cpu or cuda")
+    if not isinstance(content["source"], str) or not content["source"]:
+        raise ConfigError("source is not a text; it must say where the numbers come from")
+    rates = _mapping(content, "tier_bytes_a_second")
+    for tier, rate in rates.items():
+        if not rate > 0:
+            raise ConfigError(f"tier_bytes_a_second.{tier} is {rate}; it must be above 0")
+    for name in _AMOUNTS:
+        value = content.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it must be an int of at least 1")
+    known = StepCosts.__dataclass_fields__
+    step = StepCost.of(_mapping(content, "step"))
+    if not any(asdict(step).values()):
+        raise ConfigError("every coefficient of step is 0; a step takes time")
+    return StepCosts(
+        source=content["source"],
+        device=content["device"],
+        step=step,
+        kv_bytes_a_token=content.get("kv_bytes_a_token"),
+        kv_memory_bytes=content.get("kv_memory_bytes"),
+        tier_bytes_a_second=rates,
+        about={name: value for name, value in content.items() if name not in known},
+    )
+
+
+def _mapping(content: Mapping[str, Any], name: str) -> dict[str, float]:
+    given = content.get(name, {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{name} is {given!r}; it must be an object of numbers")
+    for key, value in given.items():
+        if type(value) not in (int, float):
+            raise ConfigError(f"{name}.{key} is {value!r}; it must be a number")
+    return given
