@@ -180,6 +180,20 @@ def test_nobody_sits_out_for_a_tenant_that_has_its_seats() -> None:
     assert len(tokens_of(plan(made, [prompt("o", 39, OTHER)], running))) == 91
 
 
+def test_nobody_sits_out_for_a_request_that_lacks_blocks() -> None:
+    made = scheduler(max_num_seqs=100, cost=lambda: StepCost(seq_ns=1e6))
+    flood = [decode(f"f{number}", FLOOD) for number in range(99)]
+    for available, num_served in ((2, 99), (5000, 2)):
+        result = plan(made, [prompt("o", 5000, OTHER)], flood, available=available)
+        assert len(tokens_of(result)) == num_served
+
+
+def test_somebody_always_advances() -> None:
+    made = scheduler(max_num_seqs=100, cost=lambda: StepCost(seq_ns=1e3, kv_token_ns=1e9))
+    flood = [decode(f"f{number}", FLOOD) for number in range(99)]
+    assert len(tokens_of(plan(made, [prompt("o", 1, OTHER)], flood))) == 2
+
+
 def test_few_decodes_do_not_sit_out() -> None:
     made = scheduler(max_num_seqs=100, cost=lambda: COST)
     flood = [decode(f"f{number}", FLOOD) for number in range(20)]

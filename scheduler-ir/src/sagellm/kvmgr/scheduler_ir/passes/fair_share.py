@@ -255,7 +255,8 @@ class FairSharePass(SchedulerPassProtocol):
         if len(own):
             needed += int(ir.pending.num_tokens[own[0]])
         budget = min(accounts.prompt_budget, ir.max_num_batched_tokens)
-        if 2 * num_running[least] < accounts.shares()[least] * ir.max_num_seqs:
+        has_few = 2 * num_running[least] < accounts.shares()[least] * ir.max_num_seqs
+        if has_few and (not len(own) or _has_blocks(ir, int(own[0]))):
             ir = self._sit_out(ir, is_other & (missing == 1), int(min(needed, budget)))
         num_prompts = int(np.count_nonzero(is_other & is_prompt))
         if not num_prompts:
@@ -275,7 +276,7 @@ class FairSharePass(SchedulerPassProtocol):
         prompt_ns = ir.cost.predict_ns(StepWork(num_prompt, 1, num_prompt, num_prompt * num_prompt // 2))
         if decodes_ns <= prompt_ns:
             return ir
-        num_kept = int(len(rows) * prompt_ns / decodes_ns)
+        num_kept = max(int(len(rows) * prompt_ns / decodes_ns), 1)
         rows = np.roll(rows, -(ir.step * num_kept % len(rows)))
         rows = rows[np.argsort(ir.running.last_scheduled_step[rows], kind="stable")]
         return ir.cap(0, running=rows[num_kept:])
@@ -310,6 +311,13 @@ class FairSharePass(SchedulerPassProtocol):
             if num_lacking <= 0:
                 return victims
         return []
+
+
+def _has_blocks(ir: ScheduleIR, row: int) -> bool:
+    """Say whether a waiting request can be admitted even if each running one takes a block first."""
+    given_up = int(ir.running.num_blocks[list(ir.preempted)].sum())
+    available = ir.available_memory + given_up - len(ir.running) + len(ir.preempted)
+    return ir.hits([row])[0].num_blocks_needed <= available
 
 
 def _is_one_tenant(ir: ScheduleIR) -> bool:
