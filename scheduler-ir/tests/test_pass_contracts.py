@@ -178,7 +178,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: MemoryAwarePreemptionPass(ageing_s=float("inf")), "memory-aware: ageing_s is inf"),
     (lambda: AdmissionLimitPass(max_seats=0), "tenant-limits: max_seats is 0"),
     (lambda: FairSharePass(output_cost=-1), "fair-share: output_cost is -1"),
-    (lambda: ChunkedPrefillPass(min_tokens=True), "chunked-prefill: min_tokens is True"),
+    (lambda: ChunkedPrefillPass(min_share=True), "chunked-prefill: min_share is True"),
 ]  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def random_pass(name: str, rng: Random) -> SchedulerPassProtocol:
     """Make a pass with random options."""
     options: dict[str, dict[str, Any]] = {
         "batching": {"starvation_s": rng.choice((5, 50))},
-        "chunked-prefill": {"min_tokens": rng.choice((1, 16))},
+        "chunked-prefill": {"min_share": rng.choice((0, 0.2, 1))},
         "deadline": {"ttft_s": rng.choice((None, 1, 30)), "tpot_ms": rng.choice((None, 5, 50))},
         "fair-share": {"output_cost": rng.choice((0, 1, 4))},
         "lifetime": {"untrusted": rng.choice(("max", "mean")), "starvation_s": rng.choice((5, 50))},

@@ -61,6 +61,10 @@ class StepCost:
             raise InvalidInputError(f"a step cost has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return cls(**{name: float(value) for name, value in values.items()})
 
+    def scaled(self, factor: float) -> StepCost:
+        """Return the cost model of steps that take `factor` times as long."""
+        return StepCost(**{name: factor * value for name, value in asdict(self).items()})
+
     def predict_ns(self, work: StepWork) -> float:
         """Return the predicted duration of a step."""
         return (

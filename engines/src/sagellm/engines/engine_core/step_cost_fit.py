@@ -23,6 +23,9 @@ _OUTLIER = 0.25
 
 _NUM_COEFFICIENTS = 1 + len(StepWork._fields)
 
+_FOLLOW, _LAST = 0.2, 8
+"""Weight of a step's duration in the scale, and steps whose median it starts with after a fit."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -42,11 +45,17 @@ class StepCostFit:
         self._products: Floats = np.zeros((_NUM_COEFFICIENTS, _NUM_COEFFICIENTS))  # of amounts ÷ duration
         self._sums: Floats = np.zeros(_NUM_COEFFICIENTS)
         self._wait = FIRST_STEPS
+        self._fit: StepCost | None = None
+        self._scale = 1.0  # of the fit, by the last steps with prompts
         self._cost: StepCost | None = None
 
     @property
     def cost(self) -> StepCost | None:
-        """The fit; None before the first."""
+        """The fit, scaled to what the last steps with prompts took; None before the first fit.
+
+        The form of a fit is that of many steps, so it lags behind as a prompt's context grows; the scale
+        follows within a few steps.
+        """
         return self._cost
 
     def add(self, work: StepWork, took_ns: int) -> None:
@@ -55,6 +64,10 @@ class StepCostFit:
             self._new.append((1.0, *work, took_ns))
             if len(self._new) >= self._wait:
                 self._refit()
+            elif self._fit is not None and work.num_prefills:
+                ratio = took_ns / max(self._fit.predict_ns(work), 1.0)
+                self._scale += _FOLLOW * (min(max(ratio, 0.5), 2.0) - self._scale)
+                self._cost = self._fit.scaled(self._scale)
 
     def _refit(self) -> None:
         steps = np.array(self._new)
@@ -62,13 +75,16 @@ class StepCostFit:
         self._wait = REFIT_STEPS
         rows = steps[:, :-1] / steps[:, -1:]
         weights = np.ones(len(rows))
-        if self._cost is not None:
-            errors = np.abs(rows @ _coefficients(self._cost) - 1)
+        if self._fit is not None:
+            errors = np.abs(rows @ _coefficients(self._fit) - 1)
             weights = np.minimum(1.0, _OUTLIER / np.maximum(errors, 1e-9))
         decay = 0.5 ** (len(rows) / (0.7 * MEMORY_STEPS))
         self._products = decay * self._products + (rows * weights[:, None]).T @ rows
         self._sums = decay * self._sums + weights @ rows
-        self._cost = _cost(_non_negative(self._products, self._sums))
+        self._fit = _cost(_non_negative(self._products, self._sums))
+        predicted = rows[steps[:, 5] > 0][-_LAST:] @ _coefficients(self._fit)
+        self._scale = float(np.clip(1 / np.median(predicted), 0.5, 2.0)) if len(predicted) else 1.0
+        self._cost = self._fit.scaled(self._scale)
 
 
 def fit_step_cost(steps: Iterable[tuple[StepWork, int]]) -> StepCost:

@@ -24,15 +24,15 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
     """Lowers the token budget so that a step takes `step_target_ms`, as the fitted cost predicts it.
 
     Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, so many of
-    them may take longer by themselves; prompts then still advance by `min_tokens` a step. As a
+    them may take longer by themselves; prompts still get `min_share` of the target, at least a token. As a
     prediction is no better than what was measured, a step has at most twice the prompt tokens of the
     largest so far. Does nothing unless the engine has a target.
     """
 
-    min_tokens: int = 16
+    min_share: float = 0.2
 
     def __post_init__(self) -> None:
-        require_between(self, 1, 1 << 30, "min_tokens", is_count=True)
+        require_between(self, 0, 1, "min_share")
 
     @property
     def name(self) -> str:
@@ -54,8 +54,9 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
         num_decodes = int(np.count_nonzero(missing == 1))
         num_tokens = max(FIRST_TOKENS, 2 * ir.state.largest)
         if ir.cost is not None:
-            num_tokens = min(num_tokens, num_prompt_tokens_within(ir, ir.cost, ir.step_target_ms))
-        budget = num_decodes + max(num_tokens, self.min_tokens)
+            within = num_prompt_tokens_within(ir, ir.cost, ir.step_target_ms, self.min_share)
+            num_tokens = min(num_tokens, within)
+        budget = num_decodes + max(num_tokens, 1)
         return ir.lower(max_num_batched_tokens=min(budget, ir.max_num_batched_tokens))
 
     def observe(self, plan: SchedulePlan, state: _Chunks) -> None:

@@ -47,13 +47,17 @@ def remaining_output(
     return np.where(is_trusted, np.minimum(predicted, left), others)
 
 
-def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float) -> int:
-    """Return how many prompt tokens a step can compute beside its decodes in a time. May be below 0."""
+def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, min_share: float = 0.0) -> int:
+    """Return how many prompt tokens a step can compute beside its decodes in a time.
+
+    They get at least `min_share` of the time, even where the decodes take all of it.
+    """
     running = ir.running
     missing = running.num_tokens - running.num_computed_tokens
     is_decode = missing == 1
     num_decodes = int(np.count_nonzero(is_decode))
     context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))
-    left_ns = 1e6 * target_ms - cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+    decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+    left_ns = 1e6 * target_ms - min(decodes_ns, 1e6 * target_ms * (1 - min_share))
     prefilled = running.num_computed_tokens[missing > 1]
     return cost.num_tokens_within(left_ns, int(prefilled.max()) if len(prefilled) else 0)
