@@ -5,6 +5,7 @@ block is lost, and the engine goes on.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -186,6 +187,31 @@ def test_a_request_that_pins_keep_out_ends_alone_and_says_so(make_engine, all_bl
     assert all(finished[each].outputs[0].finish_reason == "length" for each in short)
     engine.client.core.kv.cache.unpin(pinned)
     assert all_blocks_are_back(engine)
+
+
+@dataclass(frozen=True)
+class LastFirst(SchedulerPassProtocol):
+    """Admits in the opposite order."""
+
+    name = "last-first"
+
+    def run(self, ir):
+        return ir.order_pending(ir.admission[::-1]) if len(ir.pending) > 1 else ir
+
+
+def test_a_request_without_room_ends_even_if_it_is_not_the_first_in_the_queue(make_engine):
+    engine = make_engine(num_blocks=32, block_size=16, max_num_batched_tokens=512)
+    engine.client.core.scheduler._ir.add_optimization_pass(LastFirst())
+    pinned = list(range(10, 130)) + list(range(10, 130)) + list(range(10, 26))
+    engine.generate(pinned, GREEDY)
+    assert engine.client.core.kv.cache.pin(pinned).num_pinned_blocks == 16
+    fits = engine.add_request([8, 9, 10] * 6, GREEDY)
+    blocked = engine.add_request([5, 6, 7] * 110, GREEDY)
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished.update({output.request_id: output for output in engine.step() if output.finished})
+    assert "are pinned" in finished[blocked].outputs[0].error
+    assert finished[fits].outputs[0].finish_reason == "length"
 
 
 class Holding(SchedulerPassProtocol):

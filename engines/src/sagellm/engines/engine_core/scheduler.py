@@ -78,6 +78,7 @@ class Scheduler:
         self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
+        self._lacks_blocks = False  # the last plan stopped at a waiting sequence for lack of blocks
         self.log = DecisionLog(kv.seats, now_ns)
 
     @property
@@ -129,6 +130,7 @@ class Scheduler:
             pending_requests=waiting, running_requests=running, available_memory=available_blocks
         )
         self.decisions = plan.decisions
+        self._lacks_blocks = plan.deferred_reason == "blocks"
         self.log.planned(plan, self._running)
         if len(waiting):
             self._batching.measure(
@@ -168,11 +170,18 @@ class Scheduler:
         return late
 
     def shut_out(self) -> Sequence | None:
-        """Return the first waiting sequence if there is no room for it even though nothing runs."""
-        if self._running or not len(self._waiting):
+        """Return a waiting sequence for which there is no room even though nothing runs.
+
+        It is the first such; one that passes put before it may be what the last plan lacked blocks for.
+        """
+        if self._running:
             return None
-        first = self._waiting[0]
-        return first if self._kv.probe(first).num_blocks_needed > self._kv.available_blocks else None
+        num_asked = len(self._waiting) if self._lacks_blocks else min(1, len(self._waiting))
+        for place in range(num_asked):
+            sequence = self._waiting[place]
+            if self._kv.probe(sequence).num_blocks_needed > self._kv.available_blocks:
+                return sequence
+        return None
 
     def finish(self, sequence_id: SequenceId, status: RequestStatus) -> Sequence:
         """Free the blocks of a sequence and remove it. Raises UnknownRequestError if it is not live.
