@@ -47,7 +47,7 @@ def random_pipeline(rng: Random) -> str:
     chosen = [name + rng.choice(options[name]) for name in names]
     stages = {"order": chosen[0], "share": rng.choice(("none", "fair-share"))}
     stages["preempt"] = rng.choice(("none", "memory-aware", "memory-aware{mode=swap}"))
-    stages["chunk"] = rng.choice(("none", "chunked-prefill", "chunked-prefill{min_tokens=1}"))
+    stages["chunk"] = rng.choice(("none", "chunked-prefill", "chunked-prefill{min_share=0.1}"))
     return ",".join([*(f"{stage}={name}" for stage, name in stages.items()), *chosen[1:]])
 
 

@@ -22,7 +22,7 @@ def test_a_pass_that_stays_keeps_its_state_and_counts(make_engine):
     assert chunked[1].largest > 0
     admin.set_passes("share=none")
     assert (names(engine), pipeline.pipeline._entries[0]) == (["chunked-prefill"], chunked)
-    admin.set_passes("chunk=chunked-prefill{min_tokens=3}")
+    admin.set_passes("chunk=chunked-prefill{min_share=0.3}")
     assert pipeline.pipeline._entries[0][1].largest == 0
 
 

@@ -73,13 +73,13 @@ def test_passes_are_shown_and_changed_between_two_steps(engine, sage):
         ["preempt", "none"],
         ["chunk", "chunked-prefill"],
     ]
-    changed = sage("llm", "scheduler", "passes", "share=none,chunk=chunked-prefill{min_tokens=7},null")
+    changed = sage("llm", "scheduler", "passes", "share=none,chunk=chunked-prefill{min_share=0.7},null")
     assert [line.split(None, 2) for line in lines(changed.out)][1:] == [
         ["order", "none"],
         ["-", "null"],
         ["share", "none"],
         ["preempt", "none"],
-        ["chunk", "chunked-prefill", '{"min_tokens": 7}'],
+        ["chunk", "chunked-prefill", '{"min_share": 0.7}'],
     ]
     assert [each.name for each in engine.metrics().modules["scheduler"].passes] == ["null", "chunked-prefill"]
 
