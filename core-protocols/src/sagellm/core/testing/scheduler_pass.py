@@ -12,9 +12,11 @@ import pytest
 
 from sagellm.core.ids import RequestId
 from sagellm.core.protocols.scheduler_ir import (
+    Admission,
     Part,
     RequestRows,
     ScheduleIR,
+    SchedulePlan,
     ScheduleRequest,
     SchedulerPassProtocol,
 )
@@ -53,6 +55,26 @@ def _orders(ir: ScheduleIR, part: Part) -> bool:
     return any((each.kind, each.target) == ("order", part) for each in ir.decisions)
 
 
+def _plan_of(ir: ScheduleIR) -> SchedulePlan:
+    """Return a plan in which every running request that can computes a token, and the first waiting one."""
+    import numpy as np
+
+    rows = np.array([row for row in range(len(ir.running)) if row not in ir.preempted], np.int32)
+    rows = rows[ir.running.num_missing[rows] > 0]
+    admitted = [row for row in ir.admission.tolist() if row not in ir.deferred][:1]
+    return SchedulePlan(
+        pending=ir.pending,
+        running=ir.running,
+        step=ir.step,
+        rows=rows,
+        num_tokens=np.ones(len(rows), np.int32),
+        num_new_blocks=np.zeros(len(rows), np.int32),
+        admitted=[Admission(row, 1, 1, 0) for row in admitted],
+        preempted=[*ir.preempted],
+        decisions=ir.decisions,
+    )
+
+
 class SchedulerPassContract(ABC):
     """What holds for every pass. Override `make`."""
 
@@ -67,7 +89,9 @@ class SchedulerPassContract(ABC):
         optimization_pass = self.make()
         state = optimization_pass.start()
         for seed in seeds:
-            yield self.run(optimization_pass, random_ir(seed), state).to_text()
+            ir = self.run(optimization_pass, random_ir(seed), state)
+            yield ir.to_text()
+            optimization_pass.observe(_plan_of(ir), state)
 
     def run(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR, state: Any) -> ScheduleIR:
         """Run a pass once and verify what it decides."""
