@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 from sagellm.core import InvalidInputError, StepCost, StepWork
 
 COST = StepCost(base_ns=1e6, token_ns=1000, seq_ns=500, kv_token_ns=10, pair_ns=2)
-coefficients = st.floats(0, 1e6)
+coefficients = st.just(0.0) | st.floats(1e-6, 1e6)
+pair_costs = st.just(0.0) | st.floats(1e-6, 10)
 
 
 def work_of(start: int, num_tokens: int) -> StepWork:
@@ -22,7 +23,7 @@ def test_a_step_takes_the_sum_of_its_amounts() -> None:
     assert StepCost().predict_ns(StepWork(3, 2, 100, 50)) == 0
 
 
-@given(coefficients, coefficients, coefficients, st.floats(0, 10), st.integers(0, 5000), st.integers(0, 5000))
+@given(coefficients, coefficients, coefficients, pair_costs, st.integers(0, 5000), st.integers(0, 5000))
 def test_the_tokens_that_fit_a_time_take_at_most_that_and_one_more_would_not(
     token_ns: float, seq_ns: float, kv_token_ns: float, pair_ns: float, start: int, num_tokens: int
 ) -> None:
