@@ -195,7 +195,7 @@ def main() -> None:
     runtime = None
     if options.cpu_time:
         if os.environ.get("OMP_NUM_THREADS") != "1":
-            sys.exit("--cpu-time needs OMP_NUM_THREADS=1: the CPU time of several threads is no duration")
+            sys.exit("--cpu-time needs OMP_NUM_THREADS=1: the CPU time of several threads is not a duration")
         runtime = replace(Runtime.system(seed=0), clock=CPUClock())
     config = EngineConfig().with_values(
         {"model.name": options.model, "model.dtype": options.dtype, "kv.num_blocks": options.num_blocks}

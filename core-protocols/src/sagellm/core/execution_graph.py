@@ -77,7 +77,7 @@ class ExecutionGraph:
 
     @property
     def cost_ns(self) -> float | None:
-        """The estimated duration of the step, without transfers; None if there is no estimate."""
+        """The estimated duration of the step, without transfers; None if unknown."""
         if self.base_ns is None:
             return None
         return self.base_ns + sum(node.cost_ns or 0.0 for node in self.nodes)

@@ -80,7 +80,7 @@ class BatchingMeter:
             num_seats -= 1
         if not num_waiting_tokens:
             return
-        num_running_tokens = int((running.num_tokens - running.num_computed_tokens).sum())
+        num_running_tokens = int(running.num_missing.sum())
         step = BatchStep(
             num_useful_tokens=plan.num_scheduled_tokens,
             token_budget=self._budget,

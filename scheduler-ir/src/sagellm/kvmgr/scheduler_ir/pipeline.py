@@ -1,4 +1,4 @@
-"""Passes in their order, each verified, timed and shown to whoever watches."""
+"""Runs passes in their order; verifies, times and shows each one."""
 
 from __future__ import annotations
 

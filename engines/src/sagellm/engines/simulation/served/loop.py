@@ -52,8 +52,8 @@ class _Waiting:
 class VirtualLoop(asyncio.BaseEventLoop):
     """Runs everything in one thread; connections and readers are those of a simulated network.
 
-    Callbacks run in the order in which they are due or called for, as asyncio promises. So a run depends on
-    nothing but the seeds of whoever draws delays.
+    Callbacks run in the order in which they are due or called for, as asyncio promises. So a run depends
+    only on the seeds from which delays are drawn.
     """
 
     def __init__(self, clock: VirtualClock) -> None:

@@ -42,7 +42,7 @@ class BatchingEfficiencyPass(SchedulerPassProtocol):
         if not ir.can_admit or len(ir.pending) < 2:
             return ir
         running, lengths = ir.running, ir.pending.num_tokens
-        missing = np.maximum(running.num_tokens - running.num_computed_tokens, 0)
+        missing = running.num_missing
         num_tokens = max(ir.max_num_batched_tokens - int(missing.sum(dtype=np.int64)), 1)
         num_blocks = ir.available_memory
         if ir.preempted:

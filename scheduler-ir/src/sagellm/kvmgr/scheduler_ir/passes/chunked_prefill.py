@@ -25,7 +25,7 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
 
     Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, so many of
     them may take longer by themselves; prompts still get `min_share` of the target, at least a token. As a
-    prediction is no better than what was measured, a step has at most twice the prompt tokens of the
+    prediction is only as good as what was measured, a step has at most twice the prompt tokens of the
     largest so far. Does nothing unless the engine has a target.
     """
 

@@ -93,7 +93,7 @@ class DeadlinePass(SchedulerPassProtocol):
 
     def _keep_decoding(self, ir: ScheduleIR, tpot_ms: float) -> ScheduleIR:
         """Lower the token budget so that a step with decodes takes `tpot_ms`."""
-        missing = ir.running.num_tokens - ir.running.num_computed_tokens
+        missing = ir.running.num_missing
         num_decodes = int(np.count_nonzero(missing == 1))
         if ir.cost is None or not num_decodes or not (ir.can_admit or (missing > 1).any()):
             return ir

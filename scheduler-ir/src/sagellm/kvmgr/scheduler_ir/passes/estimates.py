@@ -53,7 +53,7 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     They get at least `min_share` of the time, even where the decodes take all of it.
     """
     running = ir.running
-    missing = running.num_tokens - running.num_computed_tokens
+    missing = running.num_missing
     is_decode = missing == 1
     num_decodes = int(np.count_nonzero(is_decode))
     context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))

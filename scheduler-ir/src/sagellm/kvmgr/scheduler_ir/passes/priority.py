@@ -47,7 +47,7 @@ class PriorityBasedPass(SchedulerPassProtocol):
     def _make_way(self, ir: ScheduleIR, levels: npt.NDArray[np.float64]) -> ScheduleIR:
         """Cap prompts that run below the level of the first waiting request, if that has its blocks."""
         running, deferred = ir.running, ir.deferred
-        is_prompt = running.num_tokens - running.num_computed_tokens > 1
+        is_prompt = running.num_missing > 1
         if not is_prompt.any():
             return ir
         head = next((row for row in ir.admission.tolist() if row not in deferred), None)
