@@ -11,6 +11,8 @@ schedules and keeps KV is what serves; steps take what the roofline says, and th
 2. `priority`: one request in ten, of at most 2,048 tokens, is urgent, at 0.9 of the load.
 3. `blocks`: re-prefill with 1,000 … 20,000 blocks under the chosen pipeline, beside what a cache alone
    computes again under LRU and Belady's policy (`sage llm simulate --cache-only`).
+4. `targets`: the time that a step may take, 50 ms here, decides how much of `max_num_batched_tokens` it
+   uses. FCFS and the chosen pipeline at 0.9 of the load with longer steps too.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ LOADS = (0.7, 0.9, 1.1)
 MAIN_LOAD = 0.9
 URGENT_SHARE, URGENT_TOKENS = 0.1, 2048
 BLOCKS = (1000, 5000, 10_000, 20_000)
+TARGETS_MS = (50, 75, 100, 200)
 SATURATED = 1e-6
 """A stretch with which all requests come at once."""
 
@@ -76,6 +79,7 @@ class Job:
     passes: str
     stretch: float
     num_blocks: int | None = None
+    target_ms: float | None = None  # None: the default
     share_urgent: float = 0.0
     is_told: bool = True
 
@@ -108,7 +112,9 @@ def _trace(path: Path, limit: int | None) -> list[TraceRequest]:
 def run(job: Job) -> dict[str, Any]:
     """Simulate one run and return its figures."""
     requests = requests_of(job)
-    values = {"kv.block_size": requests[0].block_tokens or 16, "kv.num_blocks": job.num_blocks}
+    values: dict[str, Any] = {"kv.block_size": requests[0].block_tokens or 16, "kv.num_blocks": job.num_blocks}
+    if job.target_ms is not None:
+        values["scheduler.step_target_ms"] = job.target_ms
     config = with_passes(EngineConfig().with_values(values), job.passes)
     done = simulate_serving(requests, config, read_step_costs(COST), load=LoadSettings(stretch=job.stretch))
     found = {"passes": job.passes, "stretch": job.stretch, "half": job.half, **_summary(done)}
@@ -225,6 +231,18 @@ def vary_blocks(base: Job, stretch: float, chosen: str, run_all: Runner) -> list
     ]
 
 
+def vary_targets(base: Job, stretch: float, chosen: str, run_all: Runner) -> list[dict[str, Any]]:
+    """Show what longer steps do to both pipelines."""
+    jobs = [
+        replace(base, half=1, stretch=stretch, passes=each, target_ms=target_ms)
+        for target_ms in TARGETS_MS
+        for each in (FCFS, chosen)
+    ]
+    return [
+        {"target_ms": job.target_ms, "run": one} for job, one in zip(jobs, run_all(jobs), strict=True)
+    ]
+
+
 _HEAD = (
     "PIPELINE", "LOAD", "GOODPUT/S", "TOKENS/S", "TTFT MEAN", "P99", "TPOT MEAN", "LONGEST WAIT", "HIT RATE",
     "RE-PREFILL", "BATCHING", "OF THE STEP'S BUDGET",
@@ -283,6 +301,10 @@ def as_text(found: dict[str, Any]) -> str:
         ]
         head = ("BLOCKS", "RE-PREFILL", "LRU, CACHE ALONE", "BELADY, CACHE ALONE")
         parts.append(columns(head, rows))
+    if targets := found.get("targets"):
+        head = ("PIPELINE", "STEP TARGET", *_HEAD[2:])
+        rows = [_row(one["run"], f"{one['target_ms']:g} ms") for one in targets]
+        parts.append(columns(head, rows))
     return "\n\n".join(parts)
 
 
@@ -292,8 +314,8 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--limit", type=int, help="take so many requests of the trace")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--parts", nargs="+", default=["choice", "priority", "blocks"])
-    parser.add_argument("--chosen", default=FCFS, help="the pipeline of part `blocks`, without part `choice`")
+    parser.add_argument("--parts", nargs="+", default=["choice", "priority", "blocks", "targets"])
+    parser.add_argument("--chosen", default=FCFS, help="the pipeline of the other parts, without `choice`")
     output_flags(parser, "policies-h200-8b")
     options = parser.parse_args()
     candidates = [each for each in CANDIDATES if is_installed(each)]
@@ -322,6 +344,8 @@ def main() -> None:
             found["priority"] = prioritise(base, capacity[1] / MAIN_LOAD, run_all)
         if "blocks" in options.parts:
             found["blocks"] = vary_blocks(base, capacity[1] / MAIN_LOAD, chosen, run_all)
+        if "targets" in options.parts:
+            found["targets"] = vary_targets(base, capacity[1] / MAIN_LOAD, chosen, run_all)
     publish("policies", as_text(found), options, **found)
 
 

@@ -134,6 +134,20 @@ def test_a_chunk_grows_twice_as_large_as_the_largest_so_far_at_most() -> None:
     assert sizes == [64, 128, 256, 511]
 
 
+def test_a_prompt_whose_context_takes_longer_to_read_than_the_target_still_gets_its_share() -> None:
+    cost = StepCost(token_ns=1000, kv_token_ns=1000)
+    scheduler = BaseSchedulerIR(512, step_target_ms=1, cost=lambda: cost, clock=VirtualClock())
+    scheduler.add_optimization_pass(ChunkedPrefillPass(min_share=0.2))
+    long = request("long", 4000, num_computed_tokens=2000, num_blocks=250)
+    sizes = []
+    for _ in range(3):  # the first one has 64 tokens, as nothing was computed yet
+        plan = scheduler.schedule(
+            pending_requests=[], running_requests=[decode("a"), long], available_memory=99
+        )
+        sizes.append(plan.num_tokens.tolist())
+    assert sizes == [[1, 64], [1, 100], [1, 100]]  # 100 tokens take a fifth of 1 ms
+
+
 def serve(scheduler: BaseSchedulerIR, waiting: list[ScheduleRequest], num_steps: int) -> Counter[str]:
     """Serve a backlog in two seats with endless blocks; return the tokens that each tenant got."""
     running: list[ScheduleRequest] = []

@@ -23,10 +23,10 @@ class _Chunks:
 class ChunkedPrefillPass(SchedulerPassProtocol):
     """Lowers the token budget so that a step takes `step_target_ms`, as the fitted cost predicts it.
 
-    Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, so many of
-    them may take longer by themselves; prompts still get `min_share` of the target, at least a token. As a
-    prediction is only as good as what was measured, a step has at most twice the prompt tokens of the
-    largest so far. Does nothing unless the engine has a target.
+    Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, and a prompt
+    reads its KV whatever its chunk, so these may take longer by themselves; the chunk's tokens still get
+    `min_share` of the target, at least one. As a prediction is only as good as what was measured, a step has
+    at most twice the prompt tokens of the largest so far. Does nothing unless the engine has a target.
     """
 
     min_share: float = 0.2

@@ -50,14 +50,17 @@ def remaining_output(
 def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, min_share: float = 0.0) -> int:
     """Return how many prompt tokens a step can compute beside its decodes in a time.
 
-    They get at least `min_share` of the time, even where the decodes take all of it.
+    What follows the longest running prompt so far. Its tokens get at least `min_share` of the time, even
+    where the decodes and the KV that the prompt reads take all of it.
     """
     running = ir.running
     missing = running.num_missing
     is_decode = missing == 1
     num_decodes = int(np.count_nonzero(is_decode))
     context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))
-    decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
-    left_ns = 1e6 * target_ms - min(decodes_ns, 1e6 * target_ms * (1 - min_share))
     prefilled = running.num_computed_tokens[missing > 1]
-    return cost.num_tokens_within(left_ns, int(prefilled.max()) if len(prefilled) else 0)
+    start = int(prefilled.max()) if len(prefilled) else 0
+    prompt_ns = cost.predict_ns(StepWork(0, 1, start, 0, 1)) - cost.base_ns
+    decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+    left_ns = max(1e6 * target_ms - decodes_ns - prompt_ns, 1e6 * target_ms * min_share)
+    return cost.num_tokens_within(prompt_ns + left_ns, start)
