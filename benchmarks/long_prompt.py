@@ -163,7 +163,7 @@ def arguments() -> argparse.Namespace:
     add("--dtype", default="float32")
     add("--streams", type=int, default=8)
     add("--prompt-tokens", type=int, default=8000)
-    add("--context-tokens", type=int, default=256, help="of each stream; default: %(default)s")
+    add("--context-tokens", type=int, default=64, help="of each stream; default: %(default)s")
     add("--output-tokens", type=int, default=512, help="of each stream, behind the warm-up; %(default)s")
     add("--warm-tokens", type=int, default=1024, help="of the prompt before; default: %(default)s")
     add("--target-ms", type=float, help="scheduler.step_target_ms; default: the engine's")

@@ -112,7 +112,8 @@ def _trace(path: Path, limit: int | None) -> list[TraceRequest]:
 def run(job: Job) -> dict[str, Any]:
     """Simulate one run and return its figures."""
     requests = requests_of(job)
-    values: dict[str, Any] = {"kv.block_size": requests[0].block_tokens or 16, "kv.num_blocks": job.num_blocks}
+    block_size = requests[0].block_tokens or 16
+    values: dict[str, Any] = {"kv.block_size": block_size, "kv.num_blocks": job.num_blocks}
     if job.target_ms is not None:
         values["scheduler.step_target_ms"] = job.target_ms
     config = with_passes(EngineConfig().with_values(values), job.passes)
@@ -238,9 +239,7 @@ def vary_targets(base: Job, stretch: float, chosen: str, run_all: Runner) -> lis
         for target_ms in TARGETS_MS
         for each in (FCFS, chosen)
     ]
-    return [
-        {"target_ms": job.target_ms, "run": one} for job, one in zip(jobs, run_all(jobs), strict=True)
-    ]
+    return [{"target_ms": job.target_ms, "run": one} for job, one in zip(jobs, run_all(jobs), strict=True)]
 
 
 _HEAD = (

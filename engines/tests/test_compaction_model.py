@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from sagellm.core import (
@@ -125,9 +126,7 @@ class Load:
 
     def decode(self):
         for sequence in list(self.running):
-            try:
-                self.kv.reserve(sequence.seat, sequence.num_tokens + 1)
-            except OutOfBlocksError:
+            if self.kv.reserve(np.array([sequence.seat]), np.array([sequence.num_tokens + 1])):
                 continue
             seats = self.kv.seats
             seats.tokens[sequence.seat, sequence.num_tokens] = self.random.randrange(2)

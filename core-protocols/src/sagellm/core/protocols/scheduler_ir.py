@@ -174,6 +174,16 @@ class RequestRows(Sequence[ScheduleRequest]):
         return missing
 
     @property
+    def num_prefills(self) -> int:
+        """Rows that can compute several tokens, of a prompt."""
+        num_prefills: int | None = self._gathered.get("num_prefills")
+        if num_prefills is None:
+            import numpy as np
+
+            num_prefills = self._gathered["num_prefills"] = int(np.count_nonzero(self.num_missing > 1))
+        return num_prefills
+
+    @property
     def num_blocks(self) -> Ints:
         """Blocks held."""
         column: Ints = self._column("num_blocks")
@@ -383,7 +393,9 @@ class ScheduleIR:
 
     def with_state(self, state: Any) -> Self:
         """Return the same schedule with the state of the pass that runs next."""
-        return self.updated(state=state)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, state=state)
+        return copy
 
     @property
     def num_free_seats(self) -> int:

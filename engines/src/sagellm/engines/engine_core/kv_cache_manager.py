@@ -26,11 +26,12 @@ from sagellm.core import (
     PrefixMatch,
     Seat,
     SequenceId,
+    StaleMatchError,
     TokenIds,
     headers_of,
 )
 from sagellm.engines.engine_core.request_log import RequestLog
-from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.seats import Ints, Seats
 from sagellm.engines.engine_core.sequence import Sequence
 
 
@@ -84,6 +85,7 @@ class KVCacheManager:
         self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
         self._owed: list[BlockId] = []  # dropped by the cache, not yet freed
         self._copies: list[tuple[BlockId, BlockId]] = []
+        self._probed: dict[SequenceId, PrefixMatch] = {}  # in this step
         self.epoch = 0  # changes whenever an answer of `probe` may
         self.evictor: Callable[[int, Namespace | None], int] = self.evict
 
@@ -100,6 +102,7 @@ class KVCacheManager:
         """Return what admitting a waiting sequence would reuse and what it would take."""
         tokens = sequence.token_ids()
         match = self.cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
+        self._probed[sequence.sequence_id] = match
         new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
         return PrefixHit(match.match_length, new_blocks + self.cache.num_idle_blocks(match))
 
@@ -131,6 +134,7 @@ class KVCacheManager:
 
     def poll(self) -> None:
         """Advance the transfers between device and tiers, before a step."""
+        self._probed.clear()
         if self.offload is not None:
             self.offload.poll()
             self._end_fetches()
@@ -141,22 +145,26 @@ class KVCacheManager:
         Raises OutOfBlocksError, and whatever a module raises; nothing is held in that case.
         """
         self.epoch += 1
-        tokens, namespace = sequence.waiting_ids, sequence.request.namespace
+        tokens = sequence.waiting_ids
         num_tokens, first_time = len(tokens), sequence.num_cached_tokens is None
         reusable = self._reusable(sequence, tokens)
-        match = self.cache.match_prefix(reusable, namespace)
-        match = self.cache.lock(match, num_lookup_tokens=num_tokens if first_time else None)
+        match = self._lock_prefix(sequence, reusable, num_tokens if first_time else None)
         num_cached, cached = match.match_length, match.block_ids
-        with ExitStack() as undo:
-            undo.callback(self.cache.unlock, match)
+        held: list[list[BlockId]] = []  # references to give back if a module raises
+        try:
             explain = self.cache.note_miss(reusable, match) if first_time else None
             new_blocks = self._allocate(sequence, -(-num_tokens // self._block_size) - len(cached))
-            undo.callback(self._pool.free, new_blocks)
+            held.append(new_blocks)
             if cached:
                 self._pool.share(cached)
-                undo.callback(self._pool.free, cached)
+                held.append(cached)
             seat = self.seats.take(sequence, tokens, [*cached, *new_blocks], num_cached)
-            undo.pop_all()
+        except BaseException:
+            with ExitStack() as giving_back:
+                giving_back.callback(self.cache.unlock, match)
+                for block_ids in held:
+                    giving_back.callback(self._pool.free, block_ids)
+            raise
         if match.partial is not None and match.partial.block_id != new_blocks[0]:
             # The source may have been evicted for one of the new blocks: its KV stays until a step writes.
             self._copies.append((match.partial.block_id, new_blocks[0]))
@@ -166,11 +174,28 @@ class KVCacheManager:
             sequence.num_cached_tokens = num_cached
             self.log.add(sequence, explain, self._clock.now_ns())
 
-    def reserve(self, seat: Seat, num_tokens: int) -> None:
-        """Give a sequence the blocks it still needs to hold `num_tokens`. Raises OutOfBlocksError."""
-        missing = self.num_blocks_for(num_tokens) - int(self.seats.num_blocks[seat])
-        if missing > 0:
-            self.seats.append_blocks(seat, self._allocate(self.seats.sequences[seat], missing))
+    def reserve(self, seats: Ints, num_tokens: Ints) -> list[int]:
+        """Give each sequence the blocks it still needs to hold so many tokens, in this order.
+
+        Returns the places of those that got none for lack of blocks. What was given stays given if a module
+        raises.
+        """
+        held = self.seats.num_blocks[seats].tolist()
+        wanted = zip(num_tokens.tolist(), held, strict=True)
+        missing = [self.num_blocks_for(number) - before for number, before in wanted]
+        may_evict = sum(missing) > self._pool.get_free_blocks()
+        without: list[int] = []
+        given: list[list[BlockId]] = []
+        try:
+            for sequence, num_blocks in zip(self.seats.sequences[seats].tolist(), missing, strict=True):
+                try:
+                    given.append(self._allocate(sequence, num_blocks, may_evict=may_evict))
+                except OutOfBlocksError:
+                    without.append(len(given))
+                    given.append([])
+        finally:
+            self.seats.append_blocks(seats[: len(given)], given)
+        return without
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the KV of the first `num_tokens` tokens of a sequence has been computed."""
@@ -373,15 +398,27 @@ class KVCacheManager:
             self.seats.leave(sequence.seat)
             sequence.seat = None
 
+    def _lock_prefix(
+        self, sequence: Sequence, reusable: TokenIds, num_lookup_tokens: int | None
+    ) -> PrefixMatch:
+        """Lock what is cached of a sequence, as probed in this step unless the cache has changed since."""
+        if (probed := self._probed.pop(sequence.sequence_id, None)) is not None:
+            try:
+                return self.cache.lock(probed, num_lookup_tokens=num_lookup_tokens)
+            except StaleMatchError:
+                pass
+        match = self.cache.match_prefix(reusable, sequence.request.namespace)
+        return self.cache.lock(match, num_lookup_tokens=num_lookup_tokens)
+
     def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
         # Tokens whose logits are wanted are computed: at least the last one.
         return tokens[: sequence.num_scored if sequence.num_scored < sequence.num_to_score else -1]
 
-    def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
-        if num_blocks == 0:
+    def _allocate(self, sequence: Sequence, num_blocks: int, *, may_evict: bool = True) -> list[BlockId]:
+        if num_blocks <= 0:
             return []
         given = sequence.request
-        if num_blocks <= self.total_blocks:
+        if may_evict and num_blocks <= self.total_blocks:
             missing = num_blocks - self._pool.get_free_blocks()
             while missing > 0 and (num_evicted := self.evictor(missing, given.namespace)):
                 missing -= num_evicted

@@ -75,6 +75,12 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
         self._running_seats: Ints = np.empty(0, np.int32)
         self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
+        self._running_columns = RemainingColumns(
+            kv.seats.schedule_columns.arrays,
+            num_computed_tokens=kv.seats.num_computed,
+            num_blocks=kv.seats.num_blocks,
+            last_scheduled_step=kv.seats.last_step,
+        )
         self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
@@ -140,7 +146,9 @@ class Scheduler:
                 available_blocks=available_blocks,
                 num_blocks_for=self._kv.num_blocks_for,
             )
-        served = self._running_seats.take(plan.rows)
+        served = self._running_seats
+        if len(plan.rows) < len(served):
+            served = served[plan.rows]
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
         for row in sorted(plan.preempted, reverse=True):
             self._preempt(self._running[row], is_swapped=row in plan.swapped)
@@ -202,14 +210,8 @@ class Scheduler:
         return sequence
 
     def _running_rows(self) -> RequestRows:
-        seats = self._seats
-        columns = RemainingColumns(
-            seats.schedule_columns.arrays,
-            num_tokens=seats.num_schedulable,
-            num_computed_tokens=seats.num_computed,
-            num_blocks=seats.num_blocks,
-            last_scheduled_step=seats.last_step,
-        )
+        columns = self._running_columns
+        columns["num_tokens"] = self._seats.num_schedulable
         return RequestRows(columns, self._running_seats, self._running_request, self._kept_columns)
 
     def _running_request(self, seat: int) -> ScheduleRequest:
@@ -225,16 +227,14 @@ class Scheduler:
     def _carry_out(self, plan: SchedulePlan, served: Ints, admitted: Seq[Sequence]) -> PlannedStep | None:
         """Take the blocks of a plan; sequences that get none are left out."""
         seats, num_new = served, plan.num_tokens
-        without: list[int] = []
-        for row in plan.num_new_blocks.nonzero()[0].tolist():
-            seat = Seat(int(served[row]))
-            try:
-                self._kv.reserve(seat, int(self._seats.num_computed[seat]) + int(num_new[row]))
-            except OutOfBlocksError:
-                without.append(row)
-                self.log.without_blocks(seat)
-        if without:
-            seats, num_new = np.delete(served, without), np.delete(num_new, without)
+        rows = plan.num_new_blocks.nonzero()[0]
+        if len(rows):
+            growing = served[rows]
+            num_tokens = self._seats.num_computed[growing] + num_new[rows]
+            if without := self._kv.reserve(growing, num_tokens):
+                for seat in growing[without].tolist():
+                    self.log.without_blocks(Seat(seat))
+                seats, num_new = np.delete(served, rows[without]), np.delete(num_new, rows[without])
         if plan.admitted:
             new = self._admit(plan, admitted)
             seats = np.concatenate((seats, np.array([seat for seat, _ in new], np.int32)))
@@ -339,10 +339,8 @@ class Scheduler:
             num_tokens, draft = int(table.num_tokens[seat]), whole[: max(0, budget)]
             if not draft:
                 continue
-            try:
-                self._kv.reserve(seat, num_tokens + len(draft))
-            except OutOfBlocksError:
-                continue
+            if self._kv.reserve(seats[row : row + 1], np.array([num_tokens + len(draft)], np.int32)):
+                continue  # there are no blocks for it
             drafts[row] = draft
             budget -= len(draft)
         counts = np.array([len(draft) for draft in drafts], np.int32)

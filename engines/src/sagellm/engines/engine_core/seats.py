@@ -168,15 +168,22 @@ class Seats:
         The last token that a sequence may have is never computed.
         """
         known: Ints = np.minimum(self.num_tokens + self.num_in_flight, self.max_total - 1)
-        return np.where(self.is_held, self.num_computed, known)
+        return np.where(self.is_held, self.num_computed, known) if np.count_nonzero(self.is_held) else known
 
-    def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
-        """Append blocks to a sequence's table."""
-        begin = int(self.num_blocks[seat])
-        if begin + len(block_ids) > self.tables.shape[1]:
-            self._widen(begin + len(block_ids))
-        self.set_blocks(seat, begin, block_ids)
-        self.num_blocks[seat] = begin + len(block_ids)
+    def append_blocks(self, seats: Ints, block_ids: Seq[Seq[BlockId]]) -> None:
+        """Append blocks to the tables of sequences."""
+        lengths = [*map(len, block_ids)]
+        begins = self.num_blocks[seats]
+        ends = begins + lengths
+        if (width := max(ends.tolist(), default=0)) > self.tables.shape[1]:
+            self._widen(width)
+        self.num_blocks[seats] = ends
+        if lengths.count(1) == len(lengths):  # as for decodes
+            self.tables[seats, begins] = [block_id for (block_id,) in block_ids]
+            self._updates += zip(seats.tolist(), begins.tolist(), ends.tolist(), strict=True)
+            return
+        for seat, begin, each in zip(seats.tolist(), begins.tolist(), block_ids, strict=True):
+            self.set_blocks(Seat(seat), begin, each)
 
     def set_blocks(self, seat: Seat, begin: int, block_ids: Seq[BlockId]) -> None:
         """Replace entries of a sequence's table."""

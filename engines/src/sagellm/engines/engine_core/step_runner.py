@@ -46,7 +46,7 @@ class PlannedStep:
         return int(self.num_new.sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class StepResult:
     """What a collected step did to sequences that still have their seats. Tokens end at the first stop."""
 
@@ -282,7 +282,7 @@ class StepRunner:
         return StepResult(
             seats=seats,
             tokens=runs,
-            is_first=(before == table.num_prompt.take(seats)) & (runs.counts > 0),
+            is_first=(before == table.num_prompt.take(seats)) & (after > before),
             is_over=is_over,
             had_drafts=() if step.drafts is None else seats[step.drafts.counts > 0].tolist(),
             logprobs={

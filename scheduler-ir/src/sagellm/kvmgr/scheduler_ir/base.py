@@ -118,9 +118,10 @@ class BaseSchedulerIR(SchedulerIRProtocol):
             epoch=self._hits.epoch(),
         )
         ir = self.pipeline.run(ir)
-        plan = Step(ir, self._hits).plan()
+        step = Step(ir, self._hits)
+        plan = step.plan()
         self.pipeline.observe(plan)
-        self._count(plan)
+        self._count(plan, step.num_tokens)
         self._metrics.last_schedule_ns = self._clock.now_ns() - started_ns
         return plan
 
@@ -131,9 +132,8 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     def _step_number(self) -> int:
         return self._metrics.num_steps
 
-    def _count(self, plan: SchedulePlan) -> None:
+    def _count(self, plan: SchedulePlan, num_tokens: int) -> None:
         metrics = self._metrics
-        num_tokens = plan.num_scheduled_tokens
         metrics.num_steps += 1
         metrics.num_scheduled_tokens += num_tokens
         metrics.num_admitted += plan.num_admitted

@@ -55,20 +55,28 @@ class Step:
         self._gone = ir.preempted if ir.decisions else {}  # preempted by passes
         self._deferred = ir.deferred if ir.decisions else {}
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the plan computes, once it is made."""
+        return self._ir.max_num_batched_tokens - self._budget
+
     def plan(self) -> SchedulePlan:
         """Serve and admit with a few array operations; request by request only if blocks are short."""
         ir = self._ir
         turns = self._take_turns()
-        num_tokens = _share(turns.missing, self._budget, is_rotated=turns.is_rotated)
-        num_new_blocks = _num_blocks_beyond(turns, num_tokens, ir.block_size)
-        num_blocks = int(num_new_blocks.sum()) if num_new_blocks.any() else 0
+        if ir.running.num_prefills or len(turns.rows) > self._budget:
+            num_tokens = _share(turns.missing, self._budget, is_rotated=turns.is_rotated)
+        else:
+            num_tokens = turns.missing
+        num_new_blocks, num_blocks = _num_blocks_beyond(turns, num_tokens, ir.block_size)
         if num_blocks > self._available:
             rows, num_tokens, num_new_blocks = self._serve_short(turns)
         else:
             rows = turns.rows
             self._available -= num_blocks
-            self._budget -= int(num_tokens.sum())
-            if np.count_nonzero(num_tokens) < len(num_tokens):
+            num_served = int(np.count_nonzero(num_tokens))
+            self._budget -= int(num_tokens.sum()) if ir.running.num_prefills else num_served
+            if num_served < len(num_tokens):
                 served = np.flatnonzero(num_tokens)
                 rows, num_tokens, num_new_blocks = rows[served], num_tokens[served], num_new_blocks[served]
         admitted: list[Admission] = []
@@ -83,7 +91,7 @@ class Step:
             num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
             admitted=admitted,
             preempted=preempted,
-            preempted_for=[*(-1 for _ in self._gone), *self._preempted_for],
+            preempted_for=[*(-1 for _ in self._gone), *self._preempted_for] if preempted else (),
             swapped=[row for row in preempted if row in ir.swapped] if preempted else (),
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
@@ -199,7 +207,7 @@ def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
         left: Ints = np.clip(budget - before, 0, missing).astype(np.int32)
         return left
     if int(missing.sum()) + len(missing) <= budget:
-        return missing  # there are enough for everyone, with one each to spare
+        return missing
     change = 1 - missing.astype(np.int64)
     total = budget - len(missing) + np.cumsum(change)
     slack = (total - np.minimum(np.minimum.accumulate(total), 0))[:-1]
@@ -207,12 +215,12 @@ def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
     return np.minimum(missing, slack + 1).astype(np.int32)
 
 
-def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> Ints:
-    """Return the blocks that each request needs beyond those it holds; none for no tokens."""
+def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> tuple[Ints, int]:
+    """Return the blocks that each request needs beyond those it holds, none for no tokens, and their sum."""
     free = turns.num_blocks * block_size - turns.num_computed - num_tokens
-    if not len(free) or free.min() >= 0:
-        return np.zeros(len(free), np.int32)
+    if not np.count_nonzero(free < 0):
+        return np.zeros(len(free), np.int32), 0
     needed: Ints = np.maximum(-(free // block_size), 0)
     if np.count_nonzero(num_tokens) < len(num_tokens):
         needed[num_tokens == 0] = 0
-    return needed
+    return needed, int(needed.sum())

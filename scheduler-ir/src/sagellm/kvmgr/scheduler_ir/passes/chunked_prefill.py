@@ -47,11 +47,9 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
         """Lower the budget if a prompt is or may be computed beside others. O(running)."""
         if ir.step_target_ms is None or len(ir.running) + len(ir.pending) < 2:
             return ir
-        running = ir.running
-        missing = running.num_missing
-        if not ir.can_admit and not (missing > 1).any():
+        if not ir.can_admit and not ir.running.num_prefills:
             return ir
-        num_decodes = int(np.count_nonzero(missing == 1))
+        num_decodes = int(np.count_nonzero(ir.running.num_missing == 1))
         num_tokens = max(FIRST_TOKENS, 2 * ir.state.largest)
         if ir.cost is not None:
             within = num_prompt_tokens_within(ir, ir.cost, ir.step_target_ms, self.min_share)
@@ -61,7 +59,7 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
 
     def observe(self, plan: SchedulePlan, state: _Chunks) -> None:
         """Remember the largest step."""
-        admitted = sum(entry.num_tokens for entry in plan.admitted)
-        if admitted or (len(plan.num_tokens) and int(plan.num_tokens.max()) > 1):
+        if plan.admitted or plan.running.num_prefills:
+            admitted = sum(entry.num_tokens for entry in plan.admitted)
             num_tokens = admitted + int(plan.num_tokens.sum(where=plan.num_tokens > 1))
             state.largest = max(state.largest, num_tokens)
