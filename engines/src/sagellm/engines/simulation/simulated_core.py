@@ -41,11 +41,6 @@ class SimulatedCore:
     clock: VirtualClock
     executor: VirtualExecutor
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of KV."""
-        return self.core.kv.total_blocks
-
 
 def build_simulated_core(
     config: EngineConfig,
