@@ -187,7 +187,7 @@ def test_a_file_without_costs_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize(("name", "value"), [("kv_bytes_a_token", 0), ("prefill_ns_a_token_context", -1.0)])
-def test_rates_that_are_none_are_refused(name, value):
+def test_invalid_rates_are_refused(name, value):
     given = {"kv_bytes_a_token": 1, "prefill_ns_a_token": 1.0, "prefill_ns_a_token_context": 1.0}
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         Costs(**given | {name: value}, tier_bytes_a_second={})

@@ -53,18 +53,15 @@ def read_costs(path: Path) -> dict[str, Costs]:
     Raises ConfigError for a malformed file, and for rates that are not positive.
     """
     try:
-        try:
-            content: dict[str, Any] = parse_json(path.read_bytes())
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        common = {name: content[name] for name in Costs.__dataclass_fields__ if name in content}
-        sets = {name: common | given for name, given in content["sets"].items()}
-        names = Costs.__dataclass_fields__
+        content: dict[str, Any] = parse_json(path.read_bytes())
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"no costs can be read from {path}: {error}") from error
+    known = Costs.__dataclass_fields__
+    try:
+        common = {name: content[name] for name in known if name in content}
         return {
-            name: Costs(**{key: value for key, value in given.items() if key in names})
-            for name, given in sets.items()
+            name: Costs(**{key: value for key, value in (common | given).items() if key in known})
+            for name, given in content["sets"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"no costs can be read from {path}: {error!r}") from error
