@@ -41,12 +41,12 @@ def config(num_blocks: int) -> EngineConfig:
     return EngineConfig().with_values(settings)
 
 
-def costs(**tier_bytes_a_second: float) -> Costs:
+def costs(**tier_bytes_per_s: float) -> Costs:
     return Costs(
-        kv_bytes_a_token=1000,
-        prefill_ns_a_token=1e6,
-        prefill_ns_a_token_context=1e5,
-        tier_bytes_a_second=tier_bytes_a_second,
+        kv_bytes_per_token=1000,
+        prefill_ns_per_token=1e6,
+        prefill_ns_per_token_context=1e5,
+        tier_bytes_per_s=tier_bytes_per_s,
     )
 
 
@@ -165,11 +165,11 @@ def test_a_tier_without_bytes_is_full_where_it_would_be_and_names_its_price():
 
 def test_costs_are_read_with_what_all_sets_share(tmp_path):
     path = tmp_path / "costs.json"
-    common = {"kv_bytes_a_token": 8, "prefill_ns_a_token": 2.0, "prefill_ns_a_token_context": 0.5}
-    sets = {"a": {"tier_bytes_a_second": {"host": 4.0}}, "b": {"prefill_ns_a_token": 3.0, "about": "text"}}
-    path.write_text(json.dumps({**common, "tier_bytes_a_second": {"file": 1.0}, "sets": sets}))
+    common = {"kv_bytes_per_token": 8, "prefill_ns_per_token": 2.0, "prefill_ns_per_token_context": 0.5}
+    sets = {"a": {"tier_bytes_per_s": {"host": 4.0}}, "b": {"prefill_ns_per_token": 3.0, "about": "text"}}
+    path.write_text(json.dumps({**common, "tier_bytes_per_s": {"file": 1.0}, "sets": sets}))
     found = read_costs(path)
-    assert (found["a"].tier_bytes_a_second, found["b"].tier_bytes_a_second) == ({"host": 4.0}, {"file": 1.0})
+    assert (found["a"].tier_bytes_per_s, found["b"].tier_bytes_per_s) == ({"host": 4.0}, {"file": 1.0})
     assert (found["a"].compute_ns(10, 4), found["b"].compute_ns(10, 4)) == (8 + 24, 12 + 24)
     assert found["a"].fetch_ns("host", 3) == 6e9
 
@@ -186,10 +186,10 @@ def test_a_file_without_costs_is_refused(tmp_path, text):
         read_costs(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_bytes_a_token", 0), ("prefill_ns_a_token_context", -1.0)])
+@pytest.mark.parametrize(("name", "value"), [("kv_bytes_per_token", 0), ("prefill_ns_per_token_context", -1.0)])
 def test_invalid_rates_are_refused(name, value):
-    given = {"kv_bytes_a_token": 1, "prefill_ns_a_token": 1.0, "prefill_ns_a_token_context": 1.0}
+    given = {"kv_bytes_per_token": 1, "prefill_ns_per_token": 1.0, "prefill_ns_per_token_context": 1.0}
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        Costs(**given | {name: value}, tier_bytes_a_second={})
+        Costs(**given | {name: value}, tier_bytes_per_s={})
     with pytest.raises(ConfigError, match="host is 0"):
-        Costs(**given, tier_bytes_a_second={"host": 0})
+        Costs(**given, tier_bytes_per_s={"host": 0})

@@ -154,7 +154,7 @@ class RecordedCore:
             source="not fitted yet",
             device="cuda" if str(info.settings["model.device"]).startswith("cuda") else "cpu",
             step=StepCost(base_ns=1.0),
-            kv_bytes_a_token=layout.block_bytes // layout.block_size,
+            kv_bytes_per_token=layout.block_bytes // layout.block_size,
             kv_memory_bytes=limits.num_blocks * layout.block_bytes,
             about={"model": self._model, "dtype": info.settings["model.dtype"]},
         )

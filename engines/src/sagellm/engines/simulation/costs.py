@@ -15,31 +15,32 @@ from sagellm.engines.config.bounded_json import parse_json
 class Costs:
     """Rates of one machine and model shape: the size of a token's KV, computing it, and each tier."""
 
-    kv_bytes_a_token: int
-    prefill_ns_a_token: float
-    prefill_ns_a_token_context: float  # per token in each token's context
-    tier_bytes_a_second: Mapping[str, float]
+    kv_bytes_per_token: int
+    prefill_ns_per_token: float
+    prefill_ns_per_token_context: float  # per token in each token's context
+    tier_bytes_per_s: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        rates = {f"tier_bytes_a_second.{name}": rate for name, rate in self.tier_bytes_a_second.items()}
-        positive = {"kv_bytes_a_token": self.kv_bytes_a_token, "prefill_ns_a_token": self.prefill_ns_a_token}
-        for name, value in (positive | rates).items():
+        positive = {
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "prefill_ns_per_token": self.prefill_ns_per_token,
+            **{f"tier_bytes_per_s.{name}": rate for name, rate in self.tier_bytes_per_s.items()},
+        }
+        for name, value in positive.items():
             if not value > 0:
                 raise ConfigError(f"{name} is {value!r}; it must be above 0")
-        if not self.prefill_ns_a_token_context >= 0:
-            raise ConfigError(
-                f"prefill_ns_a_token_context is {self.prefill_ns_a_token_context!r}; it must be at least 0"
-            )
+        if not (context_ns := self.prefill_ns_per_token_context) >= 0:
+            raise ConfigError(f"prefill_ns_per_token_context is {context_ns!r}; it must be at least 0")
 
     def compute_ns(self, start: int, num_tokens: int) -> float:
         """Return how long computing `num_tokens` tokens after `start` others takes."""
-        return self.prefill_ns_a_token * num_tokens + self.prefill_ns_a_token_context * self.sum_context(
+        return self.prefill_ns_per_token * num_tokens + self.prefill_ns_per_token_context * self.sum_context(
             start, num_tokens
         )
 
     def fetch_ns(self, tier: str, num_tokens: int) -> int:
         """Return how long fetching the KV of `num_tokens` tokens from a tier takes."""
-        return round(num_tokens * self.kv_bytes_a_token * 1e9 / self.tier_bytes_a_second[tier])
+        return round(num_tokens * self.kv_bytes_per_token * 1e9 / self.tier_bytes_per_s[tier])
 
     @staticmethod
     def sum_context(start: int, num_tokens: int) -> float:
