@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NodeKind = Literal["copy", "read", "write", "decode", "prefill", "sample"]
 
-PASS_KINDS: tuple[NodeKind, ...] = ("decode", "prefill")
+FORWARD_KINDS: tuple[NodeKind, ...] = ("decode", "prefill")
 """What one forward pass computes together."""
 
 
@@ -54,10 +54,10 @@ class GraphNode:
 
     def must_follow(self, earlier: GraphNode) -> bool:
         """Say whether both touch a block and one writes it, or this samples what the other computes."""
-        if earlier.kind in PASS_KINDS:
+        if earlier.kind in FORWARD_KINDS:
             if self.kind == "sample":
                 return not set(self.rows).isdisjoint(earlier.rows)
-            if self.kind in PASS_KINDS:
+            if self.kind in FORWARD_KINDS:
                 return False  # rows write no block that another row reads
         return (
             _overlap(self.reads, earlier.writes)
@@ -116,7 +116,7 @@ class ExecutionGraph:
         return shapes.to_dot()
 
     def _verify_rows(self) -> None:
-        computed = sorted(row for node in self.nodes if node.kind in PASS_KINDS for row in node.rows)
+        computed = sorted(row for node in self.nodes if node.kind in FORWARD_KINDS for row in node.rows)
         if computed != list(range(self.num_rows)):
             self._refuse(f"it computes the rows {computed}; each of {self.num_rows} must be there once")
         sampled = [row for node in self.nodes if node.kind == "sample" for row in node.rows]
