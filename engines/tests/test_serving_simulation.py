@@ -112,7 +112,7 @@ def test_what_was_evicted_and_is_wanted_again_counts_as_computed_again():
     run = simulate_serving(requests, config(30), COSTS)
     num_cached = run.requests[2].num_cached_tokens
     assert num_cached < 319
-    assert [one.num_again for one in run.requests] == [0, 0, 319 - num_cached]
+    assert [one.num_recomputed_tokens for one in run.requests] == [0, 0, 319 - num_cached]
     assert run.figures.re_prefill_rate == (319 - num_cached) / run.figures.num_computed_tokens
     assert simulate_serving(requests, config(300), COSTS).figures.re_prefill_rate == 0
 
