@@ -113,8 +113,8 @@ def serving_figures(
 ) -> ServingFigures:
     """Compute the figures. `prefill_ns` says what a prompt of so many tokens takes alone.
 
-    A request that failed is never good and has no times. Recomputed are the tokens beyond those that requests
-    need if they are never preempted, counted unless one failed, and the tokens of prompts that had been cached
+    A request that failed is never good and has no times. Recomputed tokens are those beyond what requests
+    need without preemption (not counted if a request failed), and those of prompts that had been cached
     before, but no longer at admission.
     """
     done = [one for one in served if one.error is None]
