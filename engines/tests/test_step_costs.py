@@ -54,7 +54,7 @@ def test_what_is_written_is_read(tmp_path):
     [
         ([], "it must be an object"),
         ({}, "source is missing"),
-        (GOOD | {"source": ""}, "source is not a text"),
+        (GOOD | {"source": ""}, "source must be a text"),
         (GOOD | {"device": "tpu"}, "device is 'tpu'"),
         (GOOD | {"step": {"base_ms": 5}}, "has no 'base_ms'"),
         (GOOD | {"step": {"base_ns": -5}}, "base_ns is -5"),
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_named(tmp_path, content, message):
     assert str(path) in str(raised.value)
 
 
-def test_a_file_that_is_none_is_named(tmp_path):
+def test_a_missing_or_broken_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
         read_step_costs(tmp_path / "missing.json")
     (tmp_path / "broken.json").write_text("{")

@@ -85,9 +85,9 @@ class ExecutionGraph:
     def verify(self) -> None:
         """Raise InvalidInputError unless the graph may be executed in the order of its nodes.
 
-        Nodes are only after earlier ones, so there is no cycle. Each row is computed once, and sampled at
-        most once, after that. Of two nodes that touch a block, one of which writes it, one is after the
-        other, directly or by others between them.
+        A node depends only on earlier ones, so there is no cycle. Each row is computed once, and sampled at
+        most once, after that. Of two nodes that touch a block, one of which writes it, one depends on the
+        other, directly or through others.
         """
         done: list[set[int]] = []  # for each node, all that come before it
         for place, node in enumerate(self.nodes):
@@ -134,7 +134,7 @@ def lower_step(
     tables: Ints | None = None,
     cost: StepCost | None = None,
 ) -> ExecutionGraph:
-    """Return what a step does. `layout` tells the bytes of transfers, `cost` the time of what is computed.
+    """Return the graph of a step. `layout` gives the bytes of transfers, `cost` the time of what is computed.
 
     With `layout` and `tables`, the blocks of each row (rows, blocks), the graph knows which blocks the
     forward pass touches, and orders it after the transfers that touch them too. Without, it comes after all

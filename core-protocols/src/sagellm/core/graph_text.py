@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode
 
 _MAX_RUNS = 6
-"""Runs of numbers that a drawing lists; of more it shows how many numbers there are."""
+"""Runs of numbers that a drawing lists; beyond that it shows how many numbers there are."""
 
 Shape = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class GraphShapes:
-    """Draws many steps: of those with the same kinds of nodes and the same edges, the first.
+    """Draws many steps: of those with the same kinds of nodes and the same edges, only the first.
 
     Holds one graph per shape, so that a run of any length is a drawing that people can read.
     """

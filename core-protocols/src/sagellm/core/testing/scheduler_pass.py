@@ -56,7 +56,7 @@ def _orders(ir: ScheduleIR, part: Part) -> bool:
 
 
 def _plan_of(ir: ScheduleIR) -> SchedulePlan:
-    """Return a plan in which every running request that can computes a token, and the first waiting one."""
+    """Return a plan in which the first waiting request and all running ones that can compute one token."""
     import numpy as np
 
     rows = np.array([row for row in range(len(ir.running)) if row not in ir.preempted], np.int32)
@@ -136,7 +136,7 @@ class SchedulerPassContract(ABC):
         pytest.fail(f"{optimization_pass.name} kept a request waiting for {self.starvation_rounds} rounds")
 
     def test_a_request_that_a_pass_puts_behind_comes_first_in_the_end(self) -> None:
-        """Rows come by priority, as the engine has them. Newer ones that a pass likes better come forever."""
+        """Rows come by priority, as from the engine. Newer ones that a pass ranks higher keep coming."""
 
         def last_round(priority: int) -> tuple[bool, bool]:
             optimization_pass, state, base = self.make(), self.make().start(), random_ir(0)
