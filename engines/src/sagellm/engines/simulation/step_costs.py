@@ -78,7 +78,7 @@ def _costs(content: Mapping[str, Any]) -> StepCosts:
     if content["device"] not in ("cpu", "cuda"):
         raise ConfigError(f"device is {content['device']!r}; it must be cpu or cuda")
     if not isinstance(content["source"], str) or not content["source"]:
-        raise ConfigError("source is not a text; it must say where the numbers come from")
+        raise ConfigError("source must be a text that says where the numbers come from")
     rates = _mapping(content, "tier_bytes_per_s")
     for tier, rate in rates.items():
         if not rate > 0:
