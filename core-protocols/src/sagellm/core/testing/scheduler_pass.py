@@ -184,9 +184,9 @@ class SchedulerPassContract(ABC):
         )
 
     def test_nobody_is_preempted_for_ever(self) -> None:
-        """A request that runs alone while others wait has a step without preemption in the end."""
+        """A request that holds the only seat while others wait has a step without preemption in the end."""
         optimization_pass, rng = self.make(), Random(5)
-        state, base = optimization_pass.start(), random_ir(0)
+        state, base = optimization_pass.start(), replace(random_ir(0), max_num_seqs=1)
         running = RequestRows.of([replace(decoding_request("old"), priority=-1)])
         for number in range(self.starvation_rounds):
             waiting = replace(waiting_request(rng, f"new{number}"), priority=2, arrived_time=float(number))
