@@ -186,7 +186,9 @@ def test_a_file_without_costs_is_refused(tmp_path, text):
         read_costs(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_bytes_per_token", 0), ("prefill_ns_per_token_context", -1.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_bytes_per_token", 0), ("prefill_ns_per_token_context", -1.0)]
+)
 def test_invalid_rates_are_refused(name, value):
     given = {"kv_bytes_per_token": 1, "prefill_ns_per_token": 1.0, "prefill_ns_per_token_context": 1.0}
     with pytest.raises(ConfigError, match=f"{name} is {value}"):

@@ -102,7 +102,9 @@ def decide(ir: ScheduleIR, rng: Random) -> ScheduleIR:
                 lambda ir: ir.order_pending(rng.sample(pending, len(pending))),
                 lambda ir: ir.order_running(rng.sample(running, len(running))),
                 lambda ir: ir.cap(rng.randint(1, 40), pending=pending[::2]),
-                lambda ir: ir.cap(rng.choice((0, rng.randint(1, 40))), running=running[rng.randint(0, 2) :: 2]),
+                lambda ir: ir.cap(
+                    rng.choice((0, rng.randint(1, 40))), running=running[rng.randint(0, 2) :: 2]
+                ),
                 lambda ir: ir.defer(rng.sample(pending, len(pending) // 2), "later"),
                 lambda ir: ir.preempt(rng.sample(running, len(running) // 3)),
                 lambda ir: ir.lower(max_num_batched_tokens=rng.randint(0, ir.max_num_batched_tokens)),

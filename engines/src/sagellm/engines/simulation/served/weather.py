@@ -120,7 +120,7 @@ class FaultyFiles(MemoryFiles):
         self._num_refused = 0
 
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
-        """Open a file, or fail for lack of a descriptor, but only once, as that keeps a core from starting."""
+        """Open a file, or fail for lack of a descriptor, but only once: that keeps a core from starting."""
         if not self._num_refused:
             try:
                 self._weather.check_descriptor()

@@ -23,8 +23,9 @@ def prefill_ns(
     Without the base of the step. Like `StepCost.predict_ns`, several tokens count as a prefill.
     """
     num, start = num_tokens.astype(np.float64), starts.astype(np.float64)
-    tokens_ns = cost.token_ns * num + cost.kv_token_ns * (start + num) + cost.pair_ns * num * (start + num / 2)
-    return cost.seq_ns + tokens_ns + cost.prefill_ns * (num > 1)
+    pairs = num * (start + num / 2)
+    tokens_ns = cost.token_ns * num + cost.kv_token_ns * (start + num) + cost.pair_ns * pairs
+    return cost.seq_ns + cost.prefill_ns * (num > 1) + tokens_ns
 
 
 def decode_ns(cost: StepCost, contexts: npt.NDArray[np.integer], num_seqs: int) -> Floats:
