@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sagellm.engines.simulation.costs import Costs
+from sagellm.engines.simulation.tier_costs import TierCosts
 from sagellm.kvmgr.kv_pool.prefill_rate import PrefillRate
 
 KV_BYTES_PER_TOKEN = 28 * 2 * 8 * 128 * 2
@@ -36,7 +36,7 @@ def costs_of(result: dict[str, Any]) -> dict[str, Any]:
     rate = PrefillRate()
     for start, seconds in ((0, cold_s), (num_stored, rest_s)):
         num_computed = num_tokens - start
-        rate.measure(num_computed, Costs.sum_context(start, num_computed), round(seconds * 1e9))
+        rate.measure(num_computed, TierCosts.sum_context(start, num_computed), round(seconds * 1e9))
     host = round(result["places"]["host"]["bytes_a_second"]["fast"])
     disk = round(result["places"]["file, not in memory"]["bytes_a_second"]["slow"])
     fast = {

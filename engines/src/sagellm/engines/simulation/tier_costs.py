@@ -12,7 +12,7 @@ from sagellm.engines.config.bounded_json import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class TierCosts:
     """Rates of one machine and model shape: the size of a token's KV, computing it, and each tier."""
 
     kv_bytes_per_token: int
@@ -48,7 +48,7 @@ class Costs:
         return num_tokens * (start + num_tokens / 2)
 
 
-def read_costs(path: Path) -> dict[str, Costs]:
+def read_tier_costs(path: Path) -> dict[str, TierCosts]:
     """Read sets of costs by name; values at the top of the file apply to every set.
 
     Raises ConfigError for a malformed file, and for rates that are not positive.
@@ -57,11 +57,11 @@ def read_costs(path: Path) -> dict[str, Costs]:
         content: dict[str, Any] = parse_json(path.read_bytes())
     except (OSError, ConfigError) as error:
         raise ConfigError(f"no costs can be read from {path}: {error}") from error
-    known = Costs.__dataclass_fields__
+    known = TierCosts.__dataclass_fields__
     try:
         common = {name: content[name] for name in known if name in content}
         return {
-            name: Costs(**{key: value for key, value in (common | given).items() if key in known})
+            name: TierCosts(**{key: value for key, value in (common | given).items() if key in known})
             for name, given in content["sets"].items()
         }
     except (KeyError, TypeError, AttributeError) as error:
