@@ -27,7 +27,7 @@ import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
-from sagellm.core import PASS_KINDS, BlockId, ExecutionGraph
+from sagellm.core import FORWARD_KINDS, BlockId, ExecutionGraph
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
 
@@ -165,7 +165,7 @@ def needed_next(max_num_batched_tokens: int) -> dict[str, dict[str, int]]:
                 moved[node.kind].update((node.reads if node.kind == "read" else node.writes) or ())
         if not graph.num_rows:
             continue
-        computed = [node for node in graph.nodes if node.kind in PASS_KINDS]
+        computed = [node for node in graph.nodes if node.kind in FORWARD_KINDS]
         written = {each for node in computed for each in node.writes or ()}
         touched = written.union(*(node.reads or () for node in computed))
         written |= moved["copy"] | moved["write"]

@@ -201,12 +201,12 @@ def main() -> None:
         {"model.name": options.model, "model.dtype": options.dtype, "kv.num_blocks": options.num_blocks}
     )
     requests = judged_load(options)
-    settings = FitSettings(seed=options.seed)
+    fitted = FitSettings(seed=options.seed)
     steps: list[MeasuredStep] = []
     loads: dict[str, LoadSettings] = {}
     reals: dict[str, list[Real]] = {}
     with RecordedCore(config, runtime) as recorded:
-        rounds = recorded.rounds(settings)
+        rounds = recorded.rounds(fitted)
         next(rounds)
         for _ in range(options.repeats):
             end_ns = recorded.clock.now_ns() + round(options.fit_s / options.repeats * 1e9)
@@ -222,12 +222,14 @@ def main() -> None:
     costs, fit = fit_steps(steps, bare)
     judged = {name: judge(reals[name], requests, config, load, costs) for name, load in loads.items()}
     found = {"model": options.model, "fit": asdict(fit), "loads": judged}
+    settings = {name: str(value) for name, value in vars(options).items() if name not in ("save", "json")}
     publish(
         "fidelity",
         as_text(found),
         options,
         clock="CPU time of one thread" if options.cpu_time else "wall",
         foreign_cores=foreign_cores(),
+        settings=settings,
         **found,
     )
 

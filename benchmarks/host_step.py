@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import pickle
-import random
 import time
 from typing import Any
 
@@ -267,5 +266,4 @@ def _ask(peer: Peer, num_running: int, context: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    random.seed(0)
     main()

@@ -19,10 +19,10 @@ from sagellm.core import BlockHeader, KVIdentity, Namespace, StoreKey, pack
 from sagellm.kvmgr.kv_pool.tiers.record import Checksums, RecordFormat
 
 BLOCK_TOKENS = 16
-KV_BYTES_A_TOKEN = 28 * 2 * 8 * 128 * 2
+KV_BYTES_PER_TOKEN = 28 * 2 * 8 * 128 * 2
 """28 layers, keys and values, 8 heads of 128 in bf16: the shape of Qwen3-0.6B."""
 
-SIZES = {"block of 16 tokens, 0.6B": BLOCK_TOKENS * KV_BYTES_A_TOKEN, "1 MiB": 1 << 20}
+SIZES = {"block of 16 tokens, 0.6B": BLOCK_TOKENS * KV_BYTES_PER_TOKEN, "1 MiB": 1 << 20}
 NUM_RUNS = 200
 
 

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -147,23 +148,21 @@ MACHINES = {
     "served": Machine(run_served, 10),  # requests, besides faults
 }
 
-_loaded: dict[str, Any] = {}
 
-
+@cache
 def suite(name: str) -> ModuleType:
     """Import a test module of the engine, whose machines are used here too."""
-    if name not in _loaded:
-        spec = spec_from_file_location(name, TESTS / f"{name}.py")
-        assert spec is not None and spec.loader is not None, name  # noqa: PT018
-        _loaded[name] = module_from_spec(spec)
-        spec.loader.exec_module(_loaded[name])
-    found: ModuleType = _loaded[name]
-    return found
+    spec = spec_from_file_location(name, TESTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None, name  # noqa: PT018
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
+@cache
 def registry() -> PluginRegistry:
     """Return the plugin registry, read once per process."""
-    return _loaded.setdefault("", PluginRegistry.load())  # type: ignore[no-any-return]
+    return PluginRegistry.load()
 
 
 def run_seed(job: tuple[str, int]) -> tuple[str, float, Violation | None]:

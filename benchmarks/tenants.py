@@ -99,7 +99,7 @@ def total(samples: dict[str, float], name: str, label: str = "") -> float:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Return token ids that no other seed shares a prefix with."""
+    """Return token ids. Two prompts share no prefix unless their seeds are equal modulo 400."""
     return [5 + (seed * 7919 + 31 * place * place) % 400 for place in range(length)]
 
 
@@ -231,8 +231,8 @@ async def shared(http: httpx.AsyncClient, options: argparse.Namespace) -> dict[s
     }
 
 
-async def limited(http: httpx.AsyncClient) -> dict[str, Any]:
-    """Exceed the quotas of one key, and see what it and another one are answered."""
+async def limited(http: httpx.AsyncClient, _: argparse.Namespace) -> dict[str, Any]:
+    """Exceed the quotas of one key, and see how it and another one are answered."""
     small, other = Client(http, "sk-small"), Client(http, OTHER)
     fields: dict[str, Any] = {"prompt": prompt(1, 16), "max_tokens": 64, "ignore_eos": True}
     answers = await asyncio.gather(
@@ -255,16 +255,14 @@ async def limited(http: httpx.AsyncClient) -> dict[str, Any]:
     }
 
 
-async def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts that were asked for."""
+PARTS = {"flood": flooded, "shares": shared, "quotas": limited}
+
+
+async def measure(url: str, part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one part."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        parts = {
-            "flood": lambda: flooded(http, options),
-            "shares": lambda: shared(http, options),
-            "quotas": lambda: limited(http),
-        }
-        return {name: await parts[name]() for name in options.parts}
+        return await PARTS[part](http, options)
 
 
 def main() -> None:
@@ -281,7 +279,7 @@ def main() -> None:
     parser.add_argument("--flood-tokens", type=int, default=800)
     parser.add_argument("--max-num-seqs", type=int, default=16, help="in the part with five keys")
     parser.add_argument("--window-s", type=float, default=20.0)
-    parser.add_argument("--parts", nargs="+", default=["flood", "shares", "quotas"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--flags", default="", help="more flags of the server, separated by spaces")
     options = parser.parse_args()
     others = foreign_cores()
@@ -297,13 +295,11 @@ def main() -> None:
         keys.chmod(0o600)
         flags = [f"--api-key-file={keys}", "--no-access-log", *options.flags.split()]
         found: dict[str, Any] = {}
-        wanted, options.parts = options.parts, []
-        for part in wanted:
-            options.parts = [part]
+        for part in options.parts:
             own = [f"--max-num-seqs={options.max_num_seqs}"] if part == "shares" else []
             with served(options.model, options.port, *flags, *own) as engine:
-                found |= asyncio.run(measure(engine.url, options))
-    report("tenants", foreign_cores=others, settings=vars(options) | {"parts": wanted}, **found)
+                found[part] = asyncio.run(measure(engine.url, part, options))
+    report("tenants", foreign_cores=others, settings=vars(options), **found)
     failed = [name for name, part in found.items() if not part["holds"]]
     if failed:
         sys.exit(f"these bars do not hold: {', '.join(failed)}")

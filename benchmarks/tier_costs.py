@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sagellm.engines.simulation.costs import Costs
+from sagellm.engines.simulation.tier_costs import TierCosts
 from sagellm.kvmgr.kv_pool.prefill_rate import PrefillRate
 
-KV_BYTES_A_TOKEN = 28 * 2 * 8 * 128 * 2
+KV_BYTES_PER_TOKEN = 28 * 2 * 8 * 128 * 2
 """28 layers, keys and values, 8 heads of 128 in bf16: the shape of Qwen3-0.6B."""
 
 FASTER = 100
@@ -30,31 +30,31 @@ def costs_of(result: dict[str, Any]) -> dict[str, Any]:
     places = [(result["places"][name], which) for name, which in PLACES]
     cold_s = median(place["cold_s"]["median"] for place, _ in places)
     rest_s = median(
-        place["ttft_s"]["always"]["median"] - num_stored * KV_BYTES_A_TOKEN / place["bytes_a_second"][which]
+        place["ttft_s"]["always"]["median"] - num_stored * KV_BYTES_PER_TOKEN / place["bytes_a_second"][which]
         for place, which in places
     )
     rate = PrefillRate()
     for start, seconds in ((0, cold_s), (num_stored, rest_s)):
         num_computed = num_tokens - start
-        rate.measure(num_computed, Costs.sum_context(start, num_computed), round(seconds * 1e9))
+        rate.measure(num_computed, TierCosts.sum_context(start, num_computed), round(seconds * 1e9))
     host = round(result["places"]["host"]["bytes_a_second"]["fast"])
     disk = round(result["places"]["file, not in memory"]["bytes_a_second"]["slow"])
     fast = {
-        "prefill_ns_a_token": round(rate.ns_a_token / FASTER),
-        "prefill_ns_a_token_context": round(rate.ns_a_token_context / FASTER, 2),
+        "prefill_ns_per_token": round(rate.ns_a_token / FASTER),
+        "prefill_ns_per_token_context": round(rate.ns_a_token_context / FASTER, 2),
     }
     return {
-        "kv_bytes_a_token": KV_BYTES_A_TOKEN,
-        "prefill_ns_a_token": round(rate.ns_a_token),
-        "prefill_ns_a_token_context": round(rate.ns_a_token_context),
-        "tier_bytes_a_second": {"host": host, "file": disk},
+        "kv_bytes_per_token": KV_BYTES_PER_TOKEN,
+        "prefill_ns_per_token": round(rate.ns_a_token),
+        "prefill_ns_per_token_context": round(rate.ns_a_token_context),
+        "tier_bytes_per_s": {"host": host, "file": disk},
         "sets": {
             "measured": {"about": "computing on this CPU, copies in host memory, a disk without page cache"},
             "fast": {"about": f"the same copies, computing {FASTER} times as fast: assumed", **fast},
             "fast, remote file": {
                 "about": "the same, the file behind a link of 1 Gbit/s: assumed",
                 **fast,
-                "tier_bytes_a_second": {"host": host, "file": 125_000_000},
+                "tier_bytes_per_s": {"host": host, "file": 125_000_000},
             },
         },
     }

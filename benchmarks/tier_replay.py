@@ -21,7 +21,7 @@ from sagellm.core import FetchRule, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.simulation.costs import Costs, read_costs
+from sagellm.engines.simulation.tier_costs import TierCosts, read_tier_costs
 from sagellm.engines.simulation.tier_replay import SavedTime, TierReplay, TierSettings
 from sagellm.engines.traces import read_trace
 
@@ -50,7 +50,7 @@ class Subject(NamedTuple):
     requests: Sequence[TraceRequest]
     config: EngineConfig
     sizes: Sizes
-    costs: dict[str, Costs]
+    costs: dict[str, TierCosts]
 
 
 def judge_rules(subject: Subject, advance: Any) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ def main() -> None:
     sizes = Sizes(*options.blocks)
     block_size = options.block_size or requests[0].block_tokens or 16
     config = EngineConfig().with_values({"kv.block_size": block_size, "kv.num_blocks": sizes.device})
-    subject = Subject(requests, config, sizes, read_costs(options.costs))
+    subject = Subject(requests, config, sizes, read_tier_costs(options.costs))
     num_replays = len(CASES) * len(RULES) + (len(HOT) * len(TIMEOUT_S) + 3) / 2
     with progress_bar("replaying", total=round(num_replays * len(requests))) as advance:
         rules = judge_rules(subject, advance)

@@ -119,9 +119,9 @@ class Server:
 
     def allocate(self, num_blocks: int, sequence_id: str) -> list[int]:
         """Take blocks from the pool; if there are not enough, evict ended sequences and try again."""
-        request = BlockAllocationRequest(num_blocks=num_blocks, sequence_id=SequenceId(sequence_id))
         if not num_blocks:
             return []
+        request = BlockAllocationRequest(num_blocks=num_blocks, sequence_id=SequenceId(sequence_id))
         try:
             return self.pool.allocate(request)
         except OutOfBlocksError as error:  # a MemoryError
@@ -131,8 +131,9 @@ class Server:
 
     def evict(self, num_blocks: int) -> None:
         """Free cached blocks of the sequences that the policy chooses."""
-        victims = self.policy.select_victims(self.candidates(), required_blocks=num_blocks)
-        held = {each.sequence_id: each.block_ids for each in self.candidates()}
+        candidates = self.candidates()
+        victims = self.policy.select_victims(candidates, required_blocks=num_blocks)
+        held = {each.sequence_id: each.block_ids for each in candidates}
         dropped = self.cache.evict(sum(len(held[victim]) for victim in victims))
         self.pool.free(dropped)
         self.report.victims += victims
@@ -156,7 +157,7 @@ class Server:
         ]
 
     def compute(self, running: Running, num_tokens: int, step: int) -> None:
-        """Do what a model would: compute KV, and draw a token when the last known one is computed."""
+        """Stand in for a model: compute KV, and sample a token once the last known one is computed."""
         row = running.row
         num_computed = row.num_computed_tokens + num_tokens
         if num_computed == row.num_tokens:

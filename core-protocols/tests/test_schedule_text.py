@@ -118,9 +118,17 @@ HEAD = "step 3 at 1.500 s: available=7 tokens=64 seats=4 block=16"
         ("hello", "not with ['hello']"),
         (f"{HEAD}\n  nonsense", "line 2 is neither a row nor a decision: '  nonsense'"),
         (f"{HEAD}\n  pending 1 a tokens=4", "the pending rows are numbered [1]; they must count from 0"),
-        (f"{HEAD}\n  pending 0 a tokens=4 colour=red", "a has 'colour'; a row has arrived, blocks, computed"),
+        (f"{HEAD}\n  pending 0 a tokens=4 colour=red", "line 2 has 'colour'; a row has arrived, blocks,"),
         (f"{HEAD}\n  pending 0 a tokens=4 alone", "line 2 has 'alone', which is not of the form name=value"),
         (f"{HEAD} gpu_ns=5", "a step cost has no 'gpu_ns'"),
+        (f"{HEAD} base_ns=fast", "line 1 has 'base_ns=fast'; the value must be a number"),
+        (HEAD.removesuffix(" block=16"), "line 1 must have block=N with an integer N"),
+        (HEAD.replace("1.500", "1.5.0"), "a schedule begins with 'step N at T s: …'"),
+        (f"{HEAD}\n  pending 0 a hit=4", "line 2 must have tokens=N"),
+        (f"{HEAD}\n  pending 0 a tokens=1.5", "line 2 must have tokens=N"),
+        (f"{HEAD}\n  pending 0 a tokens=four", "line 2 has 'tokens=four'; the value must be a number"),
+        (f"{HEAD}\n  cap running = all", "line 2 has cap running = all; the value must be an integer"),
+        (f"{HEAD}\n  lower max_num_seqs", "line 2 has lower max_num_seqs = None; the value must"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_line(text: str, message: str) -> None:

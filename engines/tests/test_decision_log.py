@@ -277,7 +277,7 @@ def test_the_cause_of_a_cache_miss_is_told(make):
     assert told(engine)[1]["admitted"][0].num_cached_tokens == 49
 
 
-def test_a_name_that_is_none_is_refused_with_what_there_is(make):
+def test_an_unknown_id_is_refused_with_what_there_is(make):
     engine = make()
     with pytest.raises(UnknownRequestError, match="no request has arrived yet"):
         engine.explain()

@@ -15,7 +15,7 @@ from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.loading import SafetensorsFormat
-from sagellm.engines.simulation.costs import read_costs
+from sagellm.engines.simulation.tier_costs import read_tier_costs
 
 MAX_SECONDS, MAX_BYTES = 3.0, 100_000_000
 
@@ -163,7 +163,7 @@ def test_a_file_of_costs_has_the_same_limits(tmp_path: Path) -> None:
             WithinSeconds(),
             pytest.raises(ConfigError, match=f"no costs can be read from {path}.*{expected}"),
         ):
-            read_costs(path)
+            read_tier_costs(path)
 
 
 def test_ordinary_json_is_read() -> None:

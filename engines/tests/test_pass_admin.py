@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import ConfigError, InvalidInputError, NullSchedulerIR, SageLLMError
+from sagellm.core import ConfigError, InvalidInputError, NullSchedulerIR, SageLLMError, Tenant
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -65,8 +65,7 @@ def test_a_scheduler_without_these_operations_says_so():
 def test_what_passes_do_is_printed_on_standard_error(make_engine, capsys, printed, begin):
     engine = make_engine(scheduler_print=printed, scheduler_passes="chunk=none")
     for tenant in "ab":
-        engine.add_request([5, 6, 7], GREEDY, namespace=_namespace(tenant))
-    engine.client.core.scheduler._waiting._columns.arrays["tenant"][:2] = (1, 2)
+        engine.add_request([5, 6, 7], GREEDY, tenant=Tenant(tenant))
     engine.step()
     told = capsys.readouterr()
     assert (told.out, told.err.startswith(begin)) == ("", True)
@@ -75,9 +74,3 @@ def test_what_passes_do_is_printed_on_standard_error(make_engine, capsys, printe
 def test_nothing_is_printed_by_default(make_engine, capsys):
     make_engine().generate([5, 6, 7], GREEDY)
     assert capsys.readouterr().err == ""
-
-
-def _namespace(name):
-    from sagellm.core import Namespace
-
-    return Namespace(name)

@@ -104,7 +104,7 @@ def test_an_error_in_a_step_is_a_violation(monkeypatch):
     assert "broken" in violation.message
 
 
-def test_the_oracle_s_output_depends_on_every_token_before_it():
+def test_the_oracles_output_depends_on_every_token_before_it():
     prompt = (1, 2, 3, 4, 5, 6, 7)
     whole = expected_tokens(prompt, 12)
     assert expected_tokens((*prompt, *whole[:5]), 7) == whole[5:]

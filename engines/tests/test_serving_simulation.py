@@ -18,7 +18,7 @@ from sagellm.engines.simulation.step_costs import StepCosts, prefill_work
 COST = StepCost(
     base_ns=1_000_000, token_ns=10_000, seq_ns=2_000, kv_token_ns=30, pair_ns=1, prefill_ns=50_000
 )
-COSTS = StepCosts(source="by hand", device="cuda", step=COST, kv_bytes_a_token=1000)
+COSTS = StepCosts(source="by hand", device="cuda", step=COST, kv_bytes_per_token=1000)
 SIZE = 16
 
 
@@ -112,7 +112,7 @@ def test_what_was_evicted_and_is_wanted_again_counts_as_computed_again():
     run = simulate_serving(requests, config(30), COSTS)
     num_cached = run.requests[2].num_cached_tokens
     assert num_cached < 319
-    assert [one.num_again for one in run.requests] == [0, 0, 319 - num_cached]
+    assert [one.num_recomputed_tokens for one in run.requests] == [0, 0, 319 - num_cached]
     assert run.figures.re_prefill_rate == (319 - num_cached) / run.figures.num_computed_tokens
     assert simulate_serving(requests, config(300), COSTS).figures.re_prefill_rate == 0
 
@@ -164,14 +164,14 @@ def test_a_tier_returns_what_was_evicted_after_its_time():
     prompts = [pack([number] * 320) for number in (5, 6, 5)]
     requests = [TraceRequest(10.0 * index, 320, 1, token_ids=prompt) for index, prompt in enumerate(prompts)]
     settings = config(30).with_values({"kv.tiers": {"host": "1GiB"}, "kv.fetch": "always"})
-    costs = replace(COSTS, tier_bytes_a_second={"host": 1e6})
+    costs = replace(COSTS, tier_bytes_per_s={"host": 1e6})
     last = simulate_serving(requests, settings, costs).requests[2]
     assert last.num_cached_tokens == 304
     waited_ns = last.scheduled_ns - last.arrival_ns
     without = simulate_serving(requests, config(30), COSTS).requests[2]
     fetched = last.num_cached_tokens - without.num_cached_tokens
     assert waited_ns >= fetched * 1000 * 1e9 / 1e6, "1,000 bytes a token over 1 MB/s"
-    with pytest.raises(ConfigError, match=r"tier_bytes_a_second\.host"):
+    with pytest.raises(ConfigError, match=r"tier_bytes_per_s\.host"):
         simulate_serving(requests, settings, COSTS)
 
 

@@ -25,8 +25,8 @@ def test_the_roofline_follows_from_the_shape_and_the_data_sheet():
     assert step.base_ns == pytest.approx(0.5e6 + 2e9 * (weights + head) / bandwidth, rel=1e-4)
     assert step.token_ns == pytest.approx(2e9 * weights / products, rel=1e-4)
     assert step.seq_ns == pytest.approx(2e9 * head / products, rel=1e-3)
-    assert costs.kv_bytes_a_token == 2 * layers * kv * 2
-    assert step.kv_token_ns == pytest.approx(1e9 * costs.kv_bytes_a_token / bandwidth, rel=1e-3)
+    assert costs.kv_bytes_per_token == 2 * layers * kv * 2
+    assert step.kv_token_ns == pytest.approx(1e9 * costs.kv_bytes_per_token / bandwidth, rel=1e-3)
     assert step.pair_ns == pytest.approx(4e9 * layers * hidden / attention, rel=1e-3)
     assert costs.kv_memory_bytes == pytest.approx(0.9 * 141e9 - 2 * (weights + 2 * head), rel=1e-6)
     assert costs.num_blocks(512) == 1651
@@ -37,9 +37,9 @@ def test_what_is_written_is_read(tmp_path):
         source="by hand",
         device="cpu",
         step=StepCost(base_ns=1.5, prefill_ns=3.0),
-        kv_bytes_a_token=100,
+        kv_bytes_per_token=100,
         kv_memory_bytes=160_000,
-        tier_bytes_a_second={"host": 1e9},
+        tier_bytes_per_s={"host": 1e9},
         about={"model": "tiny"},
     )
     write_step_costs(tmp_path / "costs.json", costs)
@@ -54,7 +54,7 @@ def test_what_is_written_is_read(tmp_path):
     [
         ([], "it must be an object"),
         ({}, "source is missing"),
-        (GOOD | {"source": ""}, "source is not a text"),
+        (GOOD | {"source": ""}, "source must be a text"),
         (GOOD | {"device": "tpu"}, "device is 'tpu'"),
         (GOOD | {"step": {"base_ms": 5}}, "has no 'base_ms'"),
         (GOOD | {"step": {"base_ns": -5}}, "base_ns is -5"),
@@ -62,8 +62,8 @@ def test_what_is_written_is_read(tmp_path):
         (GOOD | {"step": {"base_ns": True}}, "step.base_ns is True"),
         (GOOD | {"step": {}}, "every coefficient of step is 0"),
         (GOOD | {"step": 5}, "step is 5"),
-        (GOOD | {"kv_bytes_a_token": 0}, "kv_bytes_a_token is 0"),
-        (GOOD | {"tier_bytes_a_second": {"host": 0}}, "tier_bytes_a_second.host is 0"),
+        (GOOD | {"kv_bytes_per_token": 0}, "kv_bytes_per_token is 0"),
+        (GOOD | {"tier_bytes_per_s": {"host": 0}}, "tier_bytes_per_s.host is 0"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, content, message):
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_named(tmp_path, content, message):
     assert str(path) in str(raised.value)
 
 
-def test_a_file_that_is_none_is_named(tmp_path):
+def test_a_missing_or_broken_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
         read_step_costs(tmp_path / "missing.json")
     (tmp_path / "broken.json").write_text("{")

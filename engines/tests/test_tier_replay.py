@@ -23,7 +23,7 @@ from sagellm.core import (
 )
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.simulation.costed_tier import CostedKVTier, NoBytes
-from sagellm.engines.simulation.costs import Costs, read_costs
+from sagellm.engines.simulation.tier_costs import TierCosts, read_tier_costs
 from sagellm.engines.simulation.tier_replay import SavedTime, TierReplay, TierSettings
 from sagellm.kvmgr.kv_pool.offload import KVOffload
 
@@ -41,12 +41,12 @@ def config(num_blocks: int) -> EngineConfig:
     return EngineConfig().with_values(settings)
 
 
-def costs(**tier_bytes_a_second: float) -> Costs:
-    return Costs(
-        kv_bytes_a_token=1000,
-        prefill_ns_a_token=1e6,
-        prefill_ns_a_token_context=1e5,
-        tier_bytes_a_second=tier_bytes_a_second,
+def costs(**tier_bytes_per_s: float) -> TierCosts:
+    return TierCosts(
+        kv_bytes_per_token=1000,
+        prefill_ns_per_token=1e6,
+        prefill_ns_per_token_context=1e5,
+        tier_bytes_per_s=tier_bytes_per_s,
     )
 
 
@@ -65,7 +65,7 @@ def conversations(seed: int, num_requests: int = 400) -> list[TraceRequest]:
     return made
 
 
-def saved(given: Costs, requests: list[TraceRequest], rule: str, **num_blocks: int) -> SavedTime:
+def saved(given: TierCosts, requests: list[TraceRequest], rule: str, **num_blocks: int) -> SavedTime:
     replay = TierReplay(config(60), given, TierSettings(num_blocks=num_blocks, rule=rule))
     found = replay.run(requests)
     replay.check_integrity()
@@ -165,11 +165,11 @@ def test_a_tier_without_bytes_is_full_where_it_would_be_and_names_its_price():
 
 def test_costs_are_read_with_what_all_sets_share(tmp_path):
     path = tmp_path / "costs.json"
-    common = {"kv_bytes_a_token": 8, "prefill_ns_a_token": 2.0, "prefill_ns_a_token_context": 0.5}
-    sets = {"a": {"tier_bytes_a_second": {"host": 4.0}}, "b": {"prefill_ns_a_token": 3.0, "about": "text"}}
-    path.write_text(json.dumps({**common, "tier_bytes_a_second": {"file": 1.0}, "sets": sets}))
-    found = read_costs(path)
-    assert (found["a"].tier_bytes_a_second, found["b"].tier_bytes_a_second) == ({"host": 4.0}, {"file": 1.0})
+    common = {"kv_bytes_per_token": 8, "prefill_ns_per_token": 2.0, "prefill_ns_per_token_context": 0.5}
+    sets = {"a": {"tier_bytes_per_s": {"host": 4.0}}, "b": {"prefill_ns_per_token": 3.0, "about": "text"}}
+    path.write_text(json.dumps({**common, "tier_bytes_per_s": {"file": 1.0}, "sets": sets}))
+    found = read_tier_costs(path)
+    assert (found["a"].tier_bytes_per_s, found["b"].tier_bytes_per_s) == ({"host": 4.0}, {"file": 1.0})
     assert (found["a"].compute_ns(10, 4), found["b"].compute_ns(10, 4)) == (8 + 24, 12 + 24)
     assert found["a"].fetch_ns("host", 3) == 6e9
 
@@ -181,15 +181,17 @@ def test_a_file_without_costs_is_refused(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="no costs can be read"):
-        read_costs(path)
+        read_tier_costs(path)
     with pytest.raises(ConfigError, match="no costs can be read"):
-        read_costs(tmp_path / "missing.json")
+        read_tier_costs(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_bytes_a_token", 0), ("prefill_ns_a_token_context", -1.0)])
-def test_rates_that_are_none_are_refused(name, value):
-    given = {"kv_bytes_a_token": 1, "prefill_ns_a_token": 1.0, "prefill_ns_a_token_context": 1.0}
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_bytes_per_token", 0), ("prefill_ns_per_token_context", -1.0)]
+)
+def test_invalid_rates_are_refused(name, value):
+    given = {"kv_bytes_per_token": 1, "prefill_ns_per_token": 1.0, "prefill_ns_per_token_context": 1.0}
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        Costs(**given | {name: value}, tier_bytes_a_second={})
+        TierCosts(**given | {name: value}, tier_bytes_per_s={})
     with pytest.raises(ConfigError, match="host is 0"):
-        Costs(**given, tier_bytes_a_second={"host": 0})
+        TierCosts(**given, tier_bytes_per_s={"host": 0})

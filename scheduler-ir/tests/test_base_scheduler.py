@@ -274,7 +274,7 @@ def test_limits_below_one_are_refused(key: str) -> None:
         BaseSchedulerIR(**{key: 0})
 
 
-def test_the_name_of_a_pass_is_no_pass() -> None:
+def test_the_name_of_a_pass_is_not_a_pass() -> None:
     with pytest.raises(ConfigError, match=r"resolve\('scheduler_pass', 'priority'\)"):
         BaseSchedulerIR().add_optimization_pass("priority")  # type: ignore[arg-type]
 

@@ -138,6 +138,15 @@ def test_without_its_bound_a_pass_would_starve_requests_and_the_contract_says_so
     assert num_failures > 0
 
 
+def test_without_its_bound_a_pass_would_preempt_a_request_in_each_step_and_the_contract_says_so() -> None:
+    class Contract(SchedulerPassContract):
+        def make(self) -> SchedulerPassProtocol:
+            return MLFQPass(quantum=1, max_preempted=1, skips_by_prompt=False, promote_s=1e9)
+
+    with pytest.raises(pytest.fail.Exception, match="mlfq preempted a request in each of 2000 rounds"):
+        Contract().test_nobody_is_preempted_for_ever()
+
+
 NAMES: dict[str, Callable[..., SchedulerPassProtocol]] = {
     "batching": BatchingEfficiencyPass,
     "chunked-prefill": ChunkedPrefillPass,

@@ -298,7 +298,7 @@ RULES = {
     "decides something unknown": "a decision is of a known kind",
     "decides by a list": "rows are positions",
     "replaces its state": NOTHING_ELSE,
-    "decides by no tuple": "decisions are a tuple",
+    "does not decide by a tuple": "decisions are a tuple",
     "decides something that is not a word": "a decision is of a known kind",
     "decides by a string": "a decision is a Decision",
     "writes to a row": "FrozenInstanceError",

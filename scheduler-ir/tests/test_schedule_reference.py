@@ -101,8 +101,9 @@ def decide(ir: ScheduleIR, rng: Random) -> ScheduleIR:
             (
                 lambda ir: ir.order_pending(rng.sample(pending, len(pending))),
                 lambda ir: ir.order_running(rng.sample(running, len(running))),
+                lambda ir: ir.cap(rng.randint(1, 40), pending=pending[::2]),
                 lambda ir: ir.cap(
-                    rng.randint(1, 40), pending=pending[::2], running=running[rng.randint(0, 2) :: 2]
+                    rng.choice((0, rng.randint(1, 40))), running=running[rng.randint(0, 2) :: 2]
                 ),
                 lambda ir: ir.defer(rng.sample(pending, len(pending) // 2), "later"),
                 lambda ir: ir.preempt(rng.sample(running, len(running) // 3)),
@@ -156,6 +157,7 @@ def test_the_random_schedules_meet_every_case() -> None:
     assert sum(len(ir.running) > ir.max_num_batched_tokens for ir in schedules) > 300
     assert sum(bool(plan.short) for plan in plans) > 300
     assert sum(bool(plan.admitted) for plan in plans) > 300
+    assert sum(0 in ir.caps("running") for ir in schedules) > 100
     assert {plan.reason for plan in plans} == {None, "tokens", "seats", "blocks", "preemption", "pass"}
 
 

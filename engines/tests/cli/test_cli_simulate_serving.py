@@ -13,7 +13,7 @@ COSTS = {
     "source": "by hand",
     "device": "cuda",
     "step": {"base_ns": 1_000_000, "token_ns": 10_000},
-    "kv_bytes_a_token": 1000,
+    "kv_bytes_per_token": 1000,
     "kv_memory_bytes": 16_000_000,
 }
 

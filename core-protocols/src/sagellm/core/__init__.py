@@ -73,7 +73,7 @@ _NAMES = {
         StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
         UnknownRequestError UnsupportedModelError nearest
     """,
-    "execution_graph": "ExecutionGraph GraphNode NodeKind PASS_KINDS lower_step",
+    "execution_graph": "ExecutionGraph FORWARD_KINDS GraphNode NodeKind lower_step",
     "graph_text": "GraphShapes",
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",

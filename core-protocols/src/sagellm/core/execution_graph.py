@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NodeKind = Literal["copy", "read", "write", "decode", "prefill", "sample"]
 
-PASS_KINDS: tuple[NodeKind, ...] = ("decode", "prefill")
+FORWARD_KINDS: tuple[NodeKind, ...] = ("decode", "prefill")
 """What one forward pass computes together."""
 
 
@@ -54,10 +54,10 @@ class GraphNode:
 
     def must_follow(self, earlier: GraphNode) -> bool:
         """Say whether both touch a block and one writes it, or this samples what the other computes."""
-        if earlier.kind in PASS_KINDS:
+        if earlier.kind in FORWARD_KINDS:
             if self.kind == "sample":
                 return not set(self.rows).isdisjoint(earlier.rows)
-            if self.kind in PASS_KINDS:
+            if self.kind in FORWARD_KINDS:
                 return False  # rows write no block that another row reads
         return (
             _overlap(self.reads, earlier.writes)
@@ -85,9 +85,9 @@ class ExecutionGraph:
     def verify(self) -> None:
         """Raise InvalidInputError unless the graph may be executed in the order of its nodes.
 
-        Nodes are only after earlier ones, so there is no cycle. Each row is computed once, and sampled at
-        most once, after that. Of two nodes that touch a block, one of which writes it, one is after the
-        other, directly or by others between them.
+        A node depends only on earlier ones, so there is no cycle. Each row is computed once, and sampled at
+        most once, after that. Of two nodes that touch a block, one of which writes it, one depends on the
+        other, directly or through others.
         """
         done: list[set[int]] = []  # for each node, all that come before it
         for place, node in enumerate(self.nodes):
@@ -116,7 +116,7 @@ class ExecutionGraph:
         return shapes.to_dot()
 
     def _verify_rows(self) -> None:
-        computed = sorted(row for node in self.nodes if node.kind in PASS_KINDS for row in node.rows)
+        computed = sorted(row for node in self.nodes if node.kind in FORWARD_KINDS for row in node.rows)
         if computed != list(range(self.num_rows)):
             self._refuse(f"it computes the rows {computed}; each of {self.num_rows} must be there once")
         sampled = [row for node in self.nodes if node.kind == "sample" for row in node.rows]
@@ -134,7 +134,7 @@ def lower_step(
     tables: Ints | None = None,
     cost: StepCost | None = None,
 ) -> ExecutionGraph:
-    """Return what a step does. `layout` tells the bytes of transfers, `cost` the time of what is computed.
+    """Return the graph of a step. `layout` gives the bytes of transfers, `cost` the time of what is computed.
 
     With `layout` and `tables`, the blocks of each row (rows, blocks), the graph knows which blocks the
     forward pass touches, and orders it after the transfers that touch them too. Without, it comes after all

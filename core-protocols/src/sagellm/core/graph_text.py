@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sagellm.core.execution_graph import PASS_KINDS, ExecutionGraph, GraphNode
+from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode
 
 _MAX_RUNS = 6
-"""Runs of numbers that a drawing lists; of more it shows how many numbers there are."""
+"""Runs of numbers that a drawing lists; beyond that it shows how many numbers there are."""
 
 Shape = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class GraphShapes:
-    """Draws many steps: of those with the same kinds of nodes and the same edges, the first.
+    """Draws many steps: of those with the same kinds of nodes and the same edges, only the first.
 
     Holds one graph per shape, so that a run of any length is a drawing that people can read.
     """
@@ -58,7 +58,7 @@ def graph_to_text(graph: ExecutionGraph) -> str:
 def _drawn(name: str, graph: ExecutionGraph, num_alike: int) -> Iterator[str]:
     names = [f"{name}_{node.kind}{place}" for place, node in enumerate(graph.nodes)]
     boxes = [_box(*named) for named in zip(names, graph.nodes, strict=True)]
-    is_pass = [node.kind in PASS_KINDS for node in graph.nodes]
+    is_pass = [node.kind in FORWARD_KINDS for node in graph.nodes]
     yield f"  subgraph cluster_{name} {{"
     yield f'    label="{_title(graph)}{f"; {num_alike} more like it" if num_alike else ""}";'
     yield from (f"    {box}" for box, is_inside in zip(boxes, is_pass, strict=True) if not is_inside)
@@ -78,7 +78,7 @@ def _box(name: str, node: GraphNode) -> str:
 
 
 def _title(graph: ExecutionGraph) -> str:
-    num_tokens = sum(node.num_tokens for node in graph.nodes if node.kind in PASS_KINDS)
+    num_tokens = sum(node.num_tokens for node in graph.nodes if node.kind in FORWARD_KINDS)
     title = f"step {graph.step}: {_count(graph.num_rows, 'row')}, {_count(num_tokens, 'token')}"
     return title if graph.cost_ns is None else f"{title}, estimated {_milliseconds(graph.cost_ns)}"
 

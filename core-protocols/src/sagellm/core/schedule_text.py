@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,15 @@ from sagellm.core.tokens import TokenIds
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_HEAD = re.compile(r"step (\d+) at (\S+) s: (.*)")
+_HEAD = re.compile(r"step (\d+) at (-?\d+(?:\.\d+)?) s: (.*)")
 _ROW = re.compile(r"  (running|pending) (\d+) (\"(?:[^\"\\]|\\.)*\"|[^\s=]+)( .*)")
 _DECISION = re.compile(
     r"  (?:(.+?): )?(order|cap|defer|preempt|swap|lower) (\w+)((?: \d+(?:-\d+)?)*)(?: = (.*))?"
 )
 _PLAIN = re.compile(r"[^\s=\"]+")
 _LIMIT_NAMES = dict(zip(("available", "tokens", "seats"), LIMITS, strict=True))
+_TEXTS = frozenset({"tenant", "trusted", "namespace"})
+"""Values that need not be numbers."""
 
 _OPTIONAL: tuple[tuple[str, Callable[[ScheduleRequest], Any], Any], ...] = (
     ("prompt", lambda row: len(row.token_ids), None),
@@ -48,7 +50,9 @@ _OPTIONAL: tuple[tuple[str, Callable[[ScheduleRequest], Any], Any], ...] = (
     ("trusted", lambda row: row.tenant.is_trusted, False),
     ("namespace", lambda row: list(row.namespace), list(DEFAULT)),
 )
-"""What a row has besides tokens, computed, hit and priority: printed unless it is the default."""
+"""The values of a row besides tokens, computed, hit and priority, each printed unless it is the default."""
+
+_ROW_NAMES = frozenset({"tokens", "computed", "hit", "priority", *(name for name, _, _ in _OPTIONAL)})
 
 
 def schedule_to_text(ir: ScheduleIR) -> str:
@@ -79,9 +83,10 @@ def schedule_from_text(text: str) -> ScheduleIR:
     decisions: list[Decision] = []
     for number, line in enumerate(lines[1:], 2):
         if row := _ROW.fullmatch(line):
-            rows[row[1]][int(row[2])] = _row(_unquoted(row[3]), _values(row[4], number))
+            values = _values(row[4], number, required=("tokens",), known=_ROW_NAMES)
+            rows[row[1]][int(row[2])] = _row(_unquoted(row[3]), values)
         elif decision := _DECISION.fullmatch(line):
-            decisions.append(_decision(decision))
+            decisions.append(_decision(decision, number))
         else:
             raise InvalidInputError(f"line {number} is neither a row nor a decision: {line!r}")
     for part, found in rows.items():
@@ -89,7 +94,7 @@ def schedule_from_text(text: str) -> ScheduleIR:
             raise InvalidInputError(
                 f"the {part} rows are numbered {sorted(found)}; they must count from 0 without gaps"
             )
-    values = _values(head[3], 1)
+    values = _values(head[3], 1, required=(*_LIMIT_NAMES, "block"))
     return ScheduleIR(
         pending=RequestRows.of([rows["pending"][row] for row in sorted(rows["pending"])]),
         running=RequestRows.of([rows["running"][row] for row in sorted(rows["running"])]),
@@ -137,14 +142,25 @@ def _unquoted(text: str) -> str:
     return str(json.loads(text)) if text.startswith('"') else text
 
 
-def _values(text: str, line: int) -> dict[str, Any]:
-    """Read `a=1 b=x`."""
+def _values(
+    text: str, line: int, *, required: Iterable[str], known: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Read `a=1 b=x`; the required values are integers.
+
+    Raises InvalidInputError for a missing or an unknown name, and for a text in place of a number.
+    """
     values: dict[str, Any] = {}
     for word in re.findall(r"(?:\"(?:[^\"\\]|\\.)*\"|[^\s\"])+", text):
         name, equals, value = word.partition("=")
         if not equals:
             raise InvalidInputError(f"line {line} has {word!r}, which is not of the form name=value")
+        if known is not None and name not in known:
+            raise InvalidInputError(f"line {line} has {name!r}; a row has {', '.join(sorted(known))}")
         values[name] = _number(value)
+        if isinstance(values[name], str) and name not in _TEXTS:
+            raise InvalidInputError(f"line {line} has {word!r}; the value must be a number")
+    if missing := [name for name in required if not isinstance(values.get(name), int)]:
+        raise InvalidInputError(f"line {line} must have {missing[0]}=N with an integer N")
     return values
 
 
@@ -158,9 +174,6 @@ def _number(text: str) -> Any:
 
 
 def _row(request_id: str, values: dict[str, Any]) -> ScheduleRequest:
-    known = {name for name, _, _ in _OPTIONAL} | {"tokens", "computed", "hit", "priority"}
-    if unknown := sorted(set(values) - known):
-        raise InvalidInputError(f"{request_id} has {unknown[0]!r}; a row has {', '.join(sorted(known))}")
     parts = re.findall(r"\"(?:[^\"\\]|\\.)*\"|[^/\"]+", str(values.get("namespace", "")))
     return ScheduleRequest(
         request_id=request_id,
@@ -187,12 +200,14 @@ def _row(request_id: str, values: dict[str, Any]) -> ScheduleRequest:
     )
 
 
-def _decision(found: re.Match[str]) -> Decision:
-    made_by, kind, target, rows, value = found.groups()
-    number: Any = value
+def _decision(found: re.Match[str], line: int) -> Decision:
+    made_by, kind, target, rows, text = found.groups()
+    value: Any = text
     if kind in ("cap", "lower"):
-        number = int(value)
-    return Decision(kind, target, _positions(rows), number, made_by or "")  # type: ignore[arg-type]
+        value = _number(text or "")
+        if not isinstance(value, int):
+            raise InvalidInputError(f"line {line} has {kind} {target} = {text}; the value must be an integer")
+    return Decision(kind, target, _positions(rows), value, made_by or "")  # type: ignore[arg-type]
 
 
 def _positions(text: str) -> npt.NDArray[Any]:

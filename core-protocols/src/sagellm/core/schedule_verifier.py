@@ -1,4 +1,4 @@
-"""Checks what a scheduler pass decided: every scheduler runs it after every pass."""
+"""Checks what a scheduler pass decided."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
         new = _new_decisions(before, after)
         for decision in new:
             _check(decision, before)
-        _check_given(before, after, new)
+        _check_unchanged(before, after, new)
     except _BrokenRule as broken:
         raise EngineError(f"scheduler pass {name!r} {broken}") from None
     if not new:
@@ -55,8 +55,8 @@ def _new_decisions(before: ScheduleIR, after: ScheduleIR) -> tuple[Decision, ...
     return new
 
 
-def _check_given(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...]) -> None:
-    """Compare everything but the decisions with the input and the effects of `lower`."""
+def _check_unchanged(before: ScheduleIR, after: ScheduleIR, new: tuple[Decision, ...]) -> None:
+    """Check that nothing but the decisions has changed, and the limits only as `lower` says."""
     for name in ("pending", "running", "probe", "state", "cost"):
         if getattr(after, name) is not getattr(before, name):
             raise _BrokenRule("a pass changes nothing but decisions", f"it replaced {name}")

@@ -30,7 +30,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, starts: Ints, num_new: Ints) -> Self:
-        """Return what rows amount to that compute so many tokens from there on."""
+        """Return the work of rows that compute `num_new` tokens after their first `starts`, each (rows,)."""
         ends = starts + num_new
         num_pairs = int(num_new.astype("int64").dot(starts + ends)) // 2
         num_prefills = int((num_new > 1).sum())
@@ -79,7 +79,7 @@ class StepCost:
     def num_tokens_within(self, duration_ns: float, start: int) -> int:
         """Return how many tokens of one sequence, after its first `start`, take at most this long.
 
-        Without the base. With n tokens: n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq
+        The base does not count: n tokens take n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq
         + prefill.
         """
         left = duration_ns - self.seq_ns - self.prefill_ns - self.kv_token_ns * start
@@ -93,7 +93,7 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCostMetrics:
-    """What an engine knows of its steps' costs, and how long a step may take while others decode or wait."""
+    """The fitted cost of an engine's steps, and how long a step may take while others decode or wait."""
 
     cost: StepCost | None = None  # None before the first fit
     step_target_ms: float | None = None

@@ -104,7 +104,7 @@ FAULTS: dict[str, Callable[[ScheduleIR], Any]] = {
     "decides something unknown": lambda ir: _plant(ir, "skip", "pending", _rows_of(ir)),
     "decides by a list": lambda ir: _plant(ir, "defer", "pending", [0], "later"),
     "replaces its state": lambda ir: replace(ir, state=[*(ir.state or ()), 1]),
-    "decides by no tuple": lambda ir: replace(ir, decisions=None),  # type: ignore[arg-type]
+    "does not decide by a tuple": lambda ir: replace(ir, decisions=None),  # type: ignore[arg-type]
     "decides something that is not a word": lambda ir: _plant(ir, [], "pending", _rows_of(ir)),
     "decides by a string": lambda ir: replace(ir, decisions=(*ir.decisions, "defer all")),  # type: ignore[arg-type]
     "writes to a row": lambda ir: _write(ir.pending[0], "priority", 9),

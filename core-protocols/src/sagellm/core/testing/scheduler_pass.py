@@ -21,6 +21,7 @@ from sagellm.core.protocols.scheduler_ir import (
     SchedulerPassProtocol,
 )
 from sagellm.core.schedule_verifier import verify_rewrite
+from sagellm.core.tenant import Tenant
 from sagellm.core.testing.schedule_states import decoding_request, random_ir, waiting_request
 from sagellm.core.tokens import TokenIds
 
@@ -35,7 +36,7 @@ UNWELCOME = ScheduleRequest(
 """Whatever a pass prefers, this request has little of it but age."""
 
 
-def _welcome(name: str, arrived: int, priority: int) -> ScheduleRequest:
+def _welcome(name: str, arrived: int, priority: int, tenant: Tenant) -> ScheduleRequest:
     """Make a request that is short, cached and due."""
     return ScheduleRequest(
         request_id=RequestId(name),
@@ -48,6 +49,7 @@ def _welcome(name: str, arrived: int, priority: int) -> ScheduleRequest:
         predicted_remaining_tokens=1.0,
         confidence=1.0,
         deadline=arrived + 5.0,
+        tenant=tenant,
     )
 
 
@@ -56,7 +58,7 @@ def _orders(ir: ScheduleIR, part: Part) -> bool:
 
 
 def _plan_of(ir: ScheduleIR) -> SchedulePlan:
-    """Return a plan in which every running request that can computes a token, and the first waiting one."""
+    """Return a plan in which the first waiting request and all running ones that can compute one token."""
     import numpy as np
 
     rows = np.array([row for row in range(len(ir.running)) if row not in ir.preempted], np.int32)
@@ -136,16 +138,17 @@ class SchedulerPassContract(ABC):
         pytest.fail(f"{optimization_pass.name} kept a request waiting for {self.starvation_rounds} rounds")
 
     def test_a_request_that_a_pass_puts_behind_comes_first_in_the_end(self) -> None:
-        """Rows come by priority, as the engine has them. Newer ones that a pass likes better come forever."""
+        """Rows come by priority, as from the engine. Newer ones that a pass ranks higher keep coming."""
 
-        def last_round(priority: int) -> tuple[bool, bool]:
+        def last_round(priority: int, tenant: Tenant) -> tuple[bool, bool]:
             optimization_pass, state, base = self.make(), self.make().start(), random_ir(0)
             is_ordered = False
             for number in range(self.starvation_rounds):
-                new = [_welcome(f"{name}{number}", number, priority) for name in "ab"]
+                new = [_welcome(f"{name}{number}", number, priority, tenant) for name in "ab"]
                 rows = [*new, UNWELCOME] if priority > UNWELCOME.priority else [UNWELCOME, *new]
                 ir = replace(base, pending=RequestRows.of(rows), running=base.running[:0])
                 ir = self.run(optimization_pass, replace(ir, step=number, now=float(number)), state)
+                optimization_pass.observe(_plan_of(ir), state)
                 is_ordered |= _orders(ir, "pending")
                 old = rows.index(UNWELCOME)
                 is_first = ir.admission[0] == old and old not in ir.deferred
@@ -153,40 +156,45 @@ class SchedulerPassContract(ABC):
                     break
             return is_ordered, is_first
 
-        self._check_both(last_round)
+        self._check_all(last_round)
 
     def test_nobody_is_the_first_victim_forever(self) -> None:
         """If a pass orders preemption, even a request with little but age is spared in the end."""
 
-        def last_round(priority: int) -> tuple[bool, bool]:
+        def last_round(priority: int, tenant: Tenant) -> tuple[bool, bool]:
             optimization_pass, state, base = self.make(), self.make().start(), random_ir(0)
             is_ordered = False
             for number in range(self.starvation_rounds):
-                new = _welcome(f"new{number}", number, priority)
+                new = _welcome(f"new{number}", number, priority, tenant)
                 rows = [replace(UNWELCOME, num_computed_tokens=1, num_blocks=1)]
                 rows.append(replace(new, num_computed_tokens=20, num_blocks=3))
                 ir = replace(base, pending=base.pending[:0], running=RequestRows.of(rows), available_memory=0)
                 ir = self.run(optimization_pass, replace(ir, step=number, now=float(number)), state)
+                optimization_pass.observe(_plan_of(ir), state)
                 is_ordered |= _orders(ir, "running")
                 is_spared = ir.preemption[-1] == 1 and 0 not in ir.preempted
                 if is_spared and is_ordered:
                     break
             return is_ordered, is_spared
 
-        self._check_both(last_round)
+        self._check_all(last_round)
 
-    def _check_both(self, last_round: Callable[[int], tuple[bool, bool]]) -> None:
-        """Check passes that order, with newcomers that are more urgent than the old request or as urgent."""
-        rounds = [last_round(priority) for priority in (2, UNWELCOME.priority)]
-        is_ordered = any(ordered for ordered, _ in rounds)
-        assert not is_ordered or all(is_right for _, is_right in rounds), (
-            f"{self.make().name} puts a request last for {self.starvation_rounds} rounds"
-        )
+    def _check_all(self, last_round: Callable[[int, Tenant], tuple[bool, bool]]) -> None:
+        """Check passes that order, with newcomers of the old request's tenant and of another.
+
+        They are more urgent than the old request, or as urgent.
+        """
+        for tenant in (UNWELCOME.tenant, Tenant("newcomers")):
+            rounds = [last_round(priority, tenant) for priority in (2, UNWELCOME.priority)]
+            is_ordered = any(ordered for ordered, _ in rounds)
+            assert not is_ordered or all(is_right for _, is_right in rounds), (
+                f"{self.make().name} puts a request last for {self.starvation_rounds} rounds"
+            )
 
     def test_nobody_is_preempted_for_ever(self) -> None:
-        """A request that runs alone while others wait has a step without preemption in the end."""
+        """A request that holds the only seat while others wait has a step without preemption in the end."""
         optimization_pass, rng = self.make(), Random(5)
-        state, base = optimization_pass.start(), random_ir(0)
+        state, base = optimization_pass.start(), replace(random_ir(0), max_num_seqs=1)
         running = RequestRows.of([replace(decoding_request("old"), priority=-1)])
         for number in range(self.starvation_rounds):
             waiting = replace(waiting_request(rng, f"new{number}"), priority=2, arrived_time=float(number))

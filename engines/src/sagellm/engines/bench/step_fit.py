@@ -154,7 +154,7 @@ class RecordedCore:
             source="not fitted yet",
             device="cuda" if str(info.settings["model.device"]).startswith("cuda") else "cpu",
             step=StepCost(base_ns=1.0),
-            kv_bytes_a_token=layout.block_bytes // layout.block_size,
+            kv_bytes_per_token=layout.block_bytes // layout.block_size,
             kv_memory_bytes=limits.num_blocks * layout.block_bytes,
             about={"model": self._model, "dtype": info.settings["model.dtype"]},
         )
@@ -210,8 +210,7 @@ def _fit(steps: Sequence[MeasuredStep]) -> StepCost:
     """Fit all steps, and scale the fit to their total: slow outliers, which it weighs less, take time too."""
     cost = fit_step_cost(steps)
     predicted_ns = sum(cost.predict_ns(one.work) for one in steps)
-    scale = sum(one.took_ns for one in steps) / predicted_ns
-    return StepCost(**{name: value * scale for name, value in asdict(cost).items()})
+    return cost.scaled(sum(one.took_ns for one in steps) / predicted_ns)
 
 
 def errors_of(cost: StepCost, steps: Sequence[MeasuredStep]) -> list[float]:
@@ -225,7 +224,7 @@ def total_error_of(cost: StepCost, steps: Sequence[MeasuredStep]) -> float:
 
 
 def write_steps(path: Path, steps: Sequence[MeasuredStep]) -> None:
-    """Write measured steps, one JSON object a line. Raises ConfigError if the file cannot be written."""
+    """Write measured steps, one JSON object per line. Raises ConfigError if the file cannot be written."""
     try:
         with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             for step in steps:

@@ -40,7 +40,7 @@ class Waited:
     | reason | |
     |---|---|
     | `tokens`, `seats`, `blocks` | the step had none left for the first sequence that was not admitted |
-    | `preemption` | the step preempted for lack of blocks, so it admitted nobody |
+    | `preemption` | the step preempted for lack of blocks, so it admitted none |
     | `pass` | the pass `made_by` deferred it, for the reason `detail` |
     | `fetch` | its KV was read from a tier |
     | `step` | a step was running when it was queued |
@@ -95,7 +95,7 @@ class Computed:
 
 @dataclass(slots=True, kw_only=True)
 class Preempted:
-    """It lost its blocks: to a sequence that lacked some, maybe itself, or because a pass decided so."""
+    """It lost its blocks: to a sequence that lacked some, possibly itself, or because a pass decided so."""
 
     at_ns: int
     step: int

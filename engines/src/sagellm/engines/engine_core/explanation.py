@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.decision_events import Admitted, Event, Finished, Preempted, Queued, Waited
 from sagellm.engines.engine_core.decision_log import DecisionLog, Story, WaitRange
 from sagellm.engines.engine_core.kv_admin import CacheAdmin
-from sagellm.engines.engine_core.request_log import find_name
+from sagellm.engines.engine_core.request_log import find_id
 
 MAX_WAITS = 8
 """Ranges between two other events; more are joined by reason."""
@@ -67,7 +67,7 @@ class Explainer:
         """
         stories = self._log.stories()
         ids = [story.facts.request_id for story in stories]
-        request_id = find_name(request, ids, none="no request has arrived yet")
+        request_id = find_id(request, ids, if_empty="no request has arrived yet")
         own = [story for story in stories if story.facts.request_id == request_id]
         asked = own[-1].facts  # an id may come again once its request has ended
         own = [story for story in own if story.facts.arrival_ns == asked.arrival_ns]
@@ -150,7 +150,8 @@ def _waiting(story: Story, now_ns: int) -> Iterator[_Waiting]:
 def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
     """Return why a sequence waited in an interval, without gaps.
 
-    A fetch stands above what a pass decided, and that above what ended the step's admission.
+    A fetch takes precedence over a pass that deferred the sequence, and that over what ended the step's
+    admission.
     """
     arrival_ns = story.facts.arrival_ns
     left = [(interval.begun_ns, interval.ended_ns)]
@@ -255,7 +256,7 @@ def _joined(waits: Seq[Waited]) -> list[Waited]:
     return list(joined.values())
 
 
-def _or_none(choose: Any, one: int | None, other: int | None) -> int | None:
+def _or_none(choose: Callable[[list[int]], int], one: int | None, other: int | None) -> int | None:
     known = [value for value in (one, other) if value is not None]
     return choose(known) if known else None
 

@@ -65,7 +65,6 @@ class CacheAdmin:
         pins = self._kv.cache.pins()
         self._kv.epoch += 1
         num_ended = sum(self._kv.cache.unpin(pin.token_ids, pin.namespace) for pin in pins)
-        self._kv.epoch += 1
         return {"num_unpinned": num_ended, **self._pins()}
 
     def pins(self) -> dict[str, Any]:
@@ -125,7 +124,7 @@ class CacheAdmin:
             tokens, namespace = logged.token_ids, logged.namespace
         if prefix.num_tokens is not None:
             if prefix.num_tokens < 1:
-                raise InvalidInputError(f"{prefix.num_tokens} tokens are no prefix; give at least 1")
+                raise InvalidInputError(f"{prefix.num_tokens} tokens are not a prefix; give at least 1")
             tokens = pack(tokens)[: prefix.num_tokens]
         return tokens, namespace or Namespace()
 

@@ -39,7 +39,7 @@ def build_kv(
     identity: KVIdentity = UNNAMED,
     offload: KVOffloadProtocol | None = None,
 ) -> KVModules:
-    """Make them. Raises ConfigError for a pool without blocks or options that a policy does not accept."""
+    """Make and connect them. Raises ConfigError for a pool without blocks, or a policy's wrong options."""
     kv, prefix = modules.config.kv, modules.config.prefix_cache
     allocator = modules.make("kv_allocator", kv.allocator, num_blocks)
     pool = modules.make("kv_pool", kv.pool, num_blocks, seats.block_size, allocator=allocator, clock=clock)

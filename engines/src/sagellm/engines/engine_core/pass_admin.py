@@ -11,7 +11,7 @@ from sagellm.engines.modules import Modules
 
 
 class PassAdmin:
-    """Builds the passes that a configuration names, and others between two steps."""
+    """Builds the configured passes, and replaces them between two steps."""
 
     def __init__(self, ir: SchedulerIRProtocol, modules: Modules) -> None:
         """Add the configured passes to a scheduler. Raises ConfigError, PluginError."""

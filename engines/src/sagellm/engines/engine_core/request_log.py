@@ -68,19 +68,19 @@ class RequestLog:
         """
         latest = {str(request.request_id): request for request in self._requests}
         ids = [str(request.request_id) for request in self._requests]
-        return latest[find_name(name, ids, none="no request has been admitted yet")]
+        return latest[find_id(name, ids, if_empty="no request has been admitted yet")]
 
 
-def find_name(name: str | None, ids: Seq[str], *, none: str) -> str:
-    """Return the id that a name is or begins, of ids with the latest last; None means the latest.
+def find_id(name: str | None, ids: Seq[str], *, if_empty: str) -> str:
+    """Return the id that equals a name, or the only one that begins with it; None means the last id.
 
-    Raises UnknownRequestError, with the text `none` if there are no ids, and InvalidInputError for a name
-    that is not a string.
+    Raises UnknownRequestError, with the message `if_empty` if there are no ids, and InvalidInputError for a
+    name that is not a string.
     """
     if name is not None and not isinstance(name, str):  # operators' calls are not typed
         raise InvalidInputError(f"the request is {shown(name)}; it must be a text: its id, or its beginning")
     if not ids:
-        raise UnknownRequestError(none)
+        raise UnknownRequestError(if_empty)
     if name is None:
         return ids[-1]
     found = [name] if name in ids else []

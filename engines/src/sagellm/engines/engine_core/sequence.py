@@ -48,7 +48,7 @@ class Sequence:
     scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
-    num_scored: int = 0  # those for which that is done
+    num_scored: int = 0  # of those, the positions that are done
     prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is returned
 
     def __post_init__(self) -> None:

@@ -23,8 +23,11 @@ _OUTLIER = 0.25
 
 _NUM_COEFFICIENTS = 1 + len(StepWork._fields)
 
-_FOLLOW, _LAST = 0.2, 8
-"""Weight of a step's duration in the scale, and steps whose median it starts with after a fit."""
+_SCALE_WEIGHT, _SCALE_STEPS = 0.2, 8
+"""The weight of a new step in the scale, and the last steps whose median it starts with after a fit."""
+
+_NUM_PREFILLS = 1 + StepWork._fields.index("num_prefills")
+"""The column of prefills in a measured step; the first is the base's."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -53,8 +56,8 @@ class StepCostFit:
     def cost(self) -> StepCost | None:
         """The fit, scaled to what the last steps with prompts took; None before the first fit.
 
-        The form of a fit is that of many steps, so it lags behind as a prompt's context grows; the scale
-        follows within a few steps.
+        A fit covers many steps, so it lags behind as a prompt's context grows; the scale follows within a
+        few.
         """
         return self._cost
 
@@ -66,7 +69,7 @@ class StepCostFit:
                 self._refit()
             elif self._fit is not None and work.num_prefills:
                 ratio = took_ns / max(self._fit.predict_ns(work), 1.0)
-                self._scale += _FOLLOW * (min(max(ratio, 0.5), 2.0) - self._scale)
+                self._scale += _SCALE_WEIGHT * (min(max(ratio, 0.5), 2.0) - self._scale)
                 self._cost = self._fit.scaled(self._scale)
 
     def _refit(self) -> None:
@@ -82,7 +85,7 @@ class StepCostFit:
         self._products = decay * self._products + (rows * weights[:, None]).T @ rows
         self._sums = decay * self._sums + weights @ rows
         self._fit = _cost(_non_negative(self._products, self._sums))
-        predicted = rows[steps[:, 5] > 0][-_LAST:] @ _coefficients(self._fit)
+        predicted = rows[steps[:, _NUM_PREFILLS] > 0][-_SCALE_STEPS:] @ _coefficients(self._fit)
         self._scale = float(np.clip(1 / np.median(predicted), 0.5, 2.0)) if len(predicted) else 1.0
         self._cost = self._fit.scaled(self._scale)
 
@@ -104,7 +107,7 @@ def _non_negative(products: Floats, sums: Floats) -> Floats:
     """Solve the normal equations for coefficients of at least 0, dropping the most negative one each time."""
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     scaled, wanted = products / np.outer(scale, scale), sums / scale
-    scaled[np.diag_indices(_NUM_COEFFICIENTS)] += 1e-6  # amounts that always go together share what they cost
+    scaled[np.diag_indices(_NUM_COEFFICIENTS)] += 1e-6  # amounts that always come together share their cost
     kept = np.flatnonzero(np.diag(products) > 0)
     while len(kept):
         found = np.linalg.solve(scaled[np.ix_(kept, kept)], wanted[kept])

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from functools import partial
 
 from sagellm.core import PluginError, ProviderSpec, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.progress import Advance
 from sagellm.engines.simulation.future import Future
 from sagellm.engines.simulation.prompts import prompt_tokens
 from sagellm.engines.simulation.replay import CacheReplay, ReplayedRequest
 
-Advance = Callable[[float], None]
-"""Called with the number of requests that have been replayed since."""
-
 
 def replay(requests: Seq[TraceRequest], config: EngineConfig, advance: Advance) -> list[ReplayedRequest]:
-    """Replay a trace through the cache of a configuration."""
+    """Replay a trace through the cache of a configuration; `advance` is called with 1 for each request."""
     cache = CacheReplay(config)
     replayed = []
     for request in requests:

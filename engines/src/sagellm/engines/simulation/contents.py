@@ -1,4 +1,4 @@
-"""Numbers for the content of prompts' blocks, to tell what was computed before."""
+"""Numbers for the contents of prompts' blocks, to tell which were computed before."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def figures_of(
     num_saved = sum(one.num_saved_tokens for one in replayed)
     num_blocks = sum(_num_blocks(one) for one in replayed)
     pairs = zip(replayed, unlimited, strict=True)
-    num_again = sum(max(0, ideal.num_saved_tokens - one.num_saved_tokens) for one, ideal in pairs)
+    num_recomputed = sum(max(0, ideal.num_saved_tokens - one.num_saved_tokens) for one, ideal in pairs)
     served = [one for one in replayed if _num_blocks(one)]
     prompts = [PromptBlocks(num_reused=one.num_reused_blocks, num_new=one.num_new_blocks) for one in served]
     return CacheFigures(
@@ -74,7 +74,7 @@ def figures_of(
         mean_sharing_fraction_source=_mean(
             [sharing_fraction_source(_num_blocks(one), one.num_cached_blocks) for one in served]
         ),
-        re_prefill_rate=re_prefill_rate(num_again, num_prompt_tokens - num_saved),
+        re_prefill_rate=re_prefill_rate(num_recomputed, num_prompt_tokens - num_saved),
         internal_fragmentation=internal_fragmentation(
             sum(one.num_prompt_tokens for one in served), num_blocks, block_size
         ),

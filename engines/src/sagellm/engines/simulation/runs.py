@@ -15,8 +15,8 @@ from sagellm.core import (
 )
 from sagellm.engines.config.providers import parse_provider
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.progress import Advance
 from sagellm.engines.simulation.bounds import (
-    Advance,
     count_known_tokens,
     replay,
     replay_belady,

@@ -35,7 +35,7 @@ _LARGEST_ID = 2**31 - 1
 class ServedRequest:
     """What became of one request; times are nanoseconds on the run's clock.
 
-    `num_again` are tokens of the prompt that had been in the cache before, but had to be computed.
+    `num_recomputed_tokens` of the prompt had been in the cache before, but no longer at its admission.
     """
 
     arrival_ns: int
@@ -47,7 +47,7 @@ class ServedRequest:
     first_token_ns: int | None = None
     finished_ns: int | None = None
     num_cached_tokens: int = 0
-    num_again: int = 0
+    num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it did not run to its end
@@ -176,7 +176,7 @@ class LoadRun:
             first_token_ns=self._since(sequence.first_token_ns),
             finished_ns=self._since(self._clock.now_ns()),
             num_cached_tokens=num_cached,
-            num_again=max(0, reusable - num_cached),
+            num_recomputed_tokens=max(0, reusable - num_cached),
             num_preemptions=sequence.num_preemptions,
             finish_reason=reason,
             error=error,

@@ -113,8 +113,9 @@ def serving_figures(
 ) -> ServingFigures:
     """Compute the figures. `prefill_ns` says what a prompt of so many tokens takes alone.
 
-    A request that failed is never good and has no times. Computed again is all that exceeds what requests
-    need if they are never preempted, and what of their prompts had been cached before their admission.
+    A request that failed is never good and has no times. Recomputed tokens are those beyond what requests
+    need without preemption (not counted if a request failed), and those of prompts that had been cached
+    before, but no longer at admission.
     """
     done = [one for one in served if one.error is None]
     start_ns = min(one.arrival_ns for one in served)
@@ -123,8 +124,8 @@ def serving_figures(
     num_prompt = sum(one.num_prompt_tokens for one in done)
     num_output = sum(one.num_output_tokens for one in done)
     num_needed = num_prompt + num_output - len(done) - sum(one.num_cached_tokens for one in done)
-    num_again = counts.num_computed_tokens - num_needed if len(done) == len(served) else 0
-    num_again += sum(one.num_again for one in done)
+    num_recomputed = counts.num_computed_tokens - num_needed if len(done) == len(served) else 0
+    num_recomputed += sum(one.num_recomputed_tokens for one in done)
     group = _group(served, limits, prefill_ns)
     return ServingFigures(
         **vars(group),
@@ -138,7 +139,7 @@ def serving_figures(
         request_throughput_per_s=throughput(len(done), **clock),
         output_throughput_tokens_per_s=throughput(num_output, **clock),
         total_throughput_tokens_per_s=total_throughput(num_prompt, num_output, **clock),
-        re_prefill_rate=re_prefill_rate(num_again, counts.num_computed_tokens),
+        re_prefill_rate=re_prefill_rate(num_recomputed, counts.num_computed_tokens),
         batching_efficiency=counts.batching_efficiency,
         lowered_batching_efficiency=counts.lowered_batching_efficiency,
         jains_index=counts.jains_index,

@@ -41,11 +41,6 @@ class SimulatedCore:
     clock: VirtualClock
     executor: VirtualExecutor
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of KV."""
-        return self.core.kv.total_blocks
-
 
 def build_simulated_core(
     config: EngineConfig,
@@ -97,7 +92,7 @@ def _with_defaults(config: EngineConfig, costs: StepCosts) -> EngineConfig:
     num_blocks = config.kv.num_blocks or costs.num_blocks(config.kv.block_size)
     if not num_blocks:
         raise ConfigError(
-            "kv.num_blocks is null, and the costs have no kv_bytes_a_token and kv_memory_bytes that fit "
+            "kv.num_blocks is null, and the costs have no kv_bytes_per_token and kv_memory_bytes that fit "
             "a block; say how many there are with --num-blocks"
         )
     target_ms = config.scheduler.step_target_ms or (GPU_STEP_MS if costs.device == "cuda" else CPU_STEP_MS)
@@ -113,15 +108,15 @@ def _max_blocks(config: EngineConfig, costs: StepCosts) -> dict[str, int]:
         max_bytes = parse_bytes(spec.options["max_bytes"], f"kv.tiers.{spec.name}")
         if not max_bytes:
             continue
-        if costs.kv_bytes_a_token is None or spec.name not in costs.tier_bytes_a_second:
+        if costs.kv_bytes_per_token is None or spec.name not in costs.tier_bytes_per_s:
             raise ConfigError(
-                f"kv.tiers has {spec.name!r}; the costs need kv_bytes_a_token and "
-                f"tier_bytes_a_second.{spec.name} to simulate it"
+                f"kv.tiers has {spec.name!r}; the costs need kv_bytes_per_token and "
+                f"tier_bytes_per_s.{spec.name} to simulate it"
             )
-        found[spec.name] = max_bytes // (costs.kv_bytes_a_token * config.kv.block_size)
+        found[spec.name] = max_bytes // (costs.kv_bytes_per_token * config.kv.block_size)
     return found
 
 
 def _fetch_ns(costs: StepCosts, tier: str, block_size: int) -> int:
-    assert costs.kv_bytes_a_token is not None, "checked with the sizes of tiers"
-    return round(block_size * costs.kv_bytes_a_token * 1e9 / costs.tier_bytes_a_second[tier])
+    assert costs.kv_bytes_per_token is not None, "checked with the sizes of tiers"
+    return round(block_size * costs.kv_bytes_per_token * 1e9 / costs.tier_bytes_per_s[tier])

@@ -13,7 +13,7 @@ from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.whole_file import whole_file
 
 _REQUIRED = ("source", "device", "step")
-_AMOUNTS = ("kv_bytes_a_token", "kv_memory_bytes")
+_AMOUNTS = ("kv_bytes_per_token", "kv_memory_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,16 @@ class StepCosts:
     source: str
     device: Literal["cpu", "cuda"]
     step: StepCost
-    kv_bytes_a_token: int | None = None
+    kv_bytes_per_token: int | None = None
     kv_memory_bytes: int | None = None
-    tier_bytes_a_second: Mapping[str, float] = field(default_factory=dict)
+    tier_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def num_blocks(self, block_size: int) -> int | None:
         """Return how many blocks of KV fit; None if the file does not say."""
-        if self.kv_bytes_a_token is None or self.kv_memory_bytes is None:
+        if self.kv_bytes_per_token is None or self.kv_memory_bytes is None:
             return None
-        return self.kv_memory_bytes // (self.kv_bytes_a_token * block_size)
+        return self.kv_memory_bytes // (self.kv_bytes_per_token * block_size)
 
     def prefill_ns(self, num_tokens: int) -> float:
         """Return how long one step takes that computes a whole prompt, alone and without cached KV."""
@@ -78,11 +78,11 @@ def _costs(content: Mapping[str, Any]) -> StepCosts:
     if content["device"] not in ("cpu", "cuda"):
         raise ConfigError(f"device is {content['device']!r}; it must be cpu or cuda")
     if not isinstance(content["source"], str) or not content["source"]:
-        raise ConfigError("source is not a text; it must say where the numbers come from")
-    rates = _mapping(content, "tier_bytes_a_second")
+        raise ConfigError("source must be a text that says where the numbers come from")
+    rates = _mapping(content, "tier_bytes_per_s")
     for tier, rate in rates.items():
         if not rate > 0:
-            raise ConfigError(f"tier_bytes_a_second.{tier} is {rate}; it must be above 0")
+            raise ConfigError(f"tier_bytes_per_s.{tier} is {rate}; it must be above 0")
     for name in _AMOUNTS:
         value = content.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -95,9 +95,9 @@ def _costs(content: Mapping[str, Any]) -> StepCosts:
         source=content["source"],
         device=content["device"],
         step=step,
-        kv_bytes_a_token=content.get("kv_bytes_a_token"),
+        kv_bytes_per_token=content.get("kv_bytes_per_token"),
         kv_memory_bytes=content.get("kv_memory_bytes"),
-        tier_bytes_a_second=rates,
+        tier_bytes_per_s=rates,
         about={name: value for name, value in content.items() if name not in known},
     )
 

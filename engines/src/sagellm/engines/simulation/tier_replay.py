@@ -19,8 +19,8 @@ from sagellm.core import (
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.modules import Modules
 from sagellm.engines.simulation.costed_tier import CostedKVTier, NoBytes
-from sagellm.engines.simulation.costs import Costs
 from sagellm.engines.simulation.replay import CacheReplay
+from sagellm.engines.simulation.tier_costs import TierCosts
 
 _BLOCK_BYTES = 1
 """Size of a buffer that is never written; a block's real size is in the costs."""
@@ -74,7 +74,7 @@ class TierReplay:
     def __init__(
         self,
         config: EngineConfig,
-        costs: Costs,
+        costs: TierCosts,
         settings: TierSettings,
         registry: PluginRegistry | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from sagellm.core import (
-    PASS_KINDS,
+    FORWARD_KINDS,
     ExecutionGraph,
     GraphNode,
     KVLayout,
@@ -74,7 +74,7 @@ class StepGraphs:
         estimated = _estimate("estimated_step_us", self._current.cost_ns)
         spans.enter_context(self.trace.span("forward", **estimated))
         for node in self._current.nodes:
-            if node.kind in PASS_KINDS:
+            if node.kind in FORWARD_KINDS:
                 spans.enter_context(self.trace.span(node.kind, **_computed(node)))
         return spans
 

@@ -11,7 +11,7 @@ from sagellm.core.protocols.scheduler_ir import (
 )
 
 MAX_KEPT = 16_384
-"""Maximum number of cached answers. They are dropped all at once, at the cost of one more query each."""
+"""Answers that are kept at most. More drop all of them, at the cost of one more query each."""
 
 
 class PrefixHits:

@@ -15,9 +15,9 @@ from sagellm.engines.simulation.served.plan import Ask
 if TYPE_CHECKING:
     from sagellm.engines.simulation.served.world import World
 
-_RETRIED = {429, 503}
-_CODES = {"engine_dead", "queue_full", "tenant_queue_full", "too_many_connections", "aborted"}
-"""What may be wrong with a valid request to a server with faults; it is sent again."""
+_RETRIED_STATUSES = {429, 503}
+_RETRIED_CODES = {"engine_dead", "queue_full", "tenant_queue_full", "too_many_connections", "aborted"}
+"""Errors that a valid request may get from a server with faults; it is sent again."""
 _SLOW_READ_BYTES, _PAUSE_S = 64, 0.4
 
 
@@ -159,7 +159,7 @@ class Client:
 
     def _end(self, status: int, answer: Answer, body: bytes) -> str:
         if status != 200:
-            if status not in _RETRIED:
+            if status not in _RETRIED_STATUSES:
                 raise WrongAnswerError(f"status {status}: {body[:200].decode(errors='replace')}")
             return self._refused(json.loads(body)["error"])
         if self.ask.is_streamed:
@@ -173,7 +173,7 @@ class Client:
         return "answered"
 
     def _refused(self, error: dict[str, Any]) -> str:
-        if error["code"] not in _CODES:
+        if error["code"] not in _RETRIED_CODES:
             raise WrongAnswerError(f"refused with {error}")
         return str(error["code"])
 

@@ -12,16 +12,15 @@ from sagellm.engines.simulation.served.network import Network, SimSocket, SimTra
 _POLL_S = 0.001
 """How often a reader is called again while it leaves something unread, as a real loop would at once."""
 
-
 _MAX_BUSY_TURNS = 20_000
 """Turns of the loop without progress of time after which it counts as stuck; a few are usual."""
 
 _MAX_S = 3600.0
-"""Virtual time that no run takes."""
+"""Virtual time after which a run counts as stuck."""
 
 
 class StuckError(Exception):
-    """Whoever waits would wait for ever: nothing is due, time does not pass, or an hour has passed."""
+    """The run would never end: nothing is due, time does not pass, or an hour has passed."""
 
 
 class _Waiting:
@@ -34,7 +33,7 @@ class _Waiting:
     def select(self, timeout: float | None = None) -> list[Any]:
         """Advance the clock by the timeout, at least a nanosecond. Raises StuckError."""
         if timeout is None:
-            raise StuckError("nothing is due, and somebody waits")
+            raise StuckError("nothing is due, but a task waits")
         self._num_busy += 1
         if timeout > 0:
             self._num_busy = 0
@@ -68,7 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     async def create_unix_connection(self, protocol_factory: Any, path: Any = None, **_: Any) -> Any:
         """Connect to a listener of the network. Raises OSError as the system would."""
-        assert self.network is not None, "there is a network before anybody connects"
+        assert self.network is not None, "the network is set before a connection is made"
         return self.open_end(self.network.connect(str(path)), protocol_factory)
 
     async def connect_accepted_socket(self, protocol_factory: Any, sock: Any, **_: Any) -> Any:
@@ -98,7 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         look()
 
     def remove_reader(self, fd: Any) -> bool:
-        """Call back no more."""
+        """Stop calling back."""
         fd.on_change = None
         return True
 
@@ -112,7 +111,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def _process_events(self, event_list: Any) -> None:
-        """There are none: what arrives is a timer."""
+        """Do nothing: data arrives by timers."""
 
     def _write_to_self(self) -> None:
-        """Nobody waits in another thread."""
+        """Do nothing: there is no other thread to wake."""

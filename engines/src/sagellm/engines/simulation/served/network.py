@@ -29,7 +29,7 @@ class Pipe:
         self._last_s = 0.0
         self.arrived = bytearray()
         self.is_ended = self.is_reset = False  # as the reader sees it
-        self.is_shut = False  # as the writer sees it: nobody will read, or the writer has ended
+        self.is_shut = False  # as the writer sees it: the reader is gone, or the writer has ended
         self.on_arrival: Callable[[], None] = lambda: None
         self.on_room: Callable[[], None] = lambda: None
 
@@ -75,7 +75,7 @@ class Pipe:
         self._network.loop.call_at(self._last_s, self._reset)
 
     def abandon(self) -> None:
-        """Record that nobody will read: the writer gets an error from now on."""
+        """Record that the reader is gone: the writer gets an error from now on."""
         self.is_shut = True
         self.arrived.clear()
         self.on_room()
@@ -168,7 +168,7 @@ class SimSocket:
         return self.peer, 1
 
     def getsockname(self) -> tuple[str, int]:
-        """Return the own address."""
+        """Return this end's address."""
         return "127.0.0.1", 8000
 
     def getsockopt(self, *_: int) -> bytes:
@@ -181,7 +181,7 @@ class SimSocket:
 
 
 class SimListener:
-    """A listening socket with the connections that nobody has accepted yet."""
+    """A listening socket with the connections not accepted yet."""
 
     def __init__(self, network: Network, name: str) -> None:
         self._network, self._name = network, name
@@ -205,7 +205,7 @@ class SimListener:
         return self.pending.popleft(), ""
 
     def close(self) -> None:
-        """Listen no more; connections that were not accepted are reset."""
+        """Stop listening; connections that were not accepted are reset."""
         self._network.listeners.pop(self._name, None)
         while self.pending:
             self.pending.popleft().cut()
@@ -236,7 +236,7 @@ class Network:
     ) -> SimSocket:
         """Connect to a listener and return this end. `label` names the streams of random numbers.
 
-        Raises ConnectionRefusedError if nobody listens.
+        Raises ConnectionRefusedError unless a listener has that name.
         """
         listener = self.listeners.get(name)
         if listener is None:
@@ -270,7 +270,7 @@ class SimTransport(asyncio.Transport):
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Exchange the protocol."""
+        """Replace the protocol."""
         self._protocol = protocol  # type: ignore[assignment]
 
     def is_closing(self) -> bool:
@@ -278,11 +278,11 @@ class SimTransport(asyncio.Transport):
         return self._is_closing
 
     def pause_reading(self) -> None:
-        """Read no more for now."""
+        """Stop reading for now."""
         self._is_paused = True
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Go on reading."""
         if self._is_paused:
             self._is_paused = False
             self._loop.call_soon(self._exchange)

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeAlias
 from sagellm.engines.simulation.served.oracle import BLOCK_SIZE, VOCAB
 
 FAULTY_S = 12.0
-"""Faults occur this long; then they cease."""
+"""Faults occur for this long; then they cease."""
 
 HANGS = 1e6
-"""The value of a freeze that never ends, unless somebody kills the process."""
+"""The value of a freeze that ends only when the process is killed."""
 
 Behaviour = Literal["read", "slow", "leave", "half close"]
 """What a client does: read all, read with pauses, disconnect midway, or end its half after the request."""

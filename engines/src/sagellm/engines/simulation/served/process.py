@@ -45,16 +45,16 @@ class ProcessClock(VirtualClock):
         return max(self._base.now_ns(), self._ahead_ns)
 
     def wall_s(self) -> float:
-        """Return the wall clock, which somebody may set."""
+        """Return the wall clock, which faults may set."""
         return self._wall_s()
 
     def advance_ns(self, duration_ns: int) -> None:
-        """Compute for so long."""
+        """Let the process compute for this long."""
         self._ahead_ns = self.now_ns() + duration_ns
 
 
 class SimSelector(selectors.BaseSelector):
-    """Looks which simulated sockets are ready, and never waits."""
+    """Finds the simulated sockets that are ready; never waits."""
 
     def __init__(self) -> None:
         self._keys: dict[Any, selectors.SelectorKey] = {}
@@ -68,7 +68,7 @@ class SimSelector(selectors.BaseSelector):
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Watch it no longer."""
+        """Stop watching a socket."""
         fileobj.on_change = None
         return self._keys.pop(fileobj)
 
@@ -122,12 +122,12 @@ class SimCoreProcess:
         world.loop.call_later(self._random.uniform(0.01, 0.1), self._listen)
 
     def poll(self) -> int | None:
-        """Return how it ended."""
+        """Return the exit code; None while the process runs."""
         return self.returncode
 
     def wait(self) -> int:
-        """Return how it ended; called after `kill` alone."""
-        assert self.returncode is not None, "nobody waits for a process that runs"
+        """Return the exit code. Only called after `kill`."""
+        assert self.returncode is not None, "it is not called while the process runs"
         return self.returncode
 
     def kill(self) -> None:
@@ -135,7 +135,7 @@ class SimCoreProcess:
         self._end(-9)
 
     def terminate(self) -> None:
-        """Have it end after its step; while it loads, at once."""
+        """End it after its step, or at once while it loads."""
         if self.server is None:
             self._end(-15)
         else:
@@ -143,17 +143,17 @@ class SimCoreProcess:
             self._wake()
 
     def num_cpu_ticks(self) -> int:
-        """Return a number that grows unless it is frozen: it is always busy until it serves."""
+        """Return ticks that grow as if it were always busy, except while it is frozen."""
         return round(100 * min(self._world.loop.time(), self._froze_s))
 
     def freeze(self, duration_s: float) -> None:
-        """Let it do nothing for a while."""
+        """Stop it for a while."""
         now_s = self._world.loop.time()
         self._thaws_s = max(self._thaws_s, now_s + duration_s)
         self._froze_s = min(self._froze_s, now_s)
 
     def thaw(self) -> None:
-        """Let it go on, unless it hangs."""
+        """Resume it, unless it hangs."""
         if self._thaws_s < HANGS:
             self._thaws_s, self._froze_s = 0.0, inf
             self._is_due = False

@@ -11,7 +11,7 @@ from sagellm.engines.simulation.served.shrink import shrink
 from sagellm.engines.simulation.served.world import Outcome, Violation, run_plan
 
 _COLLECT_EVERY = 20
-"""Seeds between two collections of garbage, of which a run leaves some megabytes."""
+"""Seeds between two garbage collections; a run leaves some megabytes of garbage."""
 
 
 @dataclass(frozen=True, kw_only=True)

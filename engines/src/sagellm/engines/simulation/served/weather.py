@@ -1,4 +1,4 @@
-"""Which faults prevail at the moment, and what the network and the disk do because of them."""
+"""Which faults prevail at the moment, and what they do to the network and the disk."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Weather:
 
 
 class FaultyFile(MemoryRandomAccessFile):
-    """An open file whose reads and writes fail as the weather wants, after a part, or with a wrong bit."""
+    """An open file whose reads and writes fail, stop midway or flip a bit while such faults prevail."""
 
     def __init__(self, data: bytearray, weather: Weather) -> None:
         super().__init__(data)
@@ -120,7 +120,7 @@ class FaultyFiles(MemoryFiles):
         self._num_refused = 0
 
     def open(self, path: str, *, is_new: bool) -> RandomAccessFile:
-        """Open a file, or fail for want of a descriptor: only once, as that keeps a core from starting."""
+        """Open a file, or fail for lack of a descriptor, but only once: that keeps a core from starting."""
         if not self._num_refused:
             try:
                 self._weather.check_descriptor()

@@ -34,7 +34,7 @@ from sagellm.engines.simulation.served.weather import FaultyFiles, Weather
 LIMIT_S = 90.0
 """Virtual time after the last fault within which every request must be answered."""
 _QUIET_S = 5.0
-_MAX_SLICES = 20  # of one compaction
+_MAX_SLICES = 20  # of a compaction
 _FRONT = "front"
 _EXPECTED = re.compile(
     r"is restarted|cannot start|cannot be started again yet|made no progress|engine's process \d* ?ended"
@@ -45,7 +45,7 @@ _LOGGERS = ("sagellm", "asyncio", "uvicorn")
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """Something that must not happen. Two of one kind are taken for the same when a plan is shrunk."""
+    """Something that must not happen. Shrinking a plan takes two of one kind for the same."""
 
     kind: str
     message: str
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class World(logging.Handler):
-    """Everything of one run. As a handler of logs it takes unexpected errors for violations."""
+    """Everything in one run. As a log handler it turns unexpected errors into violations."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(logging.ERROR)
@@ -124,7 +124,7 @@ class World(logging.Handler):
         return 1.7e9 + self._wall_step_s + self.clock.now_ns() / 1e9
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take an unexpected error for a violation."""
+        """Record an unexpected error as a violation."""
         message = record.getMessage()
         if not _EXPECTED.search(message):
             cause = record.exc_info[1] if record.exc_info else None
@@ -138,8 +138,6 @@ class World(logging.Handler):
         transport, _ = self.loop.open_end(end, lambda: protocol)
         self._connections.append(transport)
         return reader, transport
-
-    # -- the run
 
     async def _main(self) -> None:
         config = self._config()
@@ -196,7 +194,7 @@ class World(logging.Handler):
         return Spawned(process, process.heartbeat, process.num_cpu_ticks)
 
     def _schedule(self) -> list[asyncio.Task[None]]:
-        """Let everything in the plan happen at its time; return the clients."""
+        """Schedule all events of the plan; return the clients' tasks."""
         clients = iter(self._clients)
         tasks = []
         for event in self.plan.events:
@@ -224,8 +222,6 @@ class World(logging.Handler):
             if tasks and self.loop.time() > deadline_s:
                 states = {c.ask.number: c.state for c in self._clients if c.state not in ("answered", "left")}
                 self.violate("not answered", f"{LIMIT_S:g} s after the last fault: {states}")
-
-    # -- faults
 
     def _cause(self, fault: Fault) -> None:
         self.log(str(fault))
@@ -272,8 +268,6 @@ class World(logging.Handler):
         except EngineError as error:
             self.log(f"{kind}: {error}")
 
-    # -- the end
-
     async def _check_end(self) -> None:
         """Check that everything is as it was before the first request. Faults have ceased."""
         await asyncio.sleep(max(0.0, FAULTY_S + 1.0 - self.loop.time()))
@@ -310,7 +304,7 @@ class World(logging.Handler):
             self.violate("leak", f"left over: {left}")
 
     async def _wait_for_fetches(self) -> None:
-        """Give an idle core time to take in what its tiers still bring."""
+        """Give an idle core time to finish the fetches from its tiers."""
         deadline_s = self.loop.time() + LIMIT_S
         while self._processes[-1].core.kv.num_fetches and self.loop.time() < deadline_s:
             await asyncio.sleep(1.0)
@@ -333,7 +327,7 @@ class World(logging.Handler):
 
     @contextmanager
     def _quiet_logs(self) -> Iterator[None]:
-        """Take all logs of the product, and print none."""
+        """Take what the product logs, and print none of it."""
         loggers = [logging.getLogger(name) for name in _LOGGERS]
         before = [(each.handlers, each.propagate, each.level) for each in loggers]
         for each in loggers:
@@ -365,7 +359,7 @@ def run_plan(plan: Plan) -> Outcome:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let nothing depend on when garbage is collected."""
+    """Disable the garbage collector, so that nothing depends on when it runs."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -23,8 +23,8 @@ class BatchingEfficiencyPass(SchedulerPassProtocol):
     """Fills the tokens and the blocks of a step: the oldest request first, then whole prompts by best fit.
 
     After the oldest one, the longest prompt that fits into what is left is taken, again and again, so prompts
-    of similar lengths come together, few are cut, and a prompt for which there are no blocks holds nobody up
-    until it has waited `starvation_s`. Lengths count as if nothing was cached.
+    of similar lengths come together, few are cut, and a prompt for which there are no blocks holds up no
+    other until it has waited `starvation_s`. Lengths count as if nothing was cached.
     """
 
     starvation_s: float = 10.0

@@ -81,7 +81,7 @@ class DeadlinePass(SchedulerPassProtocol):
         if self.ttft_s is not None:
             first = rows.arrived_time + self.ttft_s - prompt_s
             has_output = rows.num_tokens > rows.num_prompt_tokens
-            due = np.minimum(due, np.where(has_output, ir.now, first))  # somebody is reading its output
+            due = np.minimum(due, np.where(has_output, ir.now, first))  # its user is reading already
         return due
 
     def _ordered(

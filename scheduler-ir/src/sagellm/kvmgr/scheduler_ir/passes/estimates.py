@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 def prefill_ns(
     cost: StepCost, starts: npt.NDArray[np.integer], num_tokens: npt.NDArray[np.integer]
 ) -> Floats:
-    """Return the time to compute tokens that follow the first `starts`, without the base of steps."""
-    num, begin = num_tokens.astype(np.float64), starts.astype(np.float64)
-    pairs = num * (begin + num / 2)
-    return cost.seq_ns + cost.token_ns * num + cost.kv_token_ns * (begin + num) + cost.pair_ns * pairs
+    """Return the time to compute each request's tokens that follow its first `starts` in one step: (rows,).
+
+    Without the base of the step. Like `StepCost.predict_ns`, several tokens count as a prefill.
+    """
+    num, start = num_tokens.astype(np.float64), starts.astype(np.float64)
+    pairs = num * (start + num / 2)
+    tokens_ns = cost.token_ns * num + cost.kv_token_ns * (start + num) + cost.pair_ns * pairs
+    return cost.seq_ns + cost.prefill_ns * (num > 1) + tokens_ns
 
 
 def decode_ns(cost: StepCost, contexts: npt.NDArray[np.integer], num_seqs: int) -> Floats:
-    """Return the time of one output token at each context, with its share in the base of a step."""
+    """Return the time of one output token at each context, with its share of the base of a step: (rows,)."""
     base = cost.base_ns / max(num_seqs, 1) + cost.seq_ns + cost.token_ns
     return base + (cost.kv_token_ns + cost.pair_ns) * contexts.astype(np.float64)
 

@@ -33,8 +33,9 @@ class LifetimeAwarePass(SchedulerPassProtocol):
 
     That is the time of its uncached prompt and of its predicted output, by the fitted cost of steps; in
     tokens while that is unknown. Predictions below `min_confidence` are not trusted: such a request counts
-    with what `max_tokens` leaves it, or with `untrusted=mean` as the mean of the others. A request older than
-    `starvation_s` goes before all others. A step looks up at most `max_probes` requests in the prefix cache.
+    with what `max_tokens` leaves it, or with `untrusted=mean` as the mean of the trusted ones. A request
+    older than `starvation_s` goes before all others. A step looks up at most `max_probes` requests in the
+    prefix cache.
     """
 
     min_confidence: float = 0.3
@@ -54,7 +55,7 @@ class LifetimeAwarePass(SchedulerPassProtocol):
         return "lifetime"
 
     def start(self) -> KnownHits:
-        """Return that nothing is known."""
+        """Return a state without known hits."""
         return KnownHits()
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:

@@ -29,8 +29,8 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
     """Orders preemption by the work that would be lost: computed tokens, by the cost of steps if it is known.
 
     Each earlier preemption, each level of priority and each `ageing_s` since arrival double what a request's
-    work counts, so nobody is the victim for ever. If an earlier pass has ordered preemption, the order that
-    it gave to tenants stands.
+    work counts, so no request is the victim forever. If an earlier pass has ordered preemption, the order
+    that it gave to tenants stands.
 
     `mode` says what becomes of a victim's KV: `recompute` leaves it to the prefix cache, `swap` has the
     engine copy it to the tiers (`kv.tiers`) at once, and `auto` swaps where computing it again takes
@@ -51,7 +51,7 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
         return "memory-aware"
 
     def start(self) -> dict[int, int]:
-        """Return that nobody was preempted: preemptions by key."""
+        """Return the number of preemptions by key, empty at first."""
         return {}
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
@@ -94,7 +94,7 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
 
 
 def _places_of_groups(rows: RequestRows, order: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Return for each row the last place of its group in an order: who gives first stays first to give.
+    """Return for each row the last place of its group in an order, so that groups keep their order.
 
     A group is a tenant's requests of one priority that holds across tenants.
     """

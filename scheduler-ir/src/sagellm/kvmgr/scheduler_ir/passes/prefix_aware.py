@@ -42,7 +42,7 @@ class PrefixCacheAwarePass(SchedulerPassProtocol):
         return "prefix-aware"
 
     def start(self) -> KnownHits:
-        """Return that nothing is known."""
+        """Return a state without known hits."""
         return KnownHits()
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
