@@ -23,7 +23,7 @@ from sagellm.core import (
     SchedulerPassProtocol,
     StepCost,
 )
-from sagellm.core.protocols.scheduler_ir import SCHEDULE_COLUMNS
+from sagellm.core.protocols.request_rows import SCHEDULE_COLUMNS
 from sagellm.core.schedule_verifier import verify_rewrite
 from sagellm.kvmgr.scheduler_ir.passes import (
     AdmissionLimitPass,

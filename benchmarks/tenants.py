@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -99,8 +100,9 @@ def total(samples: dict[str, float], name: str, label: str = "") -> float:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Return token ids. Two prompts share no prefix unless their seeds are equal modulo 400."""
-    return [5 + (seed * 7919 + 31 * place * place) % 400 for place in range(length)]
+    """Return random token ids, the same for the same seed."""
+    rng = Random(seed)
+    return [rng.randrange(5, 405) for _ in range(length)]
 
 
 @asynccontextmanager

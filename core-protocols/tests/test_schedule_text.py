@@ -58,7 +58,6 @@ def requests(draw: st.DrawFn) -> ScheduleRequest:
         kv_blocks_needed=draw(st.none() | numbers),
         num_tokens=num_prompt_tokens + draw(st.integers(0, 9)),
         num_computed_tokens=draw(numbers),
-        num_in_flight=draw(numbers),
         num_blocks=draw(numbers),
         last_scheduled_step=draw(st.integers(-1, 9999)),
         predicted_remaining_tokens=draw(st.none() | st.integers(0, 99).map(float)),

@@ -205,6 +205,19 @@ def test_a_pass_that_cuts_a_prompt_is_named_with_its_values(make, change, capped
     assert (capped.least, capped.most) == (limits if isinstance(limits, tuple) else (limits, limits))
 
 
+def test_a_cap_on_another_request_is_not_blamed(make):
+    def cap_the_second(ir):
+        return ir.cap(20, pending=[row for row, each in enumerate(ir.pending) if each.request_id[0] == "b"])
+
+    engine = make(max_num_batched_tokens=20)
+    engine.client.core.scheduler._ir.add_optimization_pass(Rewrite(cap_the_second))
+    engine.add_request(PROMPT, GREEDY, request_id="a")
+    engine.add_request(PROMPT, GREEDY, request_id="b")
+    run(engine)
+    capped = told(engine, "a")[1]["computed"][0]
+    assert (capped.capped_by, capped.made_by, capped.num_tokens) == ("tokens", "", 40)
+
+
 def test_positions_to_score_end_parts_too(make):
     engine = make(max_num_batched_tokens=2048, block_size=16)
     engine.add_request(list(range(10, 310)), SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1))

@@ -36,6 +36,7 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     PrefixCacheAwarePass,
     PriorityBasedPass,
 )
+from sagellm.kvmgr.scheduler_ir.passes.estimates import num_prompt_tokens_within
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline
 
 
@@ -134,18 +135,24 @@ def test_a_chunk_grows_twice_as_large_as_the_largest_so_far_at_most() -> None:
     assert sizes == [64, 128, 256, 511]
 
 
-def test_a_prompt_whose_context_takes_longer_to_read_than_the_target_still_gets_its_share() -> None:
+@pytest.mark.parametrize(
+    ("num_computed", "num_tokens"),
+    [
+        (
+            400,
+            283,
+        ),  # what the target of 1 ms leaves: the decode takes 34 µs, the KV 1 µs a token, a chunk 2 µs
+        (800, 100),  # 0.2 of it
+        (1150, 58),  # up to 1.3 of it
+        (2000, 25),  # 0.05 of it
+    ],
+)
+def test_a_prompt_gets_its_share_beside_decodes_and_its_own_context(
+    num_computed: int, num_tokens: int
+) -> None:
+    running = [decode("a"), request("long", 4000, num_computed_tokens=num_computed)]
     cost = StepCost(token_ns=1000, kv_token_ns=1000)
-    scheduler = BaseSchedulerIR(512, step_target_ms=1, cost=lambda: cost, clock=VirtualClock())
-    scheduler.add_optimization_pass(ChunkedPrefillPass(min_share=0.2))
-    long = request("long", 4000, num_computed_tokens=2000, num_blocks=250)
-    sizes = []
-    for _ in range(3):  # the first one has 64 tokens, as nothing was computed yet
-        plan = scheduler.schedule(
-            pending_requests=[], running_requests=[decode("a"), long], available_memory=99
-        )
-        sizes.append(plan.num_tokens.tolist())
-    assert sizes == [[1, 64], [1, 100], [1, 100]]  # 100 tokens take a fifth of 1 ms
+    assert num_prompt_tokens_within(ir_of([], running), cost, 1.0, 0.2) == num_tokens
 
 
 def serve(scheduler: BaseSchedulerIR, waiting: list[ScheduleRequest], num_steps: int) -> Counter[str]:

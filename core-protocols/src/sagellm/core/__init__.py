@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.model_spec import *
     from sagellm.core.protocols.prefix_cache import *
     from sagellm.core.protocols.quantizer import *
+    from sagellm.core.protocols.request_rows import *
     from sagellm.core.protocols.scheduler_ir import *
     from sagellm.core.protocols.step import *
     from sagellm.core.protocols.topology import *
@@ -149,10 +150,10 @@ _NAMES = {
         NullQuantizer QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
         QuantizerProtocol check_weight_shape
     """,
+    "protocols.request_rows": "PrefixHit Probe RequestRows ScheduleRequest",
     "protocols.scheduler_ir": """
-        Admission Decision NullSchedulerIR NullSchedulerPass PrefixHit Probe RequestRows ScheduleIR
-        PassMetrics PassWatcher SchedulePlan ScheduleRequest ScheduledRequest SchedulerIRProtocol
-        SchedulerMetrics SchedulerPassProtocol
+        Admission Decision NullSchedulerIR NullSchedulerPass ScheduleIR PassMetrics PassWatcher SchedulePlan
+        ScheduledRequest SchedulerIRProtocol SchedulerMetrics SchedulerPassProtocol
     """,
     "protocols.step": """
         BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival StepInput StepOutput WriteBlocks

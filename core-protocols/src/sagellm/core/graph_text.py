@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode
+from sagellm.core.number_ranges import ranges
 
 _MAX_RUNS = 6
 """Runs of numbers that a drawing lists; beyond that it shows how many numbers there are."""
@@ -85,7 +86,7 @@ def _title(graph: ExecutionGraph) -> str:
 
 def _facts(node: GraphNode, max_runs: int | None = None) -> Iterator[str]:
     if node.rows:
-        yield f"rows {_listed(_runs(node.rows), len(node.rows), max_runs)}"
+        yield f"rows {_listed(ranges(node.rows), len(node.rows), max_runs)}"
         yield _count(node.num_tokens, "token")
     if node.kind == "copy":
         pairs = zip(node.reads or (), node.writes or (), strict=True)
@@ -94,7 +95,7 @@ def _facts(node: GraphNode, max_runs: int | None = None) -> Iterator[str]:
     else:
         for verb, blocks in (("reads", node.reads), ("writes", node.writes)):
             if blocks:
-                yield f"{verb} {_listed(_runs(blocks), len(blocks), max_runs)}"
+                yield f"{verb} {_listed(ranges(blocks), len(blocks), max_runs)}"
     if node.num_bytes:
         yield f"{node.num_bytes / 1024:.1f} KiB"
     if node.cost_ns is not None:
@@ -105,17 +106,6 @@ def _listed(texts: Sequence[str], count: int, max_texts: int | None) -> str:
     if max_texts is not None and len(texts) > max_texts:
         return f"{' '.join(texts[:max_texts])} … ({count})"
     return " ".join(texts)
-
-
-def _runs(numbers: Sequence[int]) -> list[str]:
-    """Write neighbours as ranges: 3 4 5 9 becomes 3-5 9."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    return [f"{first}-{last}" if last > first else str(first) for first, last in runs]
 
 
 def _count(number: int, what: str) -> str:

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import InvalidInputError
 from sagellm.core.namespace import DEFAULT, Namespace
-from sagellm.core.protocols.scheduler_ir import LIMITS, Decision, RequestRows, ScheduleIR, ScheduleRequest
+from sagellm.core.protocols.request_rows import RequestRows, ScheduleRequest
+from sagellm.core.protocols.scheduler_ir import (
+    LIMITS,
+    Decision,
+    ScheduleIR,
+)
 from sagellm.core.step_cost import StepCost
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant
 from sagellm.core.tokens import TokenIds
@@ -39,7 +44,6 @@ _OPTIONAL: tuple[tuple[str, Callable[[ScheduleRequest], Any], Any], ...] = (
     ("max", lambda row: row.max_tokens, 0),
     ("blocks", lambda row: row.num_blocks, 0),
     ("needs", lambda row: row.kv_blocks_needed, None),
-    ("in_flight", lambda row: row.num_in_flight, 0),
     ("arrived", lambda row: row.arrived_time, 0.0),
     ("last", lambda row: row.last_scheduled_step, -1),
     ("remaining", lambda row: row.predicted_remaining_tokens, None),
@@ -185,7 +189,6 @@ def _row(request_id: str, values: dict[str, Any]) -> ScheduleRequest:
         kv_blocks_needed=values.get("needs"),
         num_tokens=values["tokens"],
         num_computed_tokens=values.get("computed", 0),
-        num_in_flight=values.get("in_flight", 0),
         num_blocks=values.get("blocks", 0),
         last_scheduled_step=values.get("last", -1),
         predicted_remaining_tokens=values.get("remaining"),

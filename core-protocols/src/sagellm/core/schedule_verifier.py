@@ -8,7 +8,13 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import EngineError
-from sagellm.core.protocols.scheduler_ir import LIMITS, MAX_CAP, WAYS, Decision, ScheduleIR
+from sagellm.core.protocols.scheduler_ir import (
+    LIMITS,
+    MAX_CAP,
+    WAYS,
+    Decision,
+    ScheduleIR,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -21,9 +21,7 @@ from sagellm.core.plugins.registry import PluginRegistry
 from sagellm.core.protocols.eviction import EvictionCandidate
 from sagellm.core.protocols.logits_processor import LogitsRequest
 from sagellm.core.protocols.quantizer import QuantizationConfig
-from sagellm.core.protocols.scheduler_ir import (
-    ScheduleRequest,
-)
+from sagellm.core.protocols.request_rows import ScheduleRequest
 from sagellm.core.runtime import VirtualClock
 from sagellm.core.testing.calls import Calls
 from sagellm.core.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node

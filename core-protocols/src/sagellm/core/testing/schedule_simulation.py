@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sagellm.core.protocols.request_rows import PrefixHit, ScheduleRequest
 from sagellm.core.protocols.scheduler_ir import (
-    PrefixHit,
     SchedulePlan,
-    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerPassProtocol,
 )

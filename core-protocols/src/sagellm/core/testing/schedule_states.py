@@ -7,11 +7,8 @@ from dataclasses import replace
 from random import Random
 
 from sagellm.core.ids import RequestId
-from sagellm.core.protocols.scheduler_ir import (
-    RequestRows,
-    ScheduleIR,
-    ScheduleRequest,
-)
+from sagellm.core.protocols.request_rows import RequestRows, ScheduleRequest
+from sagellm.core.protocols.scheduler_ir import ScheduleIR
 from sagellm.core.runtime import Randomness
 from sagellm.core.step_cost import StepCost
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant

@@ -13,14 +13,12 @@ import pytest
 
 from sagellm.core.errors import ConfigError, EngineError, InvalidInputError
 from sagellm.core.ids import RequestId
+from sagellm.core.protocols.request_rows import PrefixHit, RequestRows, ScheduleRequest
 from sagellm.core.protocols.scheduler_ir import (
     Decision,
     NullSchedulerPass,
-    PrefixHit,
-    RequestRows,
     ScheduleIR,
     SchedulePlan,
-    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerMetrics,
     SchedulerPassProtocol,

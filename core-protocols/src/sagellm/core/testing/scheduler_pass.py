@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from sagellm.core.ids import RequestId
+from sagellm.core.protocols.request_rows import RequestRows, ScheduleRequest
 from sagellm.core.protocols.scheduler_ir import (
     Admission,
     Part,
-    RequestRows,
     ScheduleIR,
     SchedulePlan,
-    ScheduleRequest,
     SchedulerPassProtocol,
 )
 from sagellm.core.schedule_verifier import verify_rewrite

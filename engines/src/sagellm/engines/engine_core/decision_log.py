@@ -156,6 +156,7 @@ class DecisionLog:
         self._step = -1
         self._begun_ns = 0
         self._decisions: Seq[Decision] = ()
+        self._caps: list[tuple[Decision, set[int]]] = []  # and the keys of the sequences that each is for
         self._places: dict[str, npt.NDArray[np.int32]] = {}  # by pass: the place of each row
         self._without_blocks: set[int] = set()  # seats
         self.forgotten_ns = 0  # ranges that ended before are forgotten
@@ -179,6 +180,8 @@ class DecisionLog:
             self._count_parts()
         decisions = plan.decisions
         self._decisions, self._step, self._begun_ns = decisions, plan.step, now_ns
+        if self._caps:
+            self._caps = []
         if self._places:
             self._places = {}
         lowered: Decision | None = None
@@ -288,6 +291,9 @@ class DecisionLog:
         for decision in plan.decisions:
             if decision.kind == "lower":
                 lowered = decision if decision.target == limit else lowered
+            elif decision.kind == "cap":
+                rows = plan.pending if decision.target == "pending" else plan.running
+                self._caps.append((decision, set(rows.key[decision.rows].tolist())))
             elif decision.kind == "defer":
                 deferring.append(decision)
             elif decision.kind == "order" and decision.target == "pending":
@@ -425,7 +431,7 @@ class DecisionLog:
         if num_tokens < 0 or (num_tokens == 0 and story.counted_step == self._step):
             return  # the step failed, or has been counted
         story.counted_step = self._step
-        capped_by, made_by, value = (None, "", None) if is_over else self._cap_of(seat, num_tokens)
+        capped_by, made_by, value = (None, "", None) if is_over else self._cap_of(sequence, num_tokens)
         last = story.events[-1]
         is_same = isinstance(last, Computed) and (last.capped_by, last.made_by) == (capped_by, made_by)
         if not is_same:
@@ -442,17 +448,18 @@ class DecisionLog:
             last.least = value if last.least is None else min(last.least, value)
             last.most = value if last.most is None else max(last.most, value)
 
-    def _cap_of(self, seat: Seat, num_tokens: int) -> tuple[CappedBy, str, int | None]:
+    def _cap_of(self, sequence: Sequence, num_tokens: int) -> tuple[CappedBy, str, int | None]:
         """Return what ended a part of a prompt, the pass that decided so, and its value."""
-        if seat in self._without_blocks:
+        if sequence.seat in self._without_blocks:
             return "blocks", "", None
+        for decision, keys in self._caps:
+            if decision.value == num_tokens and sequence.key in keys:
+                return "cap", decision.made_by, num_tokens
         lowered: tuple[CappedBy, str, int | None] = ("tokens", "", None)
         for decision in self._decisions:
-            if decision.kind == "cap" and decision.value == num_tokens:
-                return "cap", decision.made_by, num_tokens
             if (decision.kind, decision.target) == ("lower", "max_num_batched_tokens"):
                 lowered = ("tokens", decision.made_by, int(decision.value or 0))
-        return ("scored", "", None) if seat in self._seats.scored else lowered
+        return ("scored", "", None) if sequence.seat in self._seats.scored else lowered
 
 
 def _bytes_of(each: WaitRange) -> int:

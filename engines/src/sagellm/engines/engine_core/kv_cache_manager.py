@@ -327,13 +327,13 @@ class KVCacheManager:
 
     def clear_cache(self) -> int:
         """Drop every cached block that is neither in use nor pinned; return how many."""
-        num_freed = self._give_back(self.cache.clear())
+        num_freed = self._free_dropped(self.cache.clear())
         self.tell_events()
         return num_freed
 
     def evict(self, num_blocks: int, namespace: Namespace | None = None) -> int:
         """Drop cached blocks in the policy's order, on behalf of a namespace; return how many."""
-        return self._give_back(self.cache.evict(num_blocks, namespace=namespace))
+        return self._free_dropped(self.cache.evict(num_blocks, namespace=namespace))
 
     def close(self) -> None:
         """Close the tiers, releasing the files and connections that are not meant to persist."""
@@ -427,7 +427,7 @@ class KVCacheManager:
         )
         return self._pool.allocate(request)
 
-    def _give_back(self, dropped: list[BlockId]) -> int:
+    def _free_dropped(self, dropped: list[BlockId]) -> int:
         """Free what the cache dropped; if the pool raises, the next call retries."""
         self.epoch += 1
         self._owed += dropped
@@ -466,7 +466,7 @@ class KVCacheManager:
         taken = {*result.block_ids[len(result.block_ids) - result.num_new_blocks :], result.partial_block_id}
         self._pool.free([block_id for block_id in own if block_id not in taken])
         if result.released_block_ids:
-            self._give_back(list(result.released_block_ids))
+            self._free_dropped(list(result.released_block_ids))
         return result
 
     def _make_room(self, num_blocks: int, kept: TokenIds, namespace: Namespace) -> bool:
@@ -476,7 +476,7 @@ class KVCacheManager:
             dropped = self.cache.make_room(num_blocks, namespace)
         finally:
             self.cache.unlock(match)
-        self._give_back(dropped)
+        self._free_dropped(dropped)
         return bool(dropped)
 
 

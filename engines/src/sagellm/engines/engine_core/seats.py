@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
-from sagellm.core.protocols.scheduler_ir import CHANGING_COLUMNS, SCHEDULE_COLUMNS
+from sagellm.core.protocols.request_rows import CHANGING_COLUMNS, SCHEDULE_COLUMNS
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence

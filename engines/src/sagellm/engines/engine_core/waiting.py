@@ -28,7 +28,7 @@ class WaitingRows:
         self._columns = ScheduleColumns()
         self._num_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._zeros = self._num_tokens
-        self._none: npt.NDArray[np.int64] = np.empty(0, np.int64)  # -1: not scheduled yet
+        self._never_scheduled: npt.NDArray[np.int64] = np.empty(0, np.int64)  # -1
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -75,7 +75,7 @@ class WaitingRows:
             num_tokens=self._num_tokens,
             num_computed_tokens=self._zeros,
             num_blocks=self._zeros,
-            last_scheduled_step=self._none,
+            last_scheduled_step=self._never_scheduled,
         )
         return RequestRows(columns, self._order, self._request)
 
@@ -89,7 +89,7 @@ class WaitingRows:
         after = max(16, 2 * before)
         self._columns.grow(after)
         self._num_tokens = np.concatenate((self._num_tokens, np.zeros(after - before, np.int32)))
-        self._zeros, self._none = np.zeros(after, np.int32), np.full(after, -1)
+        self._zeros, self._never_scheduled = np.zeros(after, np.int32), np.full(after, -1)
         self._by_row += [None] * (after - before)
         self._free += range(after - 1, before - 1, -1)
 

@@ -10,16 +10,18 @@ if TYPE_CHECKING:
         GraphNode as GraphNode,
         lower_step as lower_step,
     )
-    from sagellm.core.protocols.scheduler_ir import (
-        Admission as Admission,
-        Decision as Decision,
+    from sagellm.core.protocols.request_rows import (
         PrefixHit as PrefixHit,
         Probe as Probe,
         RequestRows as RequestRows,
+        ScheduleRequest as ScheduleRequest,
+    )
+    from sagellm.core.protocols.scheduler_ir import (
+        Admission as Admission,
+        Decision as Decision,
         ScheduledRequest as ScheduledRequest,
         ScheduleIR as ScheduleIR,
         SchedulePlan as SchedulePlan,
-        ScheduleRequest as ScheduleRequest,
         SchedulerIRProtocol as SchedulerIRProtocol,
         SchedulerMetrics as SchedulerMetrics,
         SchedulerPassProtocol as SchedulerPassProtocol,

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sagellm.core.errors import ConfigError, InvalidInputError
+from sagellm.core.protocols.request_rows import Probe, RequestRows, ScheduleRequest
 from sagellm.core.protocols.scheduler_ir import (
     PassWatcher,
-    Probe,
-    RequestRows,
     ScheduleIR,
     SchedulePlan,
-    ScheduleRequest,
     SchedulerIRProtocol,
     SchedulerMetrics,
     SchedulerPassProtocol,

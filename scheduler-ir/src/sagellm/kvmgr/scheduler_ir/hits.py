@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sagellm.core.protocols.scheduler_ir import (
-    PrefixHit,
-    Probe,
-    ScheduleRequest,
-)
+from sagellm.core.protocols.request_rows import PrefixHit, Probe, ScheduleRequest
 
 MAX_KEPT = 16_384
 """Answers that are kept at most. More drop all of them, at the cost of one more query each."""

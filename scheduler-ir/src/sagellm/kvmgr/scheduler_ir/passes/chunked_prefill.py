@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.core.protocols.scheduler_ir import (
+    ScheduleIR,
+    SchedulePlan,
+    SchedulerPassProtocol,
+)
 from sagellm.kvmgr.scheduler_ir.passes.estimates import num_prompt_tokens_within
 from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 
@@ -25,8 +29,9 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
 
     Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, and a prompt
     reads its KV whatever its chunk, so these may take longer by themselves; the chunk's tokens still get
-    `min_share` of the target, at least one. As a prediction is only as good as what was measured, a step has
-    at most twice the prompt tokens of the largest so far. Does nothing unless the engine has a target.
+    `min_share` of the target, or less, down to a quarter of that, where a step would take more than 1.3 times
+    as long. As a prediction is only as good as what was measured, a step has at most twice the prompt tokens
+    of the largest so far. Does nothing unless the engine has a target.
     """
 
     min_share: float = 0.2

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulerPassProtocol
+from sagellm.core.protocols.request_rows import RequestRows
+from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.estimates import decode_ns, num_prompt_tokens_within, prefill_ns
 from sagellm.kvmgr.scheduler_ir.passes.options import require_between, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import (

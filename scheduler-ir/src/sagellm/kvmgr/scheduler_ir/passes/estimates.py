@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR
+from sagellm.core.protocols.request_rows import RequestRows
+from sagellm.core.protocols.scheduler_ir import ScheduleIR
 from sagellm.core.step_cost import StepCost, StepWork
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Floats = npt.NDArray[np.float64]
+
+
+STRETCH = 1.3
+"""How much longer than its target a step may take so that prompts get their share."""
 
 
 def prefill_ns(
@@ -55,7 +60,8 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     """Return how many prompt tokens a step can compute beside its decodes in a time.
 
     What follows the longest running prompt so far. Its tokens get at least `min_share` of the time, even
-    where the decodes and the KV that the prompt reads take all of it.
+    where the decodes and the KV that the prompt reads take all of it; a quarter of that where these alone
+    take more than STRETCH times as long, and in between what keeps the step within STRETCH.
     """
     running = ir.running
     missing = running.num_missing
@@ -66,5 +72,6 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     start = int(prefilled.max()) if len(prefilled) else 0
     prompt_ns = cost.predict_ns(StepWork(0, 1, start, 0, 1)) - cost.base_ns
     decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
-    left_ns = max(1e6 * target_ms - decodes_ns - prompt_ns, 1e6 * target_ms * min_share)
-    return cost.num_tokens_within(prompt_ns + left_ns, start)
+    target_ns, fixed_ns = 1e6 * target_ms, decodes_ns + prompt_ns
+    least_ns = np.clip(STRETCH * target_ns - fixed_ns, min_share / 4 * target_ns, min_share * target_ns)
+    return cost.num_tokens_within(prompt_ns + max(target_ns - fixed_ns, float(least_ns)), start)

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.core.protocols.request_rows import RequestRows
+from sagellm.core.protocols.scheduler_ir import (
+    ScheduleIR,
+    SchedulePlan,
+    SchedulerPassProtocol,
+)
 from sagellm.core.step_cost import StepWork
+from sagellm.kvmgr.scheduler_ir.passes.estimates import prefill_ns
 from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks, trusted_priority
 
@@ -250,22 +256,29 @@ class FairSharePass(SchedulerPassProtocol):
             return ir
         least = tenants[np.lexsort((num_running[tenants], accounts.served[tenants]))[0]]
         is_other = (running != least) & (trusted_priority(ir.running) == 0)
-        needed = int(missing[is_prompt & (running == least)].sum())
+        started = is_prompt & (running == least)
+        needed = int(missing[started].sum())
         own = order[waiting[order] == least]
         if len(own):
             needed += int(ir.pending.num_tokens[own[0]])
         budget = min(accounts.prompt_budget, ir.max_num_batched_tokens)
         has_few = 2 * num_running[least] < accounts.shares()[least] * ir.max_num_seqs
         if has_few and (not len(own) or _has_blocks(ir, int(own[0]))):
-            ir = self._sit_out(ir, is_other & (missing == 1), int(min(needed, budget)))
+            num_computed = int(ir.running.num_computed_tokens[started].max(initial=0))
+            ir = self._sit_out(ir, is_other & (missing == 1), num_computed, int(min(needed, budget)))
         num_prompts = int(np.count_nonzero(is_other & is_prompt))
         if not num_prompts:
             return ir
         accounts.is_capped = True
         return ir.cap(max(int(budget - needed) // num_prompts, 1), running=is_other & is_prompt)
 
-    def _sit_out(self, ir: ScheduleIR, is_decode: npt.NDArray[np.bool_], num_prompt: int) -> ScheduleIR:
-        """Cap decodes at 0, but for those that sat out longest and together take as long as a prompt."""
+    def _sit_out(
+        self, ir: ScheduleIR, is_decode: npt.NDArray[np.bool_], num_computed: int, num_tokens: int
+    ) -> ScheduleIR:
+        """Cap decodes at 0, but for those that sat out longest and together take as long as a prompt's step.
+
+        That computes `num_tokens` behind `num_computed`.
+        """
         rows = np.flatnonzero(is_decode)
         rows = rows[~np.isin(rows, list(ir.preempted))]
         if ir.cost is None or not len(rows):
@@ -273,7 +286,7 @@ class FairSharePass(SchedulerPassProtocol):
         context = int(ir.running.num_tokens[rows].sum(dtype=np.int64))
         base_ns = ir.cost.base_ns
         decodes_ns = ir.cost.predict_ns(StepWork(len(rows), len(rows), context, context)) - base_ns
-        prompt_ns = ir.cost.predict_ns(StepWork(num_prompt, 1, num_prompt, num_prompt * num_prompt // 2))
+        prompt_ns = base_ns + prefill_ns(ir.cost, np.array([num_computed]), np.array([num_tokens])).item()
         if decodes_ns <= prompt_ns:
             return ir
         num_kept = max(int(len(rows) * prompt_ns / decodes_ns), 1)

@@ -22,7 +22,7 @@ from sagellm.kvmgr.scheduler_ir.passes.ordering import (
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from sagellm.core.protocols.scheduler_ir import RequestRows
+    from sagellm.core.protocols.request_rows import RequestRows
 
     Floats = npt.NDArray[np.float64]
 

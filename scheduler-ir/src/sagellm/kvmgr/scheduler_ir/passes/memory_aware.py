@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.core.protocols.request_rows import RequestRows
+from sagellm.core.protocols.scheduler_ir import (
+    ScheduleIR,
+    SchedulePlan,
+    SchedulerPassProtocol,
+)
 from sagellm.kvmgr.scheduler_ir.passes.estimates import prefill_ns
 from sagellm.kvmgr.scheduler_ir.passes.options import require_choice, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_running, trusted_priority

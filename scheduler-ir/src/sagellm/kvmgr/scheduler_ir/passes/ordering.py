@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sagellm.core.protocols.scheduler_ir import RequestRows, ScheduleIR
+from sagellm.core.protocols.request_rows import RequestRows
+from sagellm.core.protocols.scheduler_ir import ScheduleIR
 
 if TYPE_CHECKING:
     import numpy.typing as npt
