@@ -1,7 +1,7 @@
 """What a step costs the host beside its computation: `python benchmarks/host_step.py [--peer vllm=PYTHON]`.
 
-The production core plans, submits, collects and commits decodes of N sequences at a context, with another
-1,000 waiting, of one tenant or five. An executor that computes nothing stands in for the worker and returns
+The production core plans, submits, collects and commits decodes of N sequences at a context, with others
+waiting, of one tenant or five. An executor that computes nothing stands in for the worker and returns
 a token for each, and its own time is left out.
 
     schedule   the passes, the plan, and the blocks it takes
@@ -46,14 +46,15 @@ from sagellm.engines.sampling.params import SamplingParams
 BLOCK_SIZE = 16
 NUM_WAITING = 1000
 CASES = [
-    (32, 1024, 1),
-    (256, 1024, 1),
-    (1024, 1024, 1),
-    (256, 1024, 5),
-    (256, 16_384, 1),
-    (256, 65_536, 1),
+    (32, 0, 1024, 1),
+    (32, NUM_WAITING, 1024, 1),
+    (256, NUM_WAITING, 1024, 1),
+    (1024, NUM_WAITING, 1024, 1),
+    (256, NUM_WAITING, 1024, 5),
+    (256, NUM_WAITING, 16_384, 1),
+    (256, NUM_WAITING, 65_536, 1),
 ]
-"""Running sequences, their context, tenants. Peers run only at 1,024: to fill more takes them minutes."""
+"""Running and waiting sequences, context, tenants. Peers run only at 1,024: more takes them minutes."""
 
 BARS_US = {32: (40, 20), 256: (200, 100), 1024: (500, 400)}
 """Medians of schedule and commit, by running sequences."""
@@ -155,11 +156,13 @@ class Stopwatch:
         return spent_us
 
 
-def measure(num_running: int, context: int, num_tenants: int, num_steps: int) -> dict[str, Any]:
+def measure(
+    num_running: int, num_waiting: int, context: int, num_tenants: int, num_steps: int
+) -> dict[str, Any]:
     """Return the host's microseconds per step, in parts, and the bytes of a StepInput."""
     num_blocks = num_running * (context // BLOCK_SIZE + 64)
     core, executor = core_of(num_running, num_blocks, num_running * context)
-    queue(core, [context - 64] * num_running + [512] * NUM_WAITING, num_tenants)
+    queue(core, [context - 64] * num_running + [512] * num_waiting, num_tenants)
     while (
         core.scheduler.num_running < num_running
         or (core.kv.seats.num_computed[:num_running] < context - 64).any()
@@ -217,25 +220,26 @@ def main() -> None:
     parser.add_argument("--peer", type=Peer.parse, action="append", default=[], metavar="NAME=PYTHON")
     output_flags(parser, "host_step")
     options = parser.parse_args()
-    busy = foreign_cores()
+    foreign = foreign_cores()
     names = ["sagellm", *(peer.name for peer in options.peer)]
     lines = [
-        f"{NUM_WAITING} waiting; µs: min median p99, (bar of the median)",
-        f"{'running':>7} {'context':>8} {'tenants':>8}  {'part':<9} {'bar':>5}  "
+        "µs: min median p99, (bar of the median)",
+        f"{'running':>7} {'waiting':>7} {'context':>8} {'tenants':>8}  {'part':<9} {'bar':>5}  "
         + "  ".join(f"{name:^26}" for name in names),
     ]
     rows = []
-    for num_running, context, num_tenants in CASES:
-        row: dict[str, Any] = {"running": num_running, "waiting": NUM_WAITING, "context": context}
+    for num_running, num_waiting, context, num_tenants in CASES:
+        row: dict[str, Any] = {"running": num_running, "waiting": num_waiting, "context": context}
         row["tenants"] = num_tenants
-        row["sagellm"] = measure(num_running, context, num_tenants, options.steps)
+        row["sagellm"] = measure(num_running, num_waiting, context, num_tenants, options.steps)
         for peer in options.peer if (context, num_tenants) == (1024, 1) else ():
-            row[peer.name] = _ask(peer, num_running, context)
+            row[peer.name] = _ask(peer, num_running, num_waiting, context)
         rows.append(row)
         for part, bar in zip(("schedule", "commit", "host"), (*BARS_US[num_running], ""), strict=True):
             figures = (row[name][f"{part}_us"] for name in names if name in row)
             text = "  ".join(f"{each['min']:>8} {each['median']:>8} {each['p99']:>8}" for each in figures)
-            lines.append(f"{num_running:>7} {context:>8} {num_tenants:>8}  {part:<9} {bar:>5}  {text}")
+            where = f"{num_running:>7} {num_waiting:>7} {context:>8} {num_tenants:>8}"
+            lines.append(f"{where}  {part:<9} {bar:>5}  {text}")
     admission: dict[str, Any] = {"sagellm": measure_admission()}
     for peer in options.peer:
         conversation = Conversation(peer, "host")
@@ -248,15 +252,15 @@ def main() -> None:
         conversation.end()
     figures = (admission[name]["us_per_admitted"] for name in names)
     text = "  ".join(f"{each['min']:>8} {each['median']:>8} {each['p99']:>8}" for each in figures)
-    lines.append(f"{'admission of 512 tokens':<36} {ADMISSION_BAR_US:>5}  {text}")
-    publish("host_step", "\n".join(lines), options, busy_cores=busy, rows=rows, admission=admission)
+    lines.append(f"{'admission of 512 tokens':<44} {ADMISSION_BAR_US:>5}  {text}")
+    publish("host_step", "\n".join(lines), options, foreign_cores=foreign, rows=rows, admission=admission)
 
 
-def _ask(peer: Peer, num_running: int, context: int) -> dict[str, Any]:
+def _ask(peer: Peer, num_running: int, num_waiting: int, context: int) -> dict[str, Any]:
     """Return a peer's microseconds."""
     conversation = Conversation(peer, "host")
     conversation.hear()
-    pairs = conversation.ask("steps", num_running, context, NUM_WAITING, 60)
+    pairs = conversation.ask("steps", num_running, context, num_waiting, 60)
     conversation.end()
     return {
         "schedule_us": spread([schedule for schedule, _ in pairs], 1),

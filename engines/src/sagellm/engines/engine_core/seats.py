@@ -91,6 +91,7 @@ class Seats:
         self.num_in_flight: Ints = np.zeros(num_seats, np.int32)  # tokens that submitted steps draw at least
         self.num_blocks: Ints = np.zeros(num_seats, np.int32)
         self.max_total: Ints = np.zeros(num_seats, np.int32)  # tokens at which a sequence ends
+        self.max_computed: Ints = np.zeros(num_seats, np.int32)  # one less: the last token is never computed
         self.min_total: Ints = np.zeros(num_seats, np.int32)  # tokens up to which no stop token counts
         self.schedule_columns = ScheduleColumns(num_seats)
         self.last_step: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # in which it was scheduled
@@ -122,6 +123,7 @@ class Seats:
         self.num_computed[seat] = self.num_committed[seat] = num_computed
         self.num_in_flight[seat] = self.num_blocks[seat] = 0
         self.max_total[seat] = num_prompt + request.max_tokens
+        self.max_computed[seat] = self.max_total[seat] - 1
         self.min_total[seat] = min(num_prompt + params.min_tokens, _MOST)
         self.schedule_columns.put(seat, sequence)
         self.last_step[seat] = -1
@@ -163,11 +165,8 @@ class Seats:
 
     @property
     def num_schedulable(self) -> Ints:
-        """Tokens (seats,) up to which each sequence can be computed: those known and those in flight.
-
-        The last token that a sequence may have is never computed.
-        """
-        known: Ints = np.minimum(self.num_tokens + self.num_in_flight, self.max_total - 1)
+        """Tokens (seats,) up to which each sequence can be computed: those known and those in flight."""
+        known: Ints = np.minimum(self.num_tokens + self.num_in_flight, self.max_computed)
         return np.where(self.is_held, self.num_computed, known) if np.count_nonzero(self.is_held) else known
 
     def append_blocks(self, seats: Ints, block_ids: Seq[Seq[BlockId]]) -> None:

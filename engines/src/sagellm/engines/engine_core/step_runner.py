@@ -273,16 +273,19 @@ class StepRunner:
         table.num_tokens[seats] = after = before + runs.counts
         table.num_in_flight[seats] -= step.is_sampled
         computed = step.starts + step.num_new
+        is_first = before == table.num_prompt.take(seats)
+        if len(runs.ids) != len(seats) or step.drafts is not None:
+            is_first &= after > before
         if step.drafts is not None:
             num_refused = step.drafts.counts - output.num_accepted
-            computed -= num_refused
+            computed = np.minimum(computed - num_refused, after - 1)  # a run may have been truncated
             table.num_computed[seats] -= num_refused
             table.is_held[seats] = False
-        table.num_committed[seats] = np.minimum(computed, after - 1)  # a run may have been truncated
+        table.num_committed[seats] = computed
         return StepResult(
             seats=seats,
             tokens=runs,
-            is_first=(before == table.num_prompt.take(seats)) & (after > before),
+            is_first=is_first,
             is_over=is_over,
             had_drafts=() if step.drafts is None else seats[step.drafts.counts > 0].tolist(),
             logprobs={

@@ -132,11 +132,11 @@ class FairSharePass(SchedulerPassProtocol):
         waiting = accounts.places(ir.pending)
         if len(accounts.codes) > num_known:
             running = accounts.places(ir.running)  # the waiting ones have moved the places
-        is_deferred = np.zeros(len(waiting), np.bool_)
-        is_deferred[list(ir.deferred)] = True
-        num_waiting = np.bincount(waiting[~is_deferred], minlength=len(accounts.codes))
+        num_waiting = np.bincount(waiting, minlength=len(accounts.codes))
         num_running = np.bincount(running, minlength=len(accounts.codes))
-        accounts.activate(np.bincount(waiting, minlength=len(accounts.codes)) + num_running > 0)
+        accounts.activate(num_waiting + num_running > 0)
+        if ir.deferred:
+            num_waiting -= np.bincount(waiting[list(ir.deferred)], minlength=len(accounts.codes))
         if num_waiting.any():
             ir = self._make_room(ir, waiting, running, num_waiting, num_running)
         if ir.can_admit:
