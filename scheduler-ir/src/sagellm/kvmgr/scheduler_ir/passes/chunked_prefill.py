@@ -29,7 +29,7 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
 
     Only when somebody else decodes or waits: a request alone is not cut. Every decode runs, and a prompt
     reads its KV whatever its chunk, so these may take longer by themselves; the chunk's tokens still get
-    `min_share` of the target, or less, down to a quarter of that, where a step would take more than 1.4 times
+    `min_share` of the target, or less, down to a quarter of that, where a step would take more than 1.3 times
     as long. As a prediction is only as good as what was measured, a step has at most twice the prompt tokens
     of the largest so far. Does nothing unless the engine has a target.
     """

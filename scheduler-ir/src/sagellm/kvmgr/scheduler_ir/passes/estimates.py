@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 
-STRETCH = 1.4
+STRETCH = 1.3
 """How much longer than its target a step may take so that prompts get their share."""
 
 
