@@ -169,9 +169,10 @@ def test_the_engine_hears_how_much_time_is_left(scripted):
     post(server, "any", deadline_ms=30_000)
     assert 50_000 < server.front.requests[0]["deadline_ms"] <= 60_000
     assert 20_000 < server.front.requests[1]["deadline_ms"] <= 30_000
-    server = scripted("a", "length")
-    post(server, "any")
-    assert server.front.requests[0]["deadline_ms"] is None
+    for given, allowed in (({}, pytest.approx(3_600_000, abs=10_000)), ({"deadline_ms": None}, None)):
+        server = scripted("a", "length", **given)
+        post(server, "any")
+        assert server.front.requests[0]["deadline_ms"] == allowed
 
 
 @pytest.mark.parametrize("script", [(None,), ("deadline",), ("a", None), ("a", "deadline")])

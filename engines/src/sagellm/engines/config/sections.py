@@ -391,7 +391,7 @@ class ServerConfig(Checked):
         "generate, before it gets 429; null: no limit",
     )
     deadline_ms: int | None = Field(
-        default=None,
+        default=3_600_000,
         ge=1,
         le=86_400_000,
         description="milliseconds that a request which gives no deadline_ms may take until its answer is "

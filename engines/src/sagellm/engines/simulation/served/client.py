@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.engines.bench.http_reader import ResponseReader
 from sagellm.engines.bench.records import RequestFailedError
+from sagellm.engines.config.schema import ServerConfig
 from sagellm.engines.simulation.served.oracle import LETTERS, expected_tokens, text_of
 from sagellm.engines.simulation.served.plan import Ask
 
@@ -19,6 +20,7 @@ _RETRIED_STATUSES = {429, 503}
 _RETRIED_CODES = {"engine_dead", "queue_full", "tenant_queue_full", "too_many_connections", "aborted"}
 """Errors that a valid request may get from a server with faults; it is sent again."""
 _SLOW_READ_BYTES, _PAUSE_S = 64, 0.4
+_BODY_STALL_S = ServerConfig().body_stall_timeout
 
 
 class WrongAnswerError(Exception):
@@ -159,6 +161,8 @@ class Client:
 
     def _end(self, status: int, answer: Answer, body: bytes) -> str:
         if status != 200:
+            if status == 408 and self._world.weather.most_latency_s > _BODY_STALL_S:
+                return "body_timeout"  # its body may have been under way for so long
             if status not in _RETRIED_STATUSES:
                 raise WrongAnswerError(f"status {status}: {body[:200].decode(errors='replace')}")
             return self._refused(json.loads(body)["error"])

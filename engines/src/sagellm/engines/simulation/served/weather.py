@@ -28,6 +28,7 @@ class Weather:
         self._clock = clock
         self._until_ns: dict[str, int] = {}
         self._random = Random(f"{seed}/weather")
+        self.most_latency_s = 0.0  # drawn so far
 
     def begin(self, kind: str, duration_s: float) -> None:
         """Begin a spell, or make it longer."""
@@ -51,6 +52,7 @@ class Weather:
                 latency_s += _VERY_LATE_S * random.random()
             elif drawn < _LATE_SHARE:
                 latency_s += _LATE_S * random.random()
+        self.most_latency_s = max(self.most_latency_s, latency_s)
         return latency_s
 
     def piece(self, random: Random, size: int) -> int:
