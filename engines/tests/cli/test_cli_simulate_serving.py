@@ -36,12 +36,16 @@ def trace(tmp_path):
 
 
 def test_it_prints_pipelines_beside_each_other(trace, costs, sage):
-    out = sage("llm", "simulate", trace, "--cost", costs, "--compare", "share=none").out
+    other = "share=none,chunk=chunked-prefill{min_share=0.5}"
+    out = sage("llm", "simulate", trace, "--cost", costs, "--compare", other).out
     lines = out.splitlines()
     assert lines[0].startswith("30 requests, 1,000 blocks of 16; ")
     assert lines[1].endswith("by hand")
     assert lines[3].startswith("PASSES")
-    assert [line.split()[0] for line in lines[4:]] == ["fair-share,chunked-prefill", "chunked-prefill"]
+    assert [line.split()[0] for line in lines[4:]] == [
+        "fair-share,chunked-prefill",
+        "chunked-prefill{min_share=0.5}",
+    ]
 
 
 def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):

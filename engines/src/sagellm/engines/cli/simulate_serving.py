@@ -16,7 +16,7 @@ from sagellm.core import ConfigError
 from sagellm.engines.cli.engine_flags import setting_flag
 from sagellm.engines.cli.flags import make_flag
 from sagellm.engines.cli.output import columns, print_json
-from sagellm.engines.config.providers import parse_provider, split
+from sagellm.engines.config.providers import parse_provider, short_form, split
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.whole_file import whole_file
@@ -166,7 +166,7 @@ def _oracle(requests: Sequence[TraceRequest], options: Mapping[str, Any]) -> Any
 
 
 def _name(settings: EngineConfig) -> str:
-    return ",".join(str(spec.plain()) for spec in settings.scheduler.pipeline) or "none"
+    return ",".join(map(short_form, settings.scheduler.pipeline)) or "none"
 
 
 def _text(
