@@ -42,10 +42,18 @@ def test_it_prints_pipelines_beside_each_other(trace, costs, sage):
     assert lines[0].startswith("30 requests, 1,000 blocks of 16; ")
     assert lines[1].endswith("by hand")
     assert lines[3].startswith("PASSES")
-    assert [line.split()[0] for line in lines[4:]] == [
+    assert [line.split()[0] for line in lines[4:6]] == [
         "fair-share,chunked-prefill",
         "chunked-prefill{min_share=0.5}",
     ]
+
+
+def test_pipelines_that_differ_in_nothing_are_told(trace, costs, sage):
+    def out(*flags):
+        return sage("llm", "simulate", trace, "--cost", costs, *flags).out
+
+    assert "All pipelines had the same figures" in out("--compare", "order=null")
+    assert "same figures" not in out()
 
 
 def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
