@@ -31,7 +31,7 @@ def lines(text):
 def test_a_timeline_says_what_happened_in_which_step(engine, sage):
     shown = sage("llm", "explain", "request-1").out
     assert "request request-1 of tenant default, priority 0, " in shown
-    assert "50 prompt tokens, at most 40 more" in shown
+    assert "prompt of 50 tokens, at most 40 more" in shown
     assert "queued: 2 of 2 by priority and arrival" in shown
     assert "for the step's token budget" in shown
     assert "admitted: 1 by priority and arrival; 0 of 50 tokens cached" in shown
