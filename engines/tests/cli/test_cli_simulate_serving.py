@@ -98,6 +98,8 @@ def test_the_same_command_prints_the_same(trace, costs, sage):
         (("--cost", "COSTS", "--eviction-policy", "lru,fifo"), "simulated with one"),
         (("--cost", "COSTS", "--tenant-weights", "a:3"), "write name=2.5"),
         (("--cache-only",), "--capacity"),
+        (("--capacity", "50", "--compare", "order=lifetime"), "--compare is for serving"),
+        (("--capacity", "50", "--passes", "order=lifetime"), "--passes is for serving"),
         ((), "simulate serving with --cost"),
     ],
 )
