@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.engines.config import EngineConfig, KVConfig, SchedulerConfig
+from sagellm.engines.config.providers import parse_provider, short_form
 from sagellm.engines.config.schema import PROVIDER_KINDS
 from sagellm.engines.config.sections import STAGES
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
@@ -212,6 +213,21 @@ def test_a_flag_is_the_flat_name_with_dashes():
 )
 def test_a_provider_takes_options_in_three_forms(text, expected):
     assert EngineConfig.from_flat(eviction_policy=text).prefix_cache.eviction_policy == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "swap", "n": 3, "x": 0.5}, {"a": None}, {"c": "true", "d": "x, y{", "e": {"f": [1, "g"]}}],
+)
+def test_a_provider_is_written_as_it_is_read(options):
+    spec = ProviderSpec("a-pass", options)
+    assert parse_provider(short_form(spec)) == spec
+
+
+@pytest.mark.parametrize("text", ["a{x=1", "a x=1}", "a{x=1}}b"])
+def test_braces_that_do_not_match_are_said(text):
+    with pytest.raises(ConfigError, match=r"the braces after 'a.*' do not match"):
+        parse_provider(text)
 
 
 @pytest.mark.parametrize(

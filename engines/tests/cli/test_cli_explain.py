@@ -31,7 +31,7 @@ def lines(text):
 def test_a_timeline_says_what_happened_in_which_step(engine, sage):
     shown = sage("llm", "explain", "request-1").out
     assert "request request-1 of tenant default, priority 0, " in shown
-    assert "50 prompt tokens, at most 40 more" in shown
+    assert "prompt of 50 tokens, at most 40 more" in shown
     assert "queued: 2 of 2 by priority and arrival" in shown
     assert "for the step's token budget" in shown
     assert "admitted: 1 by priority and arrival; 0 of 50 tokens cached" in shown
@@ -79,7 +79,7 @@ def test_passes_are_shown_and_changed_between_two_steps(engine, sage):
         ["-", "null"],
         ["share", "none"],
         ["preempt", "none"],
-        ["chunk", "chunked-prefill", '{"min_share": 0.7}'],
+        ["chunk", "chunked-prefill", "{min_share=0.7}"],
     ]
     assert [each.name for each in engine.metrics().modules["scheduler"].passes] == ["null", "chunked-prefill"]
 
@@ -90,6 +90,7 @@ def test_what_is_refused_changes_no_pass(engine, sage):
         "share=nothing-like-it": "nothing-like-it",
         "chunk=chunked-prefill{size=3}": "size",
         "order=": "order",
+        "first=null": "'first'; the stages are order, share, preempt, chunk",
     }.items():
         result = sage("llm", "scheduler", "passes", text)
         assert (result.code, problem in result.err) == (1, True)

@@ -36,12 +36,24 @@ def trace(tmp_path):
 
 
 def test_it_prints_pipelines_beside_each_other(trace, costs, sage):
-    out = sage("llm", "simulate", trace, "--cost", costs, "--compare", "share=none").out
+    other = "share=none,chunk=chunked-prefill{min_share=0.5}"
+    out = sage("llm", "simulate", trace, "--cost", costs, "--compare", other).out
     lines = out.splitlines()
     assert lines[0].startswith("30 requests, 1,000 blocks of 16; ")
     assert lines[1].endswith("by hand")
     assert lines[3].startswith("PASSES")
-    assert [line.split()[0] for line in lines[4:]] == ["fair-share,chunked-prefill", "chunked-prefill"]
+    assert [line.split()[0] for line in lines[4:6]] == [
+        "fair-share,chunked-prefill",
+        "chunked-prefill{min_share=0.5}",
+    ]
+
+
+def test_pipelines_that_differ_in_nothing_are_told(trace, costs, sage):
+    def out(*flags):
+        return sage("llm", "simulate", trace, "--cost", costs, *flags).out
+
+    assert "All pipelines had the same figures" in out("--compare", "order=null")
+    assert "same figures" not in out()
 
 
 def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
@@ -86,6 +98,8 @@ def test_the_same_command_prints_the_same(trace, costs, sage):
         (("--cost", "COSTS", "--eviction-policy", "lru,fifo"), "simulated with one"),
         (("--cost", "COSTS", "--tenant-weights", "a:3"), "write name=2.5"),
         (("--cache-only",), "--capacity"),
+        (("--capacity", "50", "--compare", "order=lifetime"), "--compare is for serving"),
+        (("--capacity", "50", "--passes", "order=lifetime"), "--passes is for serving"),
         ((), "simulate serving with --cost"),
     ],
 )

@@ -103,6 +103,14 @@ def test_a_quota_counts_tokens(held):
     assert refused(admission, "blue", 1, 10**9) is None
 
 
+@pytest.mark.parametrize(("num_tokens", "advice"), [(1000, "try again later"), (1001, "lower max_tokens")])
+def test_only_what_can_fit_later_is_told_to_try_again(held, num_tokens, advice):
+    admission = Admission(100, {"red": Quota(max_tokens=1000)})
+    held(admission, "red", 1, 600)
+    with pytest.raises(APIError, match=advice), admission.seat("red") as seat:
+        seat.take(1, num_tokens)
+
+
 def test_refusals_are_counted_by_tenant_and_code(held):
     admission = Admission(4, {"red": Quota(max_requests=1, max_tokens=5), "blue": Quota()})
     assert refused(admission, "red", 1, 6) == "tenant_tokens_full"

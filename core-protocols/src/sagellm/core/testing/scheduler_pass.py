@@ -187,7 +187,8 @@ class SchedulerPassContract(ABC):
             rounds = [last_round(priority, tenant) for priority in (2, UNWELCOME.priority)]
             is_ordered = any(ordered for ordered, _ in rounds)
             assert not is_ordered or all(is_right for _, is_right in rounds), (
-                f"{self.make().name} puts a request last for {self.starvation_rounds} rounds"
+                f"{self.make().name} puts a request last for {self.starvation_rounds} seconds: "
+                "let age bring it forward (ir.now - ir.pending.arrived_time)"
             )
 
     def test_nobody_is_preempted_for_ever(self) -> None:

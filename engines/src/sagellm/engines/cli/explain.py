@@ -49,7 +49,7 @@ def explain(request: RequestName = None, *, engine: EngineName = None, as_json: 
         return
     typer.echo(
         f"request {found['request_id']} of tenant {found['tenant']}, priority {found['priority']}, "
-        f"{_seconds(found['age_ns'])} ago: {found['num_prompt_tokens']:,} prompt tokens, "
+        f"{_seconds(found['age_ns'])} ago: prompt of {_tokens(found['num_prompt_tokens'])}, "
         f"at most {found['max_tokens']:,} more"
     )
     for sequence in found["sequences"]:
@@ -110,7 +110,7 @@ def _admitted(event: Values) -> str:
     moved = "".join(f", {place:,} by {name}" for name, place in places)
     return (
         f"admitted: {event['place']:,} by priority and arrival{moved}; {event['num_cached_tokens']:,} of "
-        f"{event['num_tokens']:,} tokens cached"
+        f"{_tokens(event['num_tokens'])} cached"
     )
 
 
@@ -124,7 +124,7 @@ def _computed(event: Values) -> str:
 
 def _preempted(event: Values) -> str:
     wasted = event["num_wasted_tokens"]
-    cost = f"KV of {event['num_computed_tokens']:,} tokens lost" + (
+    cost = f"KV of {_tokens(event['num_computed_tokens'])} lost" + (
         "" if wasted is None else f", {wasted:,} of them not found in the cache again"
     )
     if event["preempted_for"] is not None:
@@ -133,7 +133,7 @@ def _preempted(event: Values) -> str:
 
 
 def _finished(event: Values) -> str:
-    return f"finished: {event['reason']}, {event['num_output_tokens']:,} tokens generated"
+    return f"finished: {event['reason']}, {_tokens(event['num_output_tokens'])} generated"
 
 
 _TEXTS: Mapping[str, Callable[[Values], str]] = {

@@ -171,9 +171,13 @@ def _summary(reports: Sequence[ProviderReport]) -> str:
         return "nothing could be checked"
     if num_faulty:
         return f"{num_faulty} of {num_checked} checked providers break their contract"
-    verdict = f"all {num_checked} checked providers keep their contract"
+    verdict = (
+        "the checked provider keeps its contract"
+        if num_checked == 1
+        else f"all {num_checked} checked providers keep their contract"
+    )
     if not all(report.is_checked for report in reports):
-        verdict += ", as far as they could be checked"
+        verdict += ", as far as could be checked"
     return verdict
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from sagellm.engines.cli.cache import AsJson
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.running import EngineName, connect
 from sagellm.engines.cli.stats import scheduler as app
+from sagellm.engines.config.providers import short_options
 
 
 @app.command()
@@ -49,4 +49,4 @@ def _named(each: Any) -> tuple[str, str]:
         return "none", ""
     if isinstance(each, str):
         return each, ""
-    return each["name"], json.dumps(each["options"], ensure_ascii=False)
+    return each["name"], short_options(each["options"])

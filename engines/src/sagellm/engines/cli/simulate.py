@@ -102,6 +102,12 @@ def simulate(  # noqa: PLR0913
     check_plot(plot)
     check_targets(plot, requests_file, overwrite=overwrite, source=trace)
     if "cost" not in options:
+        for name in ("compare", "scheduler_passes", "stretch", "oracle"):
+            if name in options:
+                flag = "passes" if name == "scheduler_passes" else name
+                raise ConfigError(
+                    f"--{flag} is for serving, which is simulated with --cost FILE; give that too"
+                )
         _replay(trace, options, bounds=bounds, as_json=as_json, config=config)
         return
     if cache_only or "capacity" in options:

@@ -16,7 +16,7 @@ from sagellm.core import ConfigError
 from sagellm.engines.cli.engine_flags import setting_flag
 from sagellm.engines.cli.flags import make_flag
 from sagellm.engines.cli.output import columns, print_json
-from sagellm.engines.config.providers import parse_provider, split
+from sagellm.engines.config.providers import parse_provider, short_form, split
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.whole_file import whole_file
@@ -165,8 +165,13 @@ def _oracle(requests: Sequence[TraceRequest], options: Mapping[str, Any]) -> Any
     return OraclePredictor(output_lens(requests), error=options["oracle"])
 
 
+_ALL_ALIKE = """
+All pipelines had the same figures: hardly any request waited. Try more load (--stretch 0.1),
+fewer blocks (--num-blocks) or fewer seats (--max-num-seqs)."""
+
+
 def _name(settings: EngineConfig) -> str:
-    return ",".join(str(spec.plain()) for spec in settings.scheduler.pipeline) or "none"
+    return ",".join(map(short_form, settings.scheduler.pipeline)) or "none"
 
 
 def _text(
@@ -181,6 +186,8 @@ def _text(
         "",
         columns(_HEAD, [_row(name, run.figures) for name, run in found.items()]),
     ]
+    if len(found) > 1 and all(run.figures == first.figures for run in found.values()):
+        lines.append(_ALL_ALIKE)
     for name, run in found.items():
         if run.figures.num_failed:
             failed = next(one.error for one in run.requests if one.error is not None)

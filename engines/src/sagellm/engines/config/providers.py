@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,10 +10,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from sagellm.core import ConfigError, ProviderSpec
+from sagellm.engines.config.shown import shown
 from sagellm.engines.sizes import parse_bytes
 
 _SHORT = re.compile(r"([^{}\[\]]+)(\{.*\})", re.DOTALL)
 _KEY = re.compile(r""""[^"]*"|'[^']*'|([{,]\s*)([A-Za-z_]\w*)=""")
+_PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
 _MARK = re.compile(r""""[^"]*"|'[^']*'|[{}\[\],]""")
 
 
@@ -26,7 +29,26 @@ def parse_provider(value: object) -> ProviderSpec:
     if short := _SHORT.fullmatch(text):
         options = _KEY.sub(lambda key: f"{key[1]}{key[2]}: " if key[2] else key[0], short[2])
         return ProviderSpec.of({"name": short[1].strip(), "options": _parse_yaml(options)})
+    if "{" in text or "}" in text:
+        name = re.split("[{}]", text)[0]  # no more of it: options may be secrets
+        raise ConfigError(f"the braces after {shown(name)} do not match; write NAME{{option=value}}")
     return ProviderSpec.of(text)
+
+
+def short_form(spec: ProviderSpec) -> str:
+    """Return `NAME` or `NAME{option=value, …}`, which `parse_provider` reads."""
+    return spec.name + (short_options(spec.options) if spec.options else "")
+
+
+def short_options(options: Mapping[str, Any]) -> str:
+    """Return `{option=value, …}`; texts stand without quotes where YAML reads them as texts."""
+    return "{" + ", ".join(f"{name}={_short_value(value)}" for name, value in options.items()) + "}"
+
+
+def _short_value(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and _parse_yaml(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def parse_providers(value: object) -> tuple[ProviderSpec, ...]:

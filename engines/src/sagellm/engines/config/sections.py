@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from sagellm.core import ConfigError, ProviderSpec
+from sagellm.core.errors import nearest
 from sagellm.engines.config.explain import Aliases, explain
 from sagellm.engines.config.providers import (
     OneProvider,
@@ -271,6 +272,12 @@ class SchedulerConfig(Checked):
                 stage, equals, name = each.partition("=") if isinstance(each, str) else ("", "", "")
                 if equals and stage.strip() in STAGES:
                     given[stage.strip()] = name.strip()
+                elif equals and stage.strip().isidentifier():
+                    raise ConfigError(
+                        f"{cls.section}.passes names the stage {stage.strip()!r}; the stages are "
+                        f"{', '.join(STAGES)}; name a pass without a stage alone."
+                        f"{nearest(stage.strip(), STAGES)}"
+                    )
                 else:
                     others.append(each)
             given["passes"] = tuple(others)

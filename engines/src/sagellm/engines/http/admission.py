@@ -32,10 +32,10 @@ class TenantUse:
     num_tokens: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
 
-    def refuse(self, code: str, reason: str) -> APIError:
+    def refuse(self, code: str, reason: str, advice: str = "try again later") -> APIError:
         """Count a request and return its answer."""
         self.num_refused[code] += 1
-        return APIError(429, f"{reason}; try again later", code=code)
+        return APIError(429, f"{reason}; {advice}", code=code)
 
 
 class Admission:
@@ -83,13 +83,15 @@ class Admission:
         if quota.max_requests is not None and own > quota.max_requests:
             raise use.refuse(
                 "tenant_queue_full",
-                f"{told}, it may have {quota.max_requests}, this is {num_held + num_more}",
+                f"{told}; with the {num_held + num_more} of this request that is more than its "
+                f"{quota.max_requests}",
             )
         if quota.max_tokens is not None and use.num_tokens + num_tokens > quota.max_tokens:
             raise use.refuse(
                 "tenant_tokens_full",
-                f"the live requests of this key may have {quota.max_tokens} tokens with those to generate; "
-                f"they have {use.num_tokens}, this one {num_tokens}",
+                f"the live requests of this key have {use.num_tokens} tokens with those to generate; "
+                f"with the {num_tokens} of this one that is more than its {quota.max_tokens}",
+                advice="try again later" if num_tokens <= quota.max_tokens else "lower max_tokens",
             )
         if len(self.tenants) > 1 and others and own > max(1, free):
             raise use.refuse(
