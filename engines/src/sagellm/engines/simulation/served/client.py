@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.engines.bench.http_reader import ResponseReader
 from sagellm.engines.bench.records import RequestFailedError
-from sagellm.engines.config.schema import ServerConfig
+from sagellm.engines.config.sections import ServerConfig
 from sagellm.engines.simulation.served.oracle import LETTERS, expected_tokens, text_of
 from sagellm.engines.simulation.served.plan import Ask
 
