@@ -103,6 +103,23 @@ def test_a_quota_counts_tokens(held):
     assert refused(admission, "blue", 1, 10**9) is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ((2, 0), "this is 2; try again later"),
+        ((5, 0), "this is 5; it never fits: lower n, best_of or the number of prompts"),
+        ((1, 90), "this one 90; try again later"),
+        ((1, 101), "this one 101; it never fits: lower max_tokens, n, best_of or the length of the prompt"),
+    ],
+)
+def test_what_no_waiting_helps_is_told_so(held, asked, told):
+    admission = Admission(100, {"red": Quota(max_requests=4, max_tokens=100), "blue": Quota()})
+    held(admission, "red", 3, 20)
+    with pytest.raises(APIError) as caught, admission.seat("red") as seat:
+        seat.take(*asked)
+    assert str(caught.value).endswith(told)
+
+
 def test_refusals_are_counted_by_tenant_and_code(held):
     admission = Admission(4, {"red": Quota(max_requests=1, max_tokens=5), "blue": Quota()})
     assert refused(admission, "red", 1, 6) == "tenant_tokens_full"

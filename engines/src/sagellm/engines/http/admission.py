@@ -32,10 +32,10 @@ class TenantUse:
     num_tokens: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
 
-    def refuse(self, code: str, reason: str) -> APIError:
+    def refuse(self, code: str, reason: str, advice: str = "try again later") -> APIError:
         """Count a request and return its answer."""
         self.num_refused[code] += 1
-        return APIError(429, f"{reason}; try again later", code=code)
+        return APIError(429, f"{reason}; {advice}", code=code)
 
 
 class Admission:
@@ -84,12 +84,14 @@ class Admission:
             raise use.refuse(
                 "tenant_queue_full",
                 f"{told}, it may have {quota.max_requests}, this is {num_held + num_more}",
+                _advice(num_held + num_more, quota.max_requests, "n, best_of or the number of prompts"),
             )
         if quota.max_tokens is not None and use.num_tokens + num_tokens > quota.max_tokens:
             raise use.refuse(
                 "tenant_tokens_full",
                 f"the live requests of this key may have {quota.max_tokens} tokens with those to generate; "
                 f"they have {use.num_tokens}, this one {num_tokens}",
+                _advice(num_tokens, quota.max_tokens, "max_tokens, n, best_of or the length of the prompt"),
             )
         if len(self.tenants) > 1 and others and own > max(1, free):
             raise use.refuse(
@@ -118,6 +120,10 @@ class Admission:
     async def wait_idle(self) -> None:
         """Return when no request is live."""
         await self._idle.wait()
+
+
+def _advice(num_wanted: int, num_allowed: int, what: str) -> str:
+    return "try again later" if num_wanted <= num_allowed else f"it never fits: lower {what}"
 
 
 class Seat:
