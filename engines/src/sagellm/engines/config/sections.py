@@ -267,10 +267,14 @@ class SchedulerConfig(Checked):
             passes = split(passes)
         if isinstance(passes, list | tuple):
             others = []
+            named: set[str] = set()
             for each in passes:
                 stage, equals, name = each.partition("=") if isinstance(each, str) else ("", "", "")
-                if equals and stage.strip() in STAGES:
-                    given[stage.strip()] = name.strip()
+                if equals and (stage := stage.strip()) in STAGES:
+                    if stage in named:
+                        raise ConfigError(f"scheduler.passes has the stage {stage} twice; give it once")
+                    named.add(stage)
+                    given[stage] = name.strip()
                 else:
                     others.append(each)
             given["passes"] = tuple(others)
