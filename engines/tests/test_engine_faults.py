@@ -5,7 +5,7 @@ block is lost, and the engine goes on.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -171,6 +171,27 @@ def test_a_scheduler_that_never_schedules_is_an_error_and_no_hang(make_engine, a
     assert "the scheduler chose nothing; name another one" in (output.outputs[0].error or "")
     assert not engine.has_unfinished_requests()
     all_blocks_are_back(engine)
+
+
+def test_a_scheduler_may_serve_running_requests_in_any_order(make_engine, monkeypatch, all_blocks_are_back):
+    prompts = [list(range(5, 5 + length)) for length in (90, 30, 60)]
+    expected = tokens_of(make_engine(enable_prefix_caching=False).generate(prompts, GREEDY))
+    engine = make_engine(num_blocks=64, block_size=4, max_num_batched_tokens=24)
+    ir = engine.client.core.scheduler._ir
+    engine.client.core.parts.passes.set_passes("share=none,chunk=none")
+    schedule, num_turned = ir.schedule, 0
+
+    def turned(**state):
+        nonlocal num_turned
+        plan = schedule(**state)
+        num_turned += len(plan.rows) > 1
+        served = {name: getattr(plan, name)[::-1] for name in ("rows", "num_tokens", "num_new_blocks")}
+        return replace(plan, **served)
+
+    monkeypatch.setattr(ir, "schedule", turned)
+    assert tokens_of(engine.generate(prompts, GREEDY)) == expected
+    assert num_turned > 1
+    assert all_blocks_are_back(engine)
 
 
 def test_a_request_that_pins_keep_out_ends_alone_and_says_so(make_engine, all_blocks_are_back):

@@ -38,7 +38,9 @@ def test_requests_go_on_while_passes_change(make_engine):
     assert names(engine) == ["fair-share"]
 
 
-@pytest.mark.parametrize("text", ["share=unknown", "order=,", "a=b", "chunk=chunked-prefill{x=1}"])
+@pytest.mark.parametrize(
+    "text", ["share=unknown", "order=,", "a=b", "order=mlfq,order=priority", "chunk=chunked-prefill{x=1}"]
+)
 def test_a_text_that_names_no_pass_changes_nothing(make_engine, text):
     engine = make_engine()
     with pytest.raises(SageLLMError):

@@ -111,3 +111,74 @@ def test_a_sink_that_fails_costs_no_block_and_is_told_nothing_more():
     cache.check_integrity()
     assert sorted(cache.evict(2)) == [0, 1]
     assert len(calls) == 1
+
+
+def interrupted(cache, call, *, number):
+    """Make a call that Ctrl-C ends while the block of this number, from 0, is shown before it goes."""
+    shown = []
+
+    def keep(evicted):
+        shown.append(evicted)
+        if len(shown) == number + 1:
+            raise KeyboardInterrupt
+
+    cache.keep_evicted(keep)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    cache.keep_evicted(lambda evicted: None)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("quotas", [None, {"*": 6}])
+def test_an_eviction_that_is_interrupted_loses_no_block(number, quotas):
+    cache = RadixPrefixCache(max_blocks=16, block_size=2, tenant_quotas=quotas)
+    for index in range(6):
+        cache.insert_prefix([index, 7], [index], Namespace("a"))
+    interrupted(cache, lambda: cache.evict(5, namespace=Namespace("b")), number=number)
+    assert cache.num_evictable_blocks == 6
+    assert len(cache._tree.cached) == 6 - number
+    cache.move_blocks([(0, 10)])
+    cache.check_integrity()
+    dropped = cache.evict(6)
+    assert sorted(dropped) == [1, 2, 3, 4, 5, 10]
+    assert cache.num_evictable_blocks == 0
+    cache.check_integrity()
+
+
+def test_blocks_of_a_quota_are_not_lost_if_what_follows_is_interrupted():
+    cache = RadixPrefixCache(max_blocks=16, block_size=2, tenant_quotas={"a": 4})
+    for index in range(4):
+        cache.insert_prefix([index, 7], [index], Namespace("a"))
+        cache.insert_prefix([index, 7], [index + 4], Namespace("b"))
+    interrupted(cache, lambda: cache.evict(3, namespace=Namespace("a")), number=0)
+    interrupted(cache, lambda: cache.evict(6, namespace=Namespace("a")), number=5)
+    assert sorted(cache.evict(8)) == list(range(8))
+    cache.check_integrity()
+
+
+def test_a_part_of_a_leaf_that_could_not_be_shown_stays():
+    cache = RadixPrefixCache(max_blocks=16, block_size=2)
+    cache.insert_prefix(list(range(8)), [0, 1, 2, 3])
+    interrupted(cache, lambda: cache.evict(2), number=0)
+    assert cache.match_prefix(list(range(8))).block_ids == [0, 1, 2, 3]
+    assert sorted(cache.evict(9)) == [0, 1, 2, 3]
+
+
+def test_clearing_that_is_interrupted_loses_no_block():
+    cache = RadixPrefixCache(max_blocks=16, block_size=2)
+    for index in range(4):
+        cache.insert_prefix([index, 7], [index])
+    seen = []
+
+    def sink(event):
+        seen.append(event)
+        if len(seen) == 6:  # the second block that leaves
+            raise KeyboardInterrupt
+
+    cache.subscribe(sink)
+    with pytest.raises(KeyboardInterrupt):
+        cache.clear()
+    cache.check_integrity()
+    assert sorted(cache.clear()) == [0, 1, 2, 3]
+    cache.check_integrity()

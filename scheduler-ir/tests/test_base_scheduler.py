@@ -100,14 +100,14 @@ def test_the_latest_arrival_of_the_lowest_priority_gives_up_its_blocks() -> None
     ]
     result = plan(BaseSchedulerIR(), running=running, available=0)
     assert ids(result.preempted_requests) == ["late"]
-    assert result.preempted_for == [0]
+    assert list(result.preempted_for) == [0]
     assert entries(result) == [("needs", 1, 1), ("urgent", 1, 0), ("early", 1, 0)]
 
 
 def test_who_has_nobody_behind_it_is_preempted_for_itself() -> None:
     running = [decode("early", arrived_time=1), decode("late", 32, arrived_time=2)]
     result = plan(BaseSchedulerIR(), running=running, available=0)
-    assert (list(result.preempted), result.preempted_for) == ([1], [1])
+    assert (list(result.preempted), list(result.preempted_for)) == ([1], [1])
 
 
 def test_several_victims_of_one_request_are_for_it_and_those_of_passes_for_nobody() -> None:
@@ -125,7 +125,7 @@ def test_several_victims_of_one_request_are_for_it_and_those_of_passes_for_nobod
         decode("c", num_blocks=2, arrived_time=2),
     ]
     result = plan(scheduler, running=running, available=0)
-    assert (list(result.preempted), result.preempted_for) == ([0, 3, 2], [-1, 1, 1])
+    assert (list(result.preempted), list(result.preempted_for)) == ([0, 3, 2], [-1, 1, 1])
 
 
 def test_passes_are_replaced_together_or_not_at_all() -> None:

@@ -21,6 +21,7 @@ from sagellm.kvmgr.scheduler_ir import (
     PrefixHit,
     RequestRows,
     ScheduleIR,
+    SchedulePlan,
     ScheduleRequest,
     SchedulerPassProtocol,
 )
@@ -251,6 +252,50 @@ def test_a_row_cannot_be_written_to() -> None:
     row = ScheduleRequest("a", kept, 8)
     kept.append(4)
     assert row.token_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize("part", ["deferred", "preempted"])
+def test_a_pass_cannot_write_to_what_others_decided(part: str) -> None:
+    def write(ir: ScheduleIR) -> ScheduleIR:
+        getattr(ir, part)[0] = "recompute"
+        return ir
+
+    with pytest.raises(EngineError, match="'number 1' failed: TypeError"):
+        scheduler(decide_orders_and_caps, write).schedule(**state())
+
+
+@dataclass(frozen=True)
+class Meddler(SchedulerPassProtocol):
+    """Changes the plan that it is shown."""
+
+    change: Callable[[SchedulePlan], Any]
+    name = "meddler"
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        return ir.preempt([0])
+
+    def observe(self, plan: SchedulePlan, state: Any) -> None:
+        self.change(plan)
+
+
+MEDDLING: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda plan: plan.rows.fill(0),
+    "num_tokens": lambda plan: plan.num_tokens.fill(9),
+    "num_new_blocks": lambda plan: plan.num_new_blocks.fill(0),
+    "admitted": lambda plan: plan.admitted.append(plan.admitted[0]),
+    "preempted": lambda plan: plan.preempted.append(1),
+    "preempted_for": lambda plan: plan.preempted_for.pop(),
+    "swapped": lambda plan: plan.swapped.append(0),
+}
+
+
+@pytest.mark.parametrize("part", MEDDLING)
+@pytest.mark.parametrize("available_memory", [0, 9])
+def test_a_plan_is_not_changed_by_a_pass_that_observes_it(part: str, available_memory: int) -> None:
+    made = scheduler()
+    made.add_optimization_pass(Meddler(MEDDLING[part]))
+    with pytest.raises(EngineError, match=r"'meddler' failed: .*(read-only|'tuple' object)"):
+        made.schedule(**{**state(), "available_memory": available_memory})
 
 
 ORDER, GIVEN_ROWS, ONCE, NOTHING_ELSE, LOWER, CAP = (

@@ -103,12 +103,24 @@ def test_a_quota_counts_tokens(held):
     assert refused(admission, "blue", 1, 10**9) is None
 
 
-@pytest.mark.parametrize(("num_tokens", "advice"), [(1000, "try again later"), (1001, "lower max_tokens")])
-def test_only_what_can_fit_later_is_told_to_try_again(held, num_tokens, advice):
-    admission = Admission(100, {"red": Quota(max_tokens=1000)})
-    held(admission, "red", 1, 600)
-    with pytest.raises(APIError, match=advice), admission.seat("red") as seat:
-        seat.take(1, num_tokens)
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ((2, 0), "more than its 4; try again later"),
+        ((5, 0), "more than its 4; it never fits: lower n, best_of or the number of prompts"),
+        ((1, 90), "more than its 100; try again later"),
+        (
+            (1, 101),
+            "more than its 100; it never fits: lower max_tokens, n, best_of or the length of the prompt",
+        ),
+    ],
+)
+def test_what_no_waiting_helps_is_told_so(held, asked, told):
+    admission = Admission(100, {"red": Quota(max_requests=4, max_tokens=100), "blue": Quota()})
+    held(admission, "red", 3, 20)
+    with pytest.raises(APIError) as caught, admission.seat("red") as seat:
+        seat.take(*asked)
+    assert str(caught.value).endswith(told)
 
 
 def test_refusals_are_counted_by_tenant_and_code(held):

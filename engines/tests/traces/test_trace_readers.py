@@ -139,3 +139,18 @@ def test_wrong_rows_are_named(row, message):
 def test_another_version_of_our_format_is_refused():
     with pytest.raises(InvalidInputError, match="line 1: the head"):
         read(SageLLMTraceReader(), json_lines([{"format": "sagellm-trace", "version": 2}]))
+
+
+@pytest.mark.parametrize("num_tokens", [1025, 3_000_000_000])
+def test_ids_that_do_not_cover_the_prompt_are_refused(num_tokens):
+    row = {"timestamp": 0, "input_length": num_tokens, "output_length": 1, "hash_ids": [0, 1]}
+    wanted = -(-num_tokens // 512)
+    with pytest.raises(
+        InvalidInputError,
+        match=f"line 1: hash_ids are 2 blocks of 512 tokens.* {num_tokens} .*give {wanted} ids",
+    ):
+        read(MooncakeTraceReader(), json_lines([row]))
+    head = {"format": "sagellm-trace", "version": 1, "block_tokens": 512}
+    own = {"arrival_s": 0, "num_prompt_tokens": num_tokens, "block_ids": [0, 1], "num_output_tokens": 1}
+    with pytest.raises(InvalidInputError, match="line 2: block_ids are 2 blocks of 512 tokens"):
+        read(SageLLMTraceReader(), json_lines([head, own]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from sagellm.core.errors import ConfigError, InvalidInputError
@@ -161,12 +162,12 @@ class ScheduleIR:
         return self._order("running")
 
     @cached_property
-    def deferred(self) -> dict[int, str]:
+    def deferred(self) -> Mapping[int, str]:
         """The waiting rows not admitted in this step, and why."""
         return self._values("defer")
 
     @cached_property
-    def preempted(self) -> dict[int, str]:
+    def preempted(self) -> Mapping[int, str]:
         """The running rows that passes preempt, and how."""
         return self._values("preempt")
 
@@ -234,13 +235,15 @@ class ScheduleIR:
         order.flags.writeable = False
         return order
 
-    def _values(self, kind: str) -> dict[int, str]:
-        return {
+    def _values(self, kind: str) -> Mapping[int, str]:
+        """Return a read-only view, since later passes and the plan use the same one."""
+        values = {
             row: str(decision.value)
             for decision in self.decisions
             if decision.kind == kind
             for row in decision.rows.tolist()
         }
+        return MappingProxyType(values)
 
 
 _DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted", "swapped")

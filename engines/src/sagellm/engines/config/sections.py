@@ -268,15 +268,18 @@ class SchedulerConfig(Checked):
             passes = split(passes)
         if isinstance(passes, list | tuple):
             others = []
+            named: set[str] = set()
             for each in passes:
                 stage, equals, name = each.partition("=") if isinstance(each, str) else ("", "", "")
-                if equals and stage.strip() in STAGES:
-                    given[stage.strip()] = name.strip()
-                elif equals and stage.strip().isidentifier():
+                if equals and (stage := stage.strip()) in STAGES:
+                    if stage in named:
+                        raise ConfigError(f"scheduler.passes has the stage {stage} twice; give it once")
+                    named.add(stage)
+                    given[stage] = name.strip()
+                elif equals and stage.isidentifier():
                     raise ConfigError(
-                        f"{cls.section}.passes names the stage {stage.strip()!r}; the stages are "
-                        f"{', '.join(STAGES)}; name a pass without a stage alone."
-                        f"{nearest(stage.strip(), STAGES)}"
+                        f"{cls.section}.passes names the stage {stage!r}; the stages are "
+                        f"{', '.join(STAGES)}; name a pass without a stage alone.{nearest(stage, STAGES)}"
                     )
                 else:
                     others.append(each)

@@ -146,9 +146,7 @@ class Scheduler:
                 available_blocks=available_blocks,
                 num_blocks_for=self._kv.num_blocks_for,
             )
-        served = self._running_seats
-        if len(plan.rows) < len(served):
-            served = served[plan.rows]
+        served = self._running_seats.take(plan.rows)
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
         for row in sorted(plan.preempted, reverse=True):
             self._preempt(self._running[row], is_swapped=row in plan.swapped)

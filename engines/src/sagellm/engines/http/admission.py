@@ -85,13 +85,14 @@ class Admission:
                 "tenant_queue_full",
                 f"{told}; with the {num_held + num_more} of this request that is more than its "
                 f"{quota.max_requests}",
+                _advice(num_held + num_more, quota.max_requests, "n, best_of or the number of prompts"),
             )
         if quota.max_tokens is not None and use.num_tokens + num_tokens > quota.max_tokens:
             raise use.refuse(
                 "tenant_tokens_full",
                 f"the live requests of this key have {use.num_tokens} tokens with those to generate; "
                 f"with the {num_tokens} of this one that is more than its {quota.max_tokens}",
-                advice="try again later" if num_tokens <= quota.max_tokens else "lower max_tokens",
+                _advice(num_tokens, quota.max_tokens, "max_tokens, n, best_of or the length of the prompt"),
             )
         if len(self.tenants) > 1 and others and own > max(1, free):
             raise use.refuse(
@@ -120,6 +121,10 @@ class Admission:
     async def wait_idle(self) -> None:
         """Return when no request is live."""
         await self._idle.wait()
+
+
+def _advice(num_wanted: int, num_allowed: int, what: str) -> str:
+    return "try again later" if num_wanted <= num_allowed else f"it never fits: lower {what}"
 
 
 class Seat:

@@ -60,3 +60,12 @@ def ints_of(value: object, what: str, line: int) -> list[int]:
     if not isinstance(value, list) or not all(type(one) is int for one in value):
         raise InvalidInputError(f"line {line}: {what} is {value!r:.60}; it must be a list of whole numbers")
     return value
+
+
+def check_covered(num_tokens: int, num_ids: int, block_tokens: int, what: str, line: int) -> None:
+    """Check that the ids of a prompt's blocks, if there are any, cover it. Raises InvalidInputError."""
+    if num_ids and num_ids * block_tokens < num_tokens:
+        raise InvalidInputError(
+            f"line {line}: {what} are {num_ids} blocks of {block_tokens} tokens, and the prompt has "
+            f"{num_tokens} tokens; give {-(-num_tokens // block_tokens)} ids, or none"
+        )

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import IO
 
 from sagellm.core import Tokenize, TraceReaderProtocol, TraceRequest
-from sagellm.engines.traces.lines import count_of_tokens, has_keys, ints_of, json_lines, number_of
+from sagellm.engines.traces.lines import (
+    check_covered,
+    count_of_tokens,
+    has_keys,
+    ints_of,
+    json_lines,
+    number_of,
+)
 
 BLOCK_TOKENS = 512
 """Tokens per hash id."""
@@ -27,9 +34,11 @@ class MooncakeTraceReader(TraceReaderProtocol):
         """Yield the lines that are not blank."""
         for line, row in json_lines(lines):
             hash_ids = ints_of(row.get("hash_ids", []), "hash_ids", line)
+            num_prompt_tokens = count_of_tokens(row.get("input_length"), "input_length", line)
+            check_covered(num_prompt_tokens, len(hash_ids), BLOCK_TOKENS, "hash_ids", line)
             yield TraceRequest(
                 number_of(row.get("timestamp"), "timestamp", line) / 1e3,
-                count_of_tokens(row.get("input_length"), "input_length", line),
+                num_prompt_tokens,
                 count_of_tokens(row.get("output_length"), "output_length", line),
                 tuple(hash_ids),
                 BLOCK_TOKENS if hash_ids else 0,

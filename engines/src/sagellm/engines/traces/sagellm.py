@@ -10,7 +10,14 @@ from typing import IO, Any
 from sagellm.core import ConfigError, InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest, pack
 from sagellm.core.tokens import EMPTY
 from sagellm.engines.traces.files import open_text
-from sagellm.engines.traces.lines import count_of_tokens, has_keys, ints_of, json_lines, number_of
+from sagellm.engines.traces.lines import (
+    check_covered,
+    count_of_tokens,
+    has_keys,
+    ints_of,
+    json_lines,
+    number_of,
+)
 from sagellm.engines.whole_file import whole_file
 
 FORMAT = "sagellm-trace"
@@ -70,9 +77,11 @@ def _request(row: dict[str, Any], block_tokens: int, line: int) -> TraceRequest:
     block_ids = tuple(ints_of(row.get("block_ids", []), "block_ids", line))
     if block_ids and not block_tokens:
         raise InvalidInputError(f"line {line}: there are block_ids, and the head has no block_tokens")
+    num_prompt_tokens = count_of_tokens(num_prompt_tokens, "num_prompt_tokens", line)
+    check_covered(num_prompt_tokens, len(block_ids), block_tokens, "block_ids", line)
     return TraceRequest(
         number_of(row.get("arrival_s"), "arrival_s", line),
-        count_of_tokens(num_prompt_tokens, "num_prompt_tokens", line),
+        num_prompt_tokens,
         count_of_tokens(row.get("num_output_tokens"), "num_output_tokens", line),
         block_ids,
         block_tokens if block_ids else 0,

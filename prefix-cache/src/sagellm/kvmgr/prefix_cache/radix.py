@@ -200,7 +200,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             if namespace is None or not self._tree.leaves.has_quotas:
                 return self._evict(num_blocks, namespace)
             own = self._evict_own(num_blocks, namespace)
-            return own + self._evict(num_blocks - len(own), namespace)
+            return self._evict_after(own, num_blocks - len(own), namespace)
 
     def make_room(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
         """Drop what prevents inserting `num_blocks` in a namespace, and nothing else."""
@@ -212,7 +212,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             if account.max_blocks is not None:
                 num_blocks = min(num_blocks, account.max_blocks - account.num_blocks)
             num_over = len(self._tree.cached) + num_blocks - self.max_blocks
-            return own + self._evict(min(num_over, num_blocks), namespace)
+            return self._evict_after(own, min(num_over, num_blocks), namespace)
 
     def clear(self) -> list[BlockId]:
         """Drop everything that no lock or pin protects and return the blocks, whatever the policy is."""
@@ -235,6 +235,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
             cached = self._tree.cached
             wanted = [(source, target) for source, target in moves if source in cached]
             if not wanted:
+                self._tree.move_undelivered(moves)
                 return
             moved, targets = dict(wanted), [target for _, target in wanted]
             check_block_ids(targets)
@@ -244,6 +245,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 taken = sorted(cached.intersection(targets))
                 raise BlockError(f"blocks {taken} are in the cache; move to blocks that are not")
             self._tree.move(moved)
+            self._tree.move_undelivered(moves)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -360,7 +362,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 num_partial_hit_tokens=lookups.num_partial_hit_tokens,
                 num_nodes=tree.num_nodes,
                 num_blocks=num_blocks,
-                num_locked_blocks=num_blocks - tree.num_evictable,
+                num_locked_blocks=num_blocks + len(tree.undelivered) - tree.num_evictable,
                 max_blocks=self.max_blocks,
                 num_inserted_blocks=self._num_inserted,
                 num_inserted_partial_blocks=self._num_inserted_partials,
@@ -381,7 +383,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
             self._pins.check_integrity(self._tree.nodes())
             num_blocks = len(self._tree.cached)
             assert num_blocks <= self.max_blocks, f"{num_blocks} blocks, {self.max_blocks} allowed"
-            assert self._num_inserted - self._num_evicted == num_blocks, "blocks came or went uncounted"
+            num_held = num_blocks + len(self._tree.undelivered)
+            assert self._num_inserted - self._num_evicted == num_held, "blocks came or went uncounted"
             ghosts = self._tree.ghosts
             assert len(ghosts) <= ghosts.max_blocks, f"{len(ghosts)} ghosts, {ghosts.max_blocks} allowed"
 
@@ -398,6 +401,15 @@ class RadixPrefixCache(PrefixCacheProtocol):
         dropped = tree.evict(num_blocks, departure, own)
         self._num_evicted += len(dropped)
         return dropped
+
+    def _evict_after(self, own: list[BlockId], num_blocks: int, namespace: Namespace) -> list[BlockId]:
+        """Return `own`, which were dropped already, and more; the next eviction returns them on Ctrl-C."""
+        try:
+            return own + self._evict(num_blocks, namespace)
+        except BaseException:
+            self._num_evicted -= len(own)
+            self._tree.deliver_later(own)
+            raise
 
     def _evict_own(self, num_blocks: int, namespace: Namespace) -> list[BlockId]:
         """Drop as many of a tenant's own leaves' blocks as `num_blocks` more would exceed its quota by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import NamedTuple
@@ -54,6 +54,7 @@ class RadixTree:
         self.roots: dict[Namespace, PrefixNode] = {}
         self.cached: set[BlockId] = set()
         self.version = 0
+        self.undelivered: list[BlockId] = []  # dropped by a call that Ctrl-C ended; they count as evictable
         self.num_nodes = 0
         self.num_evictable = 0
         self._node_ids = map(NodeId, count(1))
@@ -194,41 +195,28 @@ class RadixTree:
     def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
         """Drop blocks, partial ones first and then those of unlocked leaves in order.
 
-        With `own`, an account, only its leaves are evicted.
+        With `own`, an account, only its leaves are evicted. What an interrupted call dropped comes first.
         """
-        dropped = self._drop_partials(num_blocks) if own is None and self.partials else []
-        leaves = self.leaves
+        dropped, self.undelivered = self.undelivered, []
         try:
-            if own is None and len(dropped) < num_blocks:
-                self._drop_whole(num_blocks - len(dropped), departure, dropped)
-            while (wanted := num_blocks - len(dropped)) > 0:
-                order = leaves.policy if own is None else leaves.of_account(own)
-                try:
-                    if (node := order.victim()) is None:
-                        break
-                    if type(node) is not PrefixNode or not node.parent or node.children or node.lock_count:
-                        raise wrong_victim(node)
-                    given = node.num_blocks
-                    if given > 1:  # a single block leaves no choice
-                        if type(given := order.num_victim_blocks(node, wanted)) is not int:
-                            raise TypeError(f"num_victim_blocks returned {given!r}; it must be an int")
-                        given = min(max(1, given), wanted, node.num_blocks)
-                except BaseException as error:
-                    if own is not None:  # that order is ours
-                        raise
-                    leaves.fail(error)
-                    continue
-                dropped += self._cut(node, given, departure)
-        finally:
-            self._leave(dropped)
+            self._drop(num_blocks, departure, own, dropped)
+        except BaseException:
+            self._keep_undelivered(dropped)
+            raise
+        self._leave(dropped)
         return dropped
 
     def clear(self, departure: Departure) -> list[BlockId]:
         """Drop every unlocked node and all partial blocks."""
-        dropped = self._drop_partials(len(self.partials))
-        for node in reversed(self.nodes()):
-            if not node.lock_count:
-                dropped += self._cut(node, node.num_blocks, departure)
+        dropped, self.undelivered = self.undelivered, []
+        dropped += self._drop_partials(len(self.partials))
+        try:
+            for node in reversed(self.nodes()):
+                if not node.lock_count:
+                    dropped += self._cut(node, node.num_blocks, departure)
+        except BaseException:
+            self._keep_undelivered(dropped)
+            raise
         self._leave(dropped)
         if dropped and not self.cached:
             self.events.emptied()
@@ -244,6 +232,17 @@ class RadixTree:
         self.cached.difference_update(moved)
         self.cached.update(moved.values())
 
+    def deliver_later(self, block_ids: list[BlockId]) -> None:
+        """Have the next eviction return blocks that left the tree, since the caller does not get them now."""
+        self.undelivered = self.undelivered + block_ids
+        self.num_evictable += len(block_ids)
+
+    def move_undelivered(self, moves: Iterable[tuple[BlockId, BlockId]]) -> None:
+        """Replace the first block of each pair by the second where an interrupted call has dropped it."""
+        if self.undelivered:
+            moved = dict(moves)
+            self.undelivered = [moved.get(block_id, block_id) for block_id in self.undelivered]
+
     def nodes(self) -> list[PrefixNode]:
         """Return all nodes but the roots, parents before their children."""
         nodes = [*self.roots.values()]
@@ -257,7 +256,7 @@ class RadixTree:
         assert found.block_ids == self.cached, "the set of cached blocks differs from the tree"
         assert found.num_nodes == self.num_nodes, f"{found.num_nodes} nodes, {self.num_nodes} counted"
         counted = f"{found.num_evictable} blocks are evictable, {self.num_evictable} counted"
-        assert found.num_evictable == self.num_evictable, counted
+        assert found.num_evictable + len(self.undelivered) == self.num_evictable, counted
         accounts = {
             name: (each.num_blocks, each.num_partial_blocks)
             for name, each in self.ledger.accounts.items()
@@ -332,13 +331,13 @@ class RadixTree:
 
     def _cut(self, node: PrefixNode, num_blocks: int, departure: Departure) -> list[BlockId]:
         """Remove the end of a leaf, or all of it; the caller subtracts its blocks."""
+        if self.events.sinks or self.events.keep is not None:
+            self.events.leaving(node, num_blocks, departure)  # first: Ctrl-C may end it
         usage = node.usage
         usage.num_blocks -= num_blocks
         usage.num_evicted_blocks += num_blocks
         if self.ghosts.max_blocks:
             self.ghosts.remember(keys_of(node, self.block_bytes)[-num_blocks:], node, departure)
-        if self.events.sinks or self.events.keep is not None:
-            self.events.leaving(node, num_blocks, departure)
         dropped = node.block_ids[-num_blocks:]
         if node.partials:
             dropped += self.partials.remove(node.partials)
@@ -364,6 +363,44 @@ class RadixTree:
         except BaseException as error:
             self.leaves.fail(error)
         return dropped
+
+    def _drop(self, num_blocks: int, departure: Departure, own: str | None, dropped: list[BlockId]) -> None:
+        """Remove blocks in order and add them to `dropped`, until it has `num_blocks`."""
+        if own is None and self.partials:
+            dropped += self._drop_partials(max(0, num_blocks - len(dropped)))
+        leaves = self.leaves
+        if own is None and len(dropped) < num_blocks:
+            self._drop_whole(num_blocks - len(dropped), departure, dropped)
+        while (wanted := num_blocks - len(dropped)) > 0:
+            order = leaves.policy if own is None else leaves.of_account(own)
+            try:
+                if (node := order.victim()) is None:
+                    break
+                if type(node) is not PrefixNode or not node.parent or node.children or node.lock_count:
+                    raise wrong_victim(node)
+                given = node.num_blocks
+                if given > 1:  # a single block leaves no choice
+                    if type(given := order.num_victim_blocks(node, wanted)) is not int:
+                        raise TypeError(f"num_victim_blocks returned {given!r}; it must be an int")
+                    given = min(max(1, given), wanted, node.num_blocks)
+            except BaseException as error:
+                if own is not None:  # that order is ours
+                    raise
+                leaves.fail(error)
+                continue
+            dropped += self._cut(node, given, departure)
+
+    def _announce(self, node: PrefixNode, departure: Departure) -> None:
+        """Announce that a leaf leaves which the policy has forgotten; if Ctrl-C ends that, it stays."""
+        leaves = self.leaves
+        try:
+            self.events.leaving(node, node.num_blocks, departure)
+        except BaseException:
+            leaves.remove_own(node)
+            leaves.on_insert(node)
+            leaves.add(node)
+            raise
+        leaves.remove_own(node)
 
     def _drop_whole(self, num_blocks: int, departure: Departure, dropped: list[BlockId]) -> None:
         """Remove the whole leaves that the policy yields, often hundreds; add their blocks to `dropped`."""
@@ -391,8 +428,7 @@ class RadixTree:
                     break
                 num_blocks -= given
                 if is_watched:
-                    events.leaving(node, given, departure)
-                    leaves.remove_own(node)
+                    self._announce(node, departure)
                 if remembers and (given > 1 or node.keys is None):  # keys, if any, include the first
                     keys_of(node, block_bytes)
                 usage = node.usage
@@ -441,6 +477,12 @@ class RadixTree:
         if block_ids:
             self._leave(block_ids)
         return block_ids
+
+    def _keep_undelivered(self, block_ids: list[BlockId]) -> None:
+        """Keep blocks that left the tree for the next caller, who frees them."""
+        self.version += 1
+        self.cached.difference_update(block_ids)
+        self.undelivered = block_ids
 
     def _leave(self, block_ids: list[BlockId]) -> None:
         self.version += 1

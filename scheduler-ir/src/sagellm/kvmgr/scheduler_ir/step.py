@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,8 +52,8 @@ class Step:
         self._available = ir.available_memory  # blocks left
         self._preempted: list[int] = []  # for lack of blocks
         self._preempted_for: list[int] = []  # who lacked them
-        self._gone = ir.preempted if ir.decisions else {}  # preempted by passes
-        self._deferred = ir.deferred if ir.decisions else {}
+        self._gone: Mapping[int, str] = ir.preempted if ir.decisions else {}  # preempted by passes
+        self._deferred: Mapping[int, str] = ir.deferred if ir.decisions else {}
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,10 @@ class Step:
         return self._ir.max_num_batched_tokens - self._budget
 
     def plan(self) -> SchedulePlan:
-        """Serve and admit with a few array operations; request by request only if blocks are short."""
+        """Serve and admit with a few array operations; request by request only if blocks are short.
+
+        The plan is read-only: passes are shown it before it is carried out.
+        """
         ir = self._ir
         turns = self._take_turns()
         if ir.running.num_prefills or len(turns.rows) > self._budget:
@@ -81,18 +84,22 @@ class Step:
                 rows, num_tokens, num_new_blocks = rows[served], num_tokens[served], num_new_blocks[served]
         admitted: list[Admission] = []
         reason = self._admit(admitted)
-        preempted = [*self._gone, *self._preempted]
+        preempted = (*self._gone, *self._preempted)
+        num_tokens = num_tokens.astype(np.int32, copy=False)
+        num_new_blocks = num_new_blocks.astype(np.int32, copy=False)
+        for column in (rows, num_tokens, num_new_blocks):
+            column.flags.writeable = False
         return SchedulePlan(
             pending=ir.pending,
             running=ir.running,
             step=ir.step,
             rows=rows,
-            num_tokens=num_tokens.astype(np.int32, copy=False),
-            num_new_blocks=num_new_blocks.astype(np.int32, copy=False),
-            admitted=admitted,
+            num_tokens=num_tokens,
+            num_new_blocks=num_new_blocks,
+            admitted=tuple(admitted),
             preempted=preempted,
-            preempted_for=[*(-1 for _ in self._gone), *self._preempted_for] if preempted else (),
-            swapped=[row for row in preempted if row in ir.swapped] if preempted else (),
+            preempted_for=(*(-1 for _ in self._gone), *self._preempted_for) if preempted else (),
+            swapped=tuple(row for row in preempted if row in ir.swapped) if preempted else (),
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
             decisions=ir.decisions,
