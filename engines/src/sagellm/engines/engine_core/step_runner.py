@@ -303,7 +303,7 @@ class StepRunner:
             row_of = np.repeat(np.arange(len(seats)), counts)
             within = np.arange(len(ids)) - (np.cumsum(counts) - counts)[row_of]
             seat_of, position = seats[row_of], before[row_of] + within
-        is_end = position + 1 >= table.max_total.take(seat_of)
+        is_end = position >= table.max_computed.take(seat_of)
         is_stop = table.stops.take(seat_of, 0) == ids[:, None]
         if np.count_nonzero(is_stop):
             is_end |= is_stop.any(1) & (position >= table.min_total[seat_of])
