@@ -145,10 +145,18 @@ class KVCacheManager:
         Raises OutOfBlocksError, and whatever a module raises; nothing is held in that case.
         """
         self.epoch += 1
-        tokens = sequence.waiting_ids
+        tokens, namespace = sequence.waiting_ids, sequence.request.namespace
         num_tokens, first_time = len(tokens), sequence.num_cached_tokens is None
         reusable = self._reusable(sequence, tokens)
-        match = self._lock_prefix(sequence, reusable, num_tokens if first_time else None)
+        num_lookup_tokens = num_tokens if first_time else None
+        match = self._probed.pop(sequence.sequence_id, None)
+        if match is None:
+            match = self.cache.match_prefix(reusable, namespace)
+        try:
+            match = self.cache.lock(match, num_lookup_tokens=num_lookup_tokens)
+        except StaleMatchError:  # the cache has changed since it was probed
+            match = self.cache.match_prefix(reusable, namespace)
+            match = self.cache.lock(match, num_lookup_tokens=num_lookup_tokens)
         num_cached, cached = match.match_length, match.block_ids
         held: list[list[BlockId]] = []  # references to give back if a module raises
         try:
@@ -397,18 +405,6 @@ class KVCacheManager:
             sequence.waiting_ids = sequence.token_ids()
             self.seats.leave(sequence.seat)
             sequence.seat = None
-
-    def _lock_prefix(
-        self, sequence: Sequence, reusable: TokenIds, num_lookup_tokens: int | None
-    ) -> PrefixMatch:
-        """Lock what is cached of a sequence, as probed in this step unless the cache has changed since."""
-        if (probed := self._probed.pop(sequence.sequence_id, None)) is not None:
-            try:
-                return self.cache.lock(probed, num_lookup_tokens=num_lookup_tokens)
-            except StaleMatchError:
-                pass
-        match = self.cache.match_prefix(reusable, sequence.request.namespace)
-        return self.cache.lock(match, num_lookup_tokens=num_lookup_tokens)
 
     def _reusable(self, sequence: Sequence, tokens: TokenIds) -> TokenIds:
         # Tokens whose logits are wanted are computed: at least the last one.
