@@ -176,9 +176,9 @@ class Scheduler:
         return late
 
     def shut_out(self) -> Sequence | None:
-        """Return a waiting sequence for which there is no room even though nothing runs.
+        """Return the first waiting sequence that does not fit even though nothing runs.
 
-        It is the first such; one that passes put before it may be what the last plan lacked blocks for.
+        Passes may put another one before it, and the last plan may have lacked blocks for that.
         """
         if self._running:
             return None
