@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sagellm.core.errors import BlockError, EngineError, OutOfBlocksError
 from sagellm.core.ids import BlockId, SequenceId
@@ -13,8 +14,7 @@ Evictor = Callable[[int], int]
 """Called with a number of blocks wanted; frees what it can and returns how many it freed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockAllocationRequest:
+class BlockAllocationRequest(NamedTuple):
     """A sequence's request for blocks. Larger priorities are more urgent."""
 
     num_blocks: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant, hash_of
-from sagellm.core.tokens import TokenIdsLike, pack
+from sagellm.core.tokens import TokenIds, TokenIdsLike, pack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +57,8 @@ class ScheduleRequest:
     tenant: Tenant = DEFAULT_TENANT
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", pack(self.token_ids))
+        if not isinstance(self.token_ids, TokenIds):
+            object.__setattr__(self, "token_ids", pack(self.token_ids))
         if self.num_tokens == 0:
             object.__setattr__(self, "num_tokens", len(self.token_ids))
 
@@ -119,6 +120,17 @@ class RequestRows(Sequence[ScheduleRequest]):
         return self._make(int(self._index[row]))
 
     @property
+    def positions(self) -> Ints:
+        """The positions of all rows: 0, 1, …"""
+        positions: Ints | None = self._kept.get("positions")
+        if positions is None:
+            import numpy as np
+
+            positions = self._kept["positions"] = np.arange(len(self), dtype=np.int32)
+            positions.setflags(write=False)
+        return positions
+
+    @property
     def priority(self) -> Ints:
         """Larger is more urgent."""
         column: Ints = self._column("priority")
@@ -156,7 +168,7 @@ class RequestRows(Sequence[ScheduleRequest]):
             import numpy as np
 
             missing = np.maximum(self.num_tokens - self.num_computed_tokens, 0)
-            missing.flags.writeable = False
+            missing.setflags(write=False)
             self._gathered["num_missing"] = missing
         return missing
 
@@ -252,7 +264,7 @@ class RequestRows(Sequence[ScheduleRequest]):
         column = gathered.get(name)
         if column is None:
             column = self._columns[name].take(self._index)
-            column.flags.writeable = False
+            column.setflags(write=False)
             gathered[name] = column
         return column
 

@@ -222,7 +222,7 @@ class ScheduleIR:
                     f"it must have {len(getattr(self, target))}"
                 )
             positions = np.flatnonzero(positions)
-        positions.flags.writeable = False
+        positions.setflags(write=False)
         return positions
 
     def _order(self, part: Part) -> npt.NDArray[np.intp]:
@@ -232,11 +232,13 @@ class ScheduleIR:
             if (decision.kind, decision.target) == ("order", part):
                 return decision.rows
         order = self.running.by_rank() if part == "running" else np.arange(len(self.pending))
-        order.flags.writeable = False
+        order.setflags(write=False)
         return order
 
     def _values(self, kind: str) -> Mapping[int, str]:
         """Return a read-only view, since later passes and the plan use the same one."""
+        if not self.decisions:
+            return _NONE
         values = {
             row: str(decision.value)
             for decision in self.decisions
@@ -246,6 +248,7 @@ class ScheduleIR:
         return MappingProxyType(values)
 
 
+_NONE: Mapping[int, str] = MappingProxyType({})
 _DERIVED_FROM_DECISIONS = ("admission", "preemption", "deferred", "preempted", "swapped")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId, SequenceId
@@ -26,8 +26,7 @@ Seat = NewType("Seat", int)
 """Where a running sequence sits: its row in the tables of the core and of every worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatArrival:
+class SeatArrival(NamedTuple):
     """A sequence that takes a seat, with everything that a worker needs to know about it.
 
     A preempted sequence arrives again with its output so far, so that a worker keeps nothing about departed

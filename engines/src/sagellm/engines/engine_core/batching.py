@@ -67,29 +67,28 @@ class BatchingMeter:
         available_blocks -= int(plan.num_new_blocks.sum())
         num_waiting_tokens = 0
         admitted = {entry.row: entry for entry in plan.admitted}
-        num_tokens = waiting.num_tokens
-        for row in range(len(waiting)):
-            if num_seats == 0 or available_blocks <= 0 or num_waiting_tokens >= self._budget:
+        for row in range(min(num_seats, len(waiting))):
+            if available_blocks <= 0 or num_waiting_tokens >= self._budget:
                 break
-            wanted = int(num_tokens[row])
+            wanted = waiting.num_tokens.item(row)
             known = admitted.get(row)
             available_blocks -= num_blocks_for(wanted) if known is None else known.num_new_blocks
             if available_blocks < 0:
                 break
             num_waiting_tokens += wanted - (0 if known is None else known.hit)
-            num_seats -= 1
         if not num_waiting_tokens:
             return
-        num_running_tokens = int(running.num_missing.sum())
+        num_tokens = plan.num_scheduled_tokens
+        num_admissible = int(running.num_missing.sum()) + num_waiting_tokens
         step = BatchStep(
-            num_useful_tokens=plan.num_scheduled_tokens,
-            token_budget=self._budget,
-            num_admissible_tokens=num_running_tokens + num_waiting_tokens,
+            num_useful_tokens=num_tokens, token_budget=self._budget, num_admissible_tokens=num_admissible
         )
         self._metrics.num_steps += 1
-        self._metrics.sum_of_shares += batching_efficiency([step])
-        lowered = replace(step, token_budget=_lowered(plan, self._budget))
-        self._metrics.sum_of_lowered_shares += batching_efficiency([lowered])
+        share = lowered_share = batching_efficiency([step])
+        if (lowered := _lowered(plan, self._budget)) != self._budget:
+            lowered_share = batching_efficiency([replace(step, token_budget=lowered)])
+        self._metrics.sum_of_shares += share
+        self._metrics.sum_of_lowered_shares += lowered_share
 
     def metrics(self) -> BatchingMetrics:
         """Return a copy of the counts so far."""

@@ -204,7 +204,7 @@ class EngineCore(EngineProtocol):
         )
         for num_new in (warming.num_tokens, 1):
             self.steps.submit(
-                PlannedStep(seats=np.array([seat], np.int32), num_new=np.array([num_new], np.int32)), ()
+                PlannedStep(seats=np.array([seat], np.intp), num_new=np.array([num_new], np.int32)), ()
             )
             for error in (error for result in self.steps.collect(0) for error in result.errors.values()):
                 raise EngineError(f"the engine failed at its first step: {error}") from error

@@ -31,7 +31,7 @@ from sagellm.core import (
     headers_of,
 )
 from sagellm.engines.engine_core.request_log import RequestLog
-from sagellm.engines.engine_core.seats import Ints, Seats
+from sagellm.engines.engine_core.seats import Ints, Places, Seats
 from sagellm.engines.engine_core.sequence import Sequence
 
 
@@ -85,7 +85,7 @@ class KVCacheManager:
         self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
         self._owed: list[BlockId] = []  # dropped by the cache, not yet freed
         self._copies: list[tuple[BlockId, BlockId]] = []
-        self._probed: dict[SequenceId, PrefixMatch] = {}  # in this step
+        self._probed: dict[SequenceId, tuple[TokenIds, PrefixMatch]] = {}  # in this step, of which tokens
         self.epoch = 0  # changes whenever an answer of `probe` may
         self.evictor: Callable[[int, Namespace | None], int] = self.evict
 
@@ -101,8 +101,9 @@ class KVCacheManager:
     def probe(self, sequence: Sequence) -> PrefixHit:
         """Return what admitting a waiting sequence would reuse and what it would take."""
         tokens = sequence.token_ids()
-        match = self.cache.match_prefix(self._reusable(sequence, tokens), sequence.request.namespace)
-        self._probed[sequence.sequence_id] = match
+        reusable = self._reusable(sequence, tokens)
+        match = self.cache.match_prefix(reusable, sequence.request.namespace)
+        self._probed[sequence.sequence_id] = reusable, match
         new_blocks = self.num_blocks_for(len(tokens)) - len(match.block_ids)
         return PrefixHit(match.match_length, new_blocks + self.cache.num_idle_blocks(match))
 
@@ -147,11 +148,13 @@ class KVCacheManager:
         self.epoch += 1
         tokens, namespace = sequence.waiting_ids, sequence.request.namespace
         num_tokens, first_time = len(tokens), sequence.num_cached_tokens is None
-        reusable = self._reusable(sequence, tokens)
         num_lookup_tokens = num_tokens if first_time else None
-        match = self._probed.pop(sequence.sequence_id, None)
-        if match is None:
+        probed = self._probed.pop(sequence.sequence_id, None)
+        if probed is None:
+            reusable = self._reusable(sequence, tokens)
             match = self.cache.match_prefix(reusable, namespace)
+        else:
+            reusable, match = probed
         try:
             match = self.cache.lock(match, num_lookup_tokens=num_lookup_tokens)
         except StaleMatchError:  # the cache has changed since it was probed
@@ -182,27 +185,21 @@ class KVCacheManager:
             sequence.num_cached_tokens = num_cached
             self.log.add(sequence, explain, self._clock.now_ns())
 
-    def reserve(self, seats: Ints, num_tokens: Ints) -> list[int]:
+    def reserve(self, seats: Places, num_tokens: Ints) -> list[int]:
         """Give each sequence the blocks it still needs to hold so many tokens, in this order.
 
         Returns the places of those that got none for lack of blocks. What was given stays given if a module
         raises.
         """
-        held = self.seats.num_blocks[seats].tolist()
-        wanted = zip(num_tokens.tolist(), held, strict=True)
-        missing = [self.num_blocks_for(number) - before for number, before in wanted]
-        may_evict = sum(missing) > self._pool.get_free_blocks()
-        without: list[int] = []
-        given: list[list[BlockId]] = []
-        try:
-            for sequence, num_blocks in zip(self.seats.sequences[seats].tolist(), missing, strict=True):
-                try:
-                    given.append(self._allocate(sequence, num_blocks, may_evict=may_evict))
-                except OutOfBlocksError:
-                    without.append(len(given))
-                    given.append([])
-        finally:
-            self.seats.append_blocks(seats[: len(given)], given)
+        table, without = self.seats, []
+        for place, (seat, number) in enumerate(zip(seats.tolist(), num_tokens.tolist(), strict=True)):
+            missing = self.num_blocks_for(number) - table.num_blocks.item(seat)
+            if missing <= 0:
+                continue
+            try:
+                table.append_blocks(seat, self._allocate(table.sequences[seat], missing))
+            except OutOfBlocksError:
+                without.append(place)
         return without
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
@@ -410,18 +407,13 @@ class KVCacheManager:
         # Tokens whose logits are wanted are computed: at least the last one.
         return tokens[: sequence.num_scored if sequence.num_scored < sequence.num_to_score else -1]
 
-    def _allocate(self, sequence: Sequence, num_blocks: int, *, may_evict: bool = True) -> list[BlockId]:
-        if num_blocks <= 0:
-            return []
+    def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
         given = sequence.request
-        if may_evict and num_blocks <= self.total_blocks:
-            missing = num_blocks - self._pool.get_free_blocks()
+        missing = num_blocks - self._pool.get_free_blocks()
+        if num_blocks <= self.total_blocks:
             while missing > 0 and (num_evicted := self.evictor(missing, given.namespace)):
                 missing -= num_evicted
-        request = BlockAllocationRequest(
-            num_blocks=num_blocks, sequence_id=sequence.sequence_id, priority=given.priority
-        )
-        return self._pool.allocate(request)
+        return self._pool.allocate(BlockAllocationRequest(num_blocks, sequence.sequence_id, given.priority))
 
     def _free_dropped(self, dropped: list[BlockId]) -> int:
         """Free what the cache dropped; if the pool raises, the next call retries."""

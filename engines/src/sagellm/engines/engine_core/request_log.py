@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sagellm.core import (
     InvalidInputError,
@@ -22,8 +22,7 @@ _MAX_TOKENS = 1 << 20
 _MIN_CHARACTERS, _MAX_LISTED = 4, 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedRequest:
+class LoggedRequest(NamedTuple):
     """One request at its first admission."""
 
     request_id: RequestId
@@ -49,11 +48,11 @@ class RequestLog:
         requests, request = self._requests, sequence.request
         requests.append(
             LoggedRequest(
-                request_id=request.request_id,
-                namespace=request.namespace,
-                token_ids=request.token_ids,
-                admitted_ns=admitted_ns,
-                explain=explain,
+                request.request_id,
+                request.namespace,
+                request.token_ids,
+                admitted_ns,
+                explain,
                 is_scored=sequence.num_to_score > 0,
             )
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import Any
 
@@ -28,10 +27,10 @@ from sagellm.core import (
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.seats import RemainingColumns
+from sagellm.engines.engine_core.seats import Places, RemainingColumns
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
-from sagellm.engines.engine_core.waiting import WaitingRows, admission_order, schedule_request
+from sagellm.engines.engine_core.waiting import WaitingRows, place_of, schedule_request
 
 Ints = npt.NDArray[np.int32]
 logger = get_logger(__name__)
@@ -73,7 +72,7 @@ class Scheduler:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
-        self._running_seats: Ints = np.empty(0, np.int32)
+        self._running_seats: Places = np.empty(0, np.intp)
         self._kept_columns: dict[str, Any] = {}  # gathered for the rows of these
         self._running_columns = RemainingColumns(
             kv.seats.schedule_columns.arrays,
@@ -146,7 +145,8 @@ class Scheduler:
                 available_blocks=available_blocks,
                 num_blocks_for=self._kv.num_blocks_for,
             )
-        served = self._running_seats.take(plan.rows)
+        is_all = plan.rows is running.positions
+        served = self._running_seats if is_all else self._running_seats.take(plan.rows)
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
         for row in sorted(plan.preempted, reverse=True):
             self._preempt(self._running[row], is_swapped=row in plan.swapped)
@@ -222,20 +222,20 @@ class Scheduler:
             last_scheduled_step=int(seats.last_step[seat]),
         )
 
-    def _carry_out(self, plan: SchedulePlan, served: Ints, admitted: Seq[Sequence]) -> PlannedStep | None:
+    def _carry_out(self, plan: SchedulePlan, served: Places, admitted: Seq[Sequence]) -> PlannedStep | None:
         """Take the blocks of a plan; sequences that get none are left out."""
         seats, num_new = served, plan.num_tokens
         rows = plan.num_new_blocks.nonzero()[0]
         if len(rows):
-            growing = served[rows]
-            num_tokens = self._seats.num_computed[growing] + num_new[rows]
+            growing = served.take(rows)
+            num_tokens = self._seats.num_computed.take(growing) + num_new.take(rows)
             if without := self._kv.reserve(growing, num_tokens):
                 for seat in growing[without].tolist():
                     self.log.without_blocks(Seat(seat))
                 seats, num_new = np.delete(served, rows[without]), np.delete(num_new, rows[without])
         if plan.admitted:
             new = self._admit(plan, admitted)
-            seats = np.concatenate((seats, np.array([seat for seat, _ in new], np.int32)))
+            seats = np.concatenate((seats, np.array([seat for seat, _ in new], np.intp)))
             num_new = np.concatenate((num_new, np.array([number for _, number in new], np.int32)))
         return PlannedStep(seats=seats, num_new=num_new) if len(seats) else None
 
@@ -273,13 +273,12 @@ class Scheduler:
         self._waiting.remove(*started)
         for sequence in started:
             sequence.status = RequestStatus.RUNNING
-            place = bisect_right(self._running, admission_order(sequence), key=admission_order)
-            self._running.insert(place, sequence)
+            self._running.insert(place_of(sequence, self._running), sequence)
         if self._running[-len(started) :] == started:
-            new = np.array([each.seat for each in started], np.int32)
+            new = np.array([each.seat for each in started], np.intp)
             self._running_seats = np.concatenate((self._running_seats, new))
         else:
-            self._running_seats = np.array([each.seat for each in self._running], np.int32)
+            self._running_seats = np.array([each.seat for each in self._running], np.intp)
         self._kept_columns = {}
 
     def _stop_running(self, sequence: Sequence) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
 
 Ints = npt.NDArray[np.int32]
+Places = npt.NDArray[np.intp]  # indices in a type that numpy need not convert
 _MOST = (1 << 31) - 1
 
 FIRST_BLOCKS = 256
@@ -84,7 +85,6 @@ class Seats:
     def __init__(self, num_seats: int, *, block_size: int) -> None:
         """Create empty seats. Their tables widen with the longest sequence."""
         self.block_size = block_size
-        self.num_prompt: Ints = np.zeros(num_seats, np.int32)
         self.num_tokens: Ints = np.zeros(num_seats, np.int32)  # known: prompt and output
         self.num_computed: Ints = np.zeros(num_seats, np.int32)
         self.num_committed: Ints = np.zeros(num_seats, np.int32)
@@ -94,6 +94,7 @@ class Seats:
         self.max_computed: Ints = np.zeros(num_seats, np.int32)  # one less: the last token is never computed
         self.min_total: Ints = np.zeros(num_seats, np.int32)  # tokens up to which no stop token counts
         self.schedule_columns = ScheduleColumns(num_seats)
+        self.num_prompt: Ints = self.schedule_columns.arrays["num_prompt_tokens"]
         self.last_step: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # in which it was scheduled
         self.generation: Ints = np.zeros(num_seats, np.int32)
         self.is_held = np.zeros(num_seats, np.bool_)  # drafts are in flight: what follows is not known
@@ -119,7 +120,7 @@ class Seats:
         seat, request, params = Seat(self._free.pop()), sequence.request, sequence.params
         num_prompt, num_tokens = len(request.token_ids), len(tokens)
         num_blocks, stops = len(block_ids), sorted(sequence.stop_token_ids)
-        self.num_prompt[seat], self.num_tokens[seat] = num_prompt, num_tokens
+        self.num_tokens[seat] = num_tokens
         self.num_computed[seat] = self.num_committed[seat] = num_computed
         self.num_in_flight[seat] = self.num_blocks[seat] = 0
         self.max_total[seat] = num_prompt + request.max_tokens
@@ -133,7 +134,8 @@ class Seats:
         if sequence.num_scored < sequence.num_to_score:
             self.scored.add(seat)
         self.stops[seat] = -1
-        self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
+        if stops:
+            self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
         if num_blocks > self.tables.shape[1]:
             self._widen(num_blocks)
         self.tokens[seat, :num_tokens] = np.frombuffer(tokens.data, np.int32)
@@ -142,13 +144,7 @@ class Seats:
         self._updates.append((seat, 0, num_blocks))
         self.sequences[seat], self.sequence_ids[seat] = sequence, sequence.sequence_id
         self._arrivals[seat] = SeatArrival(
-            seat=seat,
-            sequence_id=sequence.sequence_id,
-            token_ids=tokens,
-            num_prompt=num_prompt,
-            params=params,
-            seed=sequence.seed,
-            stop_token_ids=sequence.stop_token_ids,
+            seat, sequence.sequence_id, tokens, num_prompt, params, sequence.seed, sequence.stop_token_ids
         )
         return seat
 
@@ -169,20 +165,18 @@ class Seats:
         known: Ints = np.minimum(self.num_tokens + self.num_in_flight, self.max_computed)
         return np.where(self.is_held, self.num_computed, known) if np.count_nonzero(self.is_held) else known
 
-    def append_blocks(self, seats: Ints, block_ids: Seq[Seq[BlockId]]) -> None:
-        """Append blocks to the tables of sequences."""
-        lengths = [*map(len, block_ids)]
-        begins = self.num_blocks[seats]
-        ends = begins + lengths
-        if (width := max(ends.tolist(), default=0)) > self.tables.shape[1]:
-            self._widen(width)
-        self.num_blocks[seats] = ends
-        if lengths.count(1) == len(lengths):  # as for decodes
-            self.tables[seats, begins] = [block_id for (block_id,) in block_ids]
-            self._updates += zip(seats.tolist(), begins.tolist(), ends.tolist(), strict=True)
-            return
-        for seat, begin, each in zip(seats.tolist(), begins.tolist(), block_ids, strict=True):
-            self.set_blocks(Seat(seat), begin, each)
+    def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
+        """Append blocks to a sequence's table. One by one, since fewer than a hundred grow in most steps."""
+        begin = self.num_blocks.item(seat)
+        end = begin + len(block_ids)
+        if end > self.tables.shape[1]:
+            self._widen(end)
+        if end == begin + 1:  # as for decodes
+            self.tables[seat, begin] = block_ids[0]
+        else:
+            self.tables[seat, begin:end] = block_ids
+        self.num_blocks[seat] = end
+        self._updates.append((seat, begin, end))
 
     def set_blocks(self, seat: Seat, begin: int, block_ids: Seq[BlockId]) -> None:
         """Replace entries of a sequence's table."""

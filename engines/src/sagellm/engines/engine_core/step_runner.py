@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +26,17 @@ from sagellm.core import (
     WriteBlocks,
     verify_output,
 )
-from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.seats import Places, Seats
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 _NO_SEATS: Ints = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """What the scheduler wants computed: a number of tokens per seat, which already has blocks for them."""
 
-    seats: Ints
+    seats: Places
     num_new: Ints  # drafts included
     drafts: Runs | None = None
 
@@ -50,7 +50,7 @@ class PlannedStep:
 class StepResult:
     """What a collected step did to sequences that still have their seats. Tokens end at the first stop."""
 
-    seats: Ints  # (rows,)
+    seats: Places  # (rows,)
     tokens: Runs  # of the rows
     is_first: Bools  # (rows,) whether these are the first tokens of its output
     is_over: Bools  # (rows,) whether the last of these tokens ends it
@@ -120,7 +120,7 @@ class StepRunner:
         stops = starts + planned.num_new
         is_sampled = stops >= (table.num_tokens + table.num_in_flight).take(seats)
         step = self._step(
-            seats=seats,
+            seats=seats.astype(np.int32),
             num_new=planned.num_new,
             starts=starts,
             is_sampled=is_sampled,
@@ -184,7 +184,7 @@ class StepRunner:
         )
 
     def _submit(self, step: StepInput) -> None:
-        self._flights.append(self._flight(step, self._seats.generation[step.seats]))
+        self._flights.append(self._flight(step, self._seats.generation.take(step.seats)))
         try:
             self._executor.submit(step)
         except BaseException:  # KeyboardInterrupt: repeat what the worker may not have seen
@@ -267,7 +267,7 @@ class StepRunner:
         if np.count_nonzero(is_live) < len(is_live):
             rows = np.flatnonzero(is_live)
             step, output = _rows_of(step, rows), _outputs_of(output, rows)
-        table, seats = self._seats, step.seats
+        table, seats = self._seats, step.seats.astype(np.intp)  # or each use would convert them
         before = table.num_tokens.take(seats)
         runs, is_over = self._append(seats, before, output.tokens)
         table.num_tokens[seats] = after = before + runs.counts
@@ -294,7 +294,7 @@ class StepRunner:
             scores={Seat(int(seats[row])): scores for row, scores in output.scores.items()},
         )
 
-    def _append(self, seats: Ints, before: Ints, runs: Runs) -> tuple[Runs, Bools]:
+    def _append(self, seats: Places, before: Ints, runs: Runs) -> tuple[Runs, Bools]:
         """Append runs of tokens, each up to the first that ends its sequence; return what was appended."""
         table, ids, counts = self._seats, runs.ids, runs.counts
         is_single = len(ids) == len(seats) == np.count_nonzero(counts)
@@ -325,7 +325,7 @@ class StepRunner:
         table.tokens[seat_of, position] = ids
         return Runs(ids, counts), is_over
 
-    def _scored(self, seats: Ints, starts: Ints, num_new: Ints) -> list[Scored]:
+    def _scored(self, seats: Places, starts: Ints, num_new: Ints) -> list[Scored]:
         scored = []
         for row, seat in enumerate(seats.tolist()):
             if seat not in self._seats.scored:
@@ -339,9 +339,9 @@ class StepRunner:
 
 
 def _failed(seat: Seat, error: BaseException) -> StepResult:
-    none = np.zeros(0, np.bool_)
+    seats, none = np.zeros(0, np.intp), np.zeros(0, np.bool_)
     nothing = Runs(_NO_SEATS, _NO_SEATS)
-    return StepResult(seats=_NO_SEATS, tokens=nothing, is_first=none, is_over=none, errors={seat: error})
+    return StepResult(seats=seats, tokens=nothing, is_first=none, is_over=none, errors={seat: error})
 
 
 def _rows_of(step: StepInput, rows: npt.NDArray[np.intp]) -> StepInput:

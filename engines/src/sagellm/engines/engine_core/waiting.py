@@ -45,7 +45,7 @@ class WaitingRows:
         self._columns.put(row, sequence)
         self._num_tokens[row] = sequence.num_tokens
         self._row_of[sequence.sequence_id], self._by_row[row] = row, sequence
-        place = bisect_right(self._sequences, admission_order(sequence), key=admission_order)
+        place = place_of(sequence, self._sequences)
         self._sequences.insert(place, sequence)
         self._order = np.concatenate((self._order[:place], (row,), self._order[place:]), dtype=np.int32)
         return place
@@ -115,6 +115,16 @@ def schedule_request(sequence: Sequence, *, num_tokens: int, **counts: int) -> S
     )
 
 
-def admission_order(sequence: Sequence) -> tuple[int, int]:
-    """Return the sort key of waiting and running sequences."""
+def place_of(sequence: Sequence, sequences: list[Sequence]) -> int:
+    """Return where a sequence belongs among others: the most urgent first, and among equals the earliest.
+
+    Most often that is behind the last one.
+    """
+    order = _admission_order(sequence)
+    if not sequences or _admission_order(sequences[-1]) <= order:
+        return len(sequences)
+    return bisect_right(sequences, order, key=_admission_order)
+
+
+def _admission_order(sequence: Sequence) -> tuple[int, int]:
     return (-sequence.request.priority, sequence.request.arrival_ns)

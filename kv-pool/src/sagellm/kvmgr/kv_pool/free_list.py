@@ -30,6 +30,10 @@ class FreeListAllocator(KVAllocatorProtocol):
         available = len(self._stack)
         if num_blocks > available:
             raise shortage(num_blocks, available, self._total_blocks)
+        if num_blocks == 1:  # as for decodes
+            block_id = self._stack.pop()
+            self._allocated.add(block_id)
+            return [block_id]
         block_ids = self._stack[: -num_blocks - 1 : -1]
         del self._stack[-num_blocks:]
         self._allocated.update(block_ids)

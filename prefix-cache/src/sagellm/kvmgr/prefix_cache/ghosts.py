@@ -47,6 +47,9 @@ class GhostRun(NamedTuple):
 _Entry: TypeAlias = tuple[NodeId, int, int, Departure]
 
 
+NO_GHOSTS = GhostRun(None, 0)
+
+
 class Ghosts:
     """Ghosts by the key of a block's content (`block_keys`); beyond the budget the oldest are dropped.
 
@@ -127,7 +130,7 @@ class Ghosts:
                 break
             first = ghost if first is None else first
             num_blocks += 1
-        return GhostRun(None if first is None else Ghost(*first), num_blocks)
+        return NO_GHOSTS if first is None else GhostRun(Ghost(*first), num_blocks)
 
     def revive(self, key: int, edge: bytes, block_bytes: int, keys: list[int]) -> tuple[Ghost | None, int]:
         """Forget the ghosts of an edge that is back in the cache; `key` is its parent's.

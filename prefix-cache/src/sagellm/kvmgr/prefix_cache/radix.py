@@ -31,7 +31,7 @@ from sagellm.core.protocols.prefix_cache import (
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.tokens import TokenIds, TokenIdsLike, pack
-from sagellm.kvmgr.prefix_cache.ghosts import Departure, GhostRun
+from sagellm.kvmgr.prefix_cache.ghosts import NO_GHOSTS, Departure, GhostRun
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 from sagellm.kvmgr.prefix_cache.limits import (
     Limits,
@@ -131,7 +131,8 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 self._tree.partials.touch(match.partial.block_id)
             if num_lookup_tokens is not None:
                 self._lookups.count(num_lookup_tokens, match.match_length, match.namespace)
-            return match._replace(node=node, version=self._tree.version)
+            length, block_ids, namespace, _, _, partial = match  # `_replace` takes three times as long
+            return PrefixMatch(length, block_ids, namespace, node, self._tree.version, partial)
 
     def unlock(self, match: PrefixMatch) -> None:
         """Undo one `lock`; a match without a whole block was never locked.
@@ -323,7 +324,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 end = node or tree.roots.get(match.namespace)
                 agreed = None if end is None else find_partial(end, data, position, size)
                 diverges_at += agreed.num_tokens if agreed else 0
-            ghosts = GhostRun(None, 0)
+            ghosts = NO_GHOSTS
             if len(data) - position >= size:
                 key = hash(match.namespace)
                 if node is not None:

@@ -67,11 +67,12 @@ class Step:
         """
         ir = self._ir
         turns = self._take_turns()
+        num_tokens = turns.missing
         if ir.running.num_prefills or len(turns.rows) > self._budget:
             num_tokens = _share(turns.missing, self._budget, is_rotated=turns.is_rotated)
-        else:
-            num_tokens = turns.missing
-        num_new_blocks, num_blocks = _num_blocks_beyond(turns, num_tokens, ir.block_size)
+        num_new_blocks, num_blocks = _num_blocks_beyond(
+            turns, num_tokens, ir.block_size, are_decodes=not ir.running.num_prefills
+        )
         if num_blocks > self._available:
             rows, num_tokens, num_new_blocks = self._serve_short(turns)
         else:
@@ -83,12 +84,12 @@ class Step:
                 served = np.flatnonzero(num_tokens)
                 rows, num_tokens, num_new_blocks = rows[served], num_tokens[served], num_new_blocks[served]
         admitted: list[Admission] = []
-        reason = self._admit(admitted)
+        reason = self._admit(admitted) if len(ir.pending) else None
         preempted = (*self._gone, *self._preempted)
         num_tokens = num_tokens.astype(np.int32, copy=False)
         num_new_blocks = num_new_blocks.astype(np.int32, copy=False)
         for column in (rows, num_tokens, num_new_blocks):
-            column.flags.writeable = False
+            column.setflags(write=False)
         return SchedulePlan(
             pending=ir.pending,
             running=ir.running,
@@ -107,7 +108,7 @@ class Step:
 
     def _take_turns(self) -> _Turns:
         ir, running = self._ir, self._ir.running
-        rows = np.arange(len(running), dtype=np.int32)
+        rows = running.positions
         num_computed, num_blocks = running.num_computed_tokens, running.num_blocks
         missing = running.num_missing
         if ir.decisions:
@@ -172,14 +173,17 @@ class Step:
         """
         ir, deferred = self._ir, self._deferred
         if self._preempted:
-            return "preemption" if len(ir.pending) else None
+            return "preemption"
         seats = ir.max_num_seqs - len(ir.running) + len(self._gone)
         if seats < 1 and len(ir.pending) > len(deferred):
             return "seats"
         order: Iterable[int] = range(len(ir.pending))
         caps = None
         if ir.decisions:
-            order = [row for row in ir.admission.tolist() if row not in deferred]
+            rows = ir.admission
+            if deferred:
+                rows = rows[~np.isin(rows, list(deferred))]
+            order = rows[: seats + 1].tolist()
             caps = ir.caps("pending")
         for row in order:
             if seats < 1:
@@ -222,12 +226,16 @@ def _share(missing: Ints, budget: int, *, is_rotated: bool) -> Ints:
     return np.minimum(missing, slack + 1).astype(np.int32)
 
 
-def _num_blocks_beyond(turns: _Turns, num_tokens: Ints, block_size: int) -> tuple[Ints, int]:
+def _num_blocks_beyond(
+    turns: _Turns, num_tokens: Ints, block_size: int, *, are_decodes: bool
+) -> tuple[Ints, int]:
     """Return the blocks that each request needs beyond those it holds, none for no tokens, and their sum."""
-    free = turns.num_blocks * block_size - turns.num_computed - num_tokens
-    if not np.count_nonzero(free < 0):
-        return np.zeros(len(free), np.int32), 0
-    needed: Ints = np.maximum(-(free // block_size), 0)
+    num_held, num_needed = turns.num_blocks * block_size, turns.num_computed + num_tokens
+    is_short = num_needed > num_held
+    num_short = int(np.count_nonzero(is_short))
+    if are_decodes or not num_short:  # one token needs at most one block
+        return is_short.astype(np.int32), num_short
+    needed: Ints = np.maximum(-((num_held - num_needed) // block_size), 0)
     if np.count_nonzero(num_tokens) < len(num_tokens):
         needed[num_tokens == 0] = 0
     return needed, int(needed.sum())

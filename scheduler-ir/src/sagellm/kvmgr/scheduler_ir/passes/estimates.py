@@ -73,5 +73,6 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     prompt_ns = cost.predict_ns(StepWork(0, 1, start, 0, 1)) - cost.base_ns
     decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
     target_ns, fixed_ns = 1e6 * target_ms, decodes_ns + prompt_ns
-    least_ns = np.clip(STRETCH * target_ns - fixed_ns, min_share / 4 * target_ns, min_share * target_ns)
-    return cost.num_tokens_within(prompt_ns + max(target_ns - fixed_ns, float(least_ns)), start)
+    share_ns = min_share * target_ns
+    least_ns = min(max(STRETCH * target_ns - fixed_ns, share_ns / 4), share_ns)
+    return cost.num_tokens_within(prompt_ns + max(target_ns - fixed_ns, least_ns), start)
