@@ -89,6 +89,17 @@ def test_deadlines_pass_in_any_order_of_arrival(engine, clock):
     assert set(finished(engine)) == {"2"}
 
 
+def test_an_abort_after_the_deadline_is_told_as_late(engine, clock):
+    for name, deadline_ms in (("late", 100), ("early", 300), ("any", None)):
+        engine.add_request([5, 6, 7], GREEDY, request_id=name, deadline_ms=deadline_ms)
+    clock.advance_ns(200 * 10**6)
+    core = engine.client.core
+    for name in ("late", "early", "any"):
+        engine.abort_request(name)
+    ended = {story.ended.request_id: story.events[-1].reason for story in core.scheduler.log.stories()}
+    assert ended == {"late": "deadline", "early": "abort", "any": "abort"}
+
+
 def test_one_that_ends_in_time_is_not_late(engine, clock):
     engine.add_request([5, 6, 7], GREEDY, request_id="first", deadline_ms=100)
     assert finished(engine)["first"].outputs[0].finish_reason == "length"

@@ -184,11 +184,17 @@ class EngineCore(EngineProtocol):
             self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
-        """End sequences early; those that have already ended are skipped."""
+        """End sequences early; those that have already ended are skipped.
+
+        One that is aborted after its deadline ends for that reason: the front may have seen it first.
+        """
+        now_ns = self._clock.now_ns()
         with self._without_exits():
             for sequence_id in sequence_ids:
                 if sequence_id in self.scheduler:
-                    self._finish(sequence_id, finish_reason)
+                    deadline_ns = self.scheduler[sequence_id].request.deadline_ns
+                    is_late = finish_reason == "abort" and deadline_ns is not None and deadline_ns < now_ns
+                    self._finish(sequence_id, "deadline" if is_late else finish_reason)
             self.kv.tell_events()
 
     def warm_up(self, sequence: EngineSequence) -> None:

@@ -32,10 +32,11 @@ class TenantUse:
     num_tokens: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
 
-    def refuse(self, code: str, reason: str, advice: str = "try again later") -> APIError:
-        """Count a request and return its answer."""
+    def refuse(self, code: str, reason: str, *, lower: str = "") -> APIError:
+        """Count a request and return its answer; `lower` says what to lower if it never fits."""
         self.num_refused[code] += 1
-        return APIError(429, f"{reason}; {advice}", code=code)
+        advice = f"it never fits: lower {lower}" if lower else "try again later"
+        return APIError(429, f"{reason}; {advice}", code=code, is_final=bool(lower))
 
 
 class Admission:
@@ -81,18 +82,20 @@ class Admission:
         quota, free = use.quota, self.limit - total
         told = f"{use.num_live - num_held} sequences of this key are waiting or running"
         if quota.max_requests is not None and own > quota.max_requests:
+            never_fits = num_held + num_more > quota.max_requests
             raise use.refuse(
                 "tenant_queue_full",
                 f"{told}; with the {num_held + num_more} of this request that is more than its "
                 f"{quota.max_requests}",
-                _advice(num_held + num_more, quota.max_requests, "n, best_of or the number of prompts"),
+                lower="n, best_of or the number of prompts" if never_fits else "",
             )
         if quota.max_tokens is not None and use.num_tokens + num_tokens > quota.max_tokens:
+            never_fits = num_tokens > quota.max_tokens
             raise use.refuse(
                 "tenant_tokens_full",
                 f"the live requests of this key have {use.num_tokens} tokens with those to generate; "
                 f"with the {num_tokens} of this one that is more than its {quota.max_tokens}",
-                _advice(num_tokens, quota.max_tokens, "max_tokens, n, best_of or the length of the prompt"),
+                lower="max_tokens, n, best_of or the length of the prompt" if never_fits else "",
             )
         if len(self.tenants) > 1 and others and own > max(1, free):
             raise use.refuse(
@@ -121,10 +124,6 @@ class Admission:
     async def wait_idle(self) -> None:
         """Return when no request is live."""
         await self._idle.wait()
-
-
-def _advice(num_wanted: int, num_allowed: int, what: str) -> str:
-    return "try again later" if num_wanted <= num_allowed else f"it never fits: lower {what}"
 
 
 class Seat:

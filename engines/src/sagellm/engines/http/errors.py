@@ -31,16 +31,26 @@ _TYPES = {
 
 
 class APIError(Exception):
-    """An error response. `message` is written for the caller and names no internals."""
+    """An error response. `message` is written for the caller and names no internals.
+
+    One that is final would be the answer to the same request again, so that a 429 asks for no retry.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = printable(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…")
         self.param = None if param is None else printable(param)
         self.code = code
+        self.is_final = is_final
 
     @property
     def body(self) -> dict[str, Any]:
@@ -56,6 +66,8 @@ class APIError(Exception):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of the answer besides its type and length."""
+        if self.is_final:
+            return [(b"x-should-retry", b"false")]  # as OpenAI's clients understand it
         if self.status in (429, 503):
             return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
         if self.status == 401:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
 
+_HEAD_START_S = 0.02
+"""In which the engine may end a late request itself."""
+
+
 class ClientGoneError(Exception):
     """The client no longer waits for the answer."""
 
@@ -121,12 +125,12 @@ async def running(
     """Hold a run; whatever happens, none of its requests stay in the engine.
 
     Raises APIError if it takes longer than `left_ms`. The engine ends late requests itself, but between two
-    steps, and not while it loads.
+    steps, and not while it loads; so this waits a little longer.
     """
     run = JobStreams(receive, timers)
     reason = "error"
     try:
-        async with asyncio.timeout(None if left_ms is None else left_ms / 1e3) as limit:
+        async with asyncio.timeout(None if left_ms is None else left_ms / 1e3 + _HEAD_START_S) as limit:
             yield run
     except TimeoutError:
         if not limit.expired():
