@@ -200,6 +200,13 @@ def test_a_late_stream_ends_with_an_error_event(scripted, script):
     assert "[DONE]" not in answer.text
 
 
+def test_all_prompts_of_a_late_stream_count_as_late(scripted):
+    server = scripted("a", "deadline")
+    body = {**BODY, "prompt": [[5], [6], [7]], "deadline_ms": 60_000, "stream": True}
+    assert "deadline_exceeded" in server.http.post("/v1/completions", json=body).text
+    assert 'finished_reason="deadline",model_name="small"} 3.0' in server.http.get("/metrics").text
+
+
 def test_a_deadline_ends_work_in_the_engine_too(serve, until):
     server = serve(engine={"max_num_seqs": 1})
     engine = server.front.engine

@@ -33,7 +33,7 @@ _TYPES = {
 class APIError(Exception):
     """An error response. `message` is written for the caller and names no internals.
 
-    One that is final would be the answer to the same request again, so that a 429 asks for no retry.
+    A final one would be the answer to the same request again, so it tells clients not to retry.
     """
 
     def __init__(

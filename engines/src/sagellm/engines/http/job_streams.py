@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sagellm.core import EngineError
 from sagellm.engines.http.engine_front import EngineFront, Stream
-from sagellm.engines.http.errors import deadline_exceeded
+from sagellm.engines.http.errors import APIError, deadline_exceeded
 from sagellm.engines.http.metrics import RequestTimer
 from sagellm.engines.http.shape import Job
 from sagellm.engines.input_processor import RequestOptions
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _HEAD_START_S = 0.02
-"""In which the engine may end a late request itself."""
+"""How long after its deadline the server gives up on a request that the engine has not ended."""
 
 
 class ClientGoneError(Exception):
@@ -137,6 +137,10 @@ async def running(
             raise
         reason = "deadline"
         raise deadline_exceeded() from None
+    except APIError as error:
+        if error.status == 504:  # a stream tells of the first late prompt; the others are as late
+            reason = "deadline"
+        raise
     except (ClientGoneError, asyncio.CancelledError):
         reason = "abort"
         raise

@@ -8,7 +8,7 @@ Headers = list[tuple[bytes, bytes]]
 
 ANY = "*"
 _METHODS = b"GET, POST"
-_EXPOSED = b"retry-after, x-request-id, x-sagellm-ignored"
+_EXPOSED = b"retry-after, x-request-id, x-sagellm-ignored, x-should-retry"
 _REQUEST_HEADERS = re.compile(rb"[A-Za-z0-9, -]{0,2048}")
 _PREFLIGHT_MAX_AGE_S = 600
 
