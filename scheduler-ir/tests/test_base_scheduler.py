@@ -52,6 +52,16 @@ def test_a_decode_takes_a_block_only_when_its_last_one_is_full() -> None:
     assert entries(plan(BaseSchedulerIR(), running=running)) == [("inside", 1, 0), ("at the border", 1, 1)]
 
 
+def test_a_request_gets_all_the_blocks_that_it_lacks() -> None:
+    few, idle = decode("few", 40, num_blocks=0), replace(decode("idle", 40, num_blocks=0), num_tokens=40)
+    chunk = replace(prompt("chunk", 16), num_blocks=1)
+    for running in ([few, idle], [few, idle, chunk]):
+        result = plan(BaseSchedulerIR(), running=running, available=3)
+        assert entries(result)[0] == ("few", 1, 3)
+        assert "idle" not in ids(result.scheduled_requests)
+        assert not result.preempted
+
+
 def test_a_request_with_nothing_to_compute_is_left_out() -> None:
     waiting_for_its_token = replace(decode("a"), num_tokens=31)
     result = plan(BaseSchedulerIR(), running=[waiting_for_its_token, decode("b")])

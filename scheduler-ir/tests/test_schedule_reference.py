@@ -215,6 +215,27 @@ def test_columns_are_gathered_once_and_read_only() -> None:
         rows[len(rows)]
 
 
+def test_positions_are_those_of_the_rows_and_kept_with_them() -> None:
+    requests = [decoding_request(f"r{i}") for i in range(4)]
+    rows = RequestRows.of(requests)
+    assert rows.positions.tolist() == [0, 1, 2, 3]
+    assert rows.positions is rows.positions
+    assert rows[2:].positions.tolist() == [0, 1]
+    assert RequestRows.of([]).positions.tolist() == []
+    with pytest.raises(ValueError, match="read-only"):
+        rows.positions[:] = 0
+    columns, kept = {name: getattr(rows, name) for name in COLUMNS}, dict[str, object]()
+    steps = [RequestRows(columns, np.array([3, 1]), requests.__getitem__, kept) for _ in range(2)]
+    assert steps[0].positions is steps[1].positions
+    assert steps[0].positions.tolist() == [0, 1]
+
+
+def test_a_decode_step_of_all_has_the_positions_of_the_rows() -> None:
+    running = RequestRows.of([decoding_request(f"r{i}") for i in range(3)])
+    plan = BaseSchedulerIR().schedule(pending_requests=[], running_requests=running, available_memory=9)
+    assert plan.rows is running.positions
+
+
 class Untouchable(dict[str, "np.ndarray[object, object]"]):
     def __missing__(self, name: str) -> object:
         raise AssertionError(f"the column {name} of waiting requests was read")

@@ -233,8 +233,8 @@ def _num_blocks_beyond(
     num_held, num_needed = turns.num_blocks * block_size, turns.num_computed + num_tokens
     is_short = num_needed > num_held
     num_short = int(np.count_nonzero(is_short))
-    if are_decodes or not num_short:  # one token needs at most one block
-        return is_short.astype(np.int32), num_short
+    if not num_short or (are_decodes and not np.count_nonzero(turns.num_computed > num_held)):
+        return is_short.astype(np.int32), num_short  # one token needs at most one block
     needed: Ints = np.maximum(-((num_held - num_needed) // block_size), 0)
     if np.count_nonzero(num_tokens) < len(num_tokens):
         needed[num_tokens == 0] = 0
