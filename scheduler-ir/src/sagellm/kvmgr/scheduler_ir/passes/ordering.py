@@ -47,6 +47,11 @@ def trusted_priority(rows: RequestRows) -> npt.NDArray[np.int32]:
 
 
 def may_lack_blocks(ir: ScheduleIR) -> bool:
-    """Say whether running requests could need more blocks in this step than there are. O(1)."""
-    needed = -(-ir.max_num_batched_tokens // ir.block_size) + len(ir.running)
-    return len(ir.running) > 0 and ir.available_memory < needed
+    """Say whether running requests could need more blocks in this step than there are.
+
+    A decode needs at most one, and prompts together what their tokens fill, as far as the budget goes.
+    """
+    needed = len(ir.running)
+    if ir.running.num_prefills:
+        needed += -(-ir.max_num_batched_tokens // ir.block_size)
+    return ir.available_memory < needed
