@@ -31,7 +31,7 @@ class PrefixHit(NamedTuple):
     num_blocks_needed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScheduleRequest:
     """A request as schedulers and passes see it in one step. Times are seconds on the engine's clock.
 

@@ -148,8 +148,9 @@ class Scheduler:
         is_all = plan.rows is running.positions
         served = self._running_seats if is_all else self._running_seats.take(plan.rows)
         admitted = [self._waiting[entry.row] for entry in plan.admitted]
-        for row in sorted(plan.preempted, reverse=True):
-            self._preempt(self._running[row], is_swapped=row in plan.swapped)
+        if plan.preempted:
+            for row in sorted(plan.preempted, reverse=True):
+                self._preempt(self._running[row], is_swapped=row in plan.swapped)
         planned = self._carry_out(plan, served, admitted)
         if planned is None and (len(served) or admitted) and not self._kv.num_fetches:
             # The eviction policy keeps what must go before anything can run; clearing asks no policy.

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core import RequestRows, ScheduleRequest, SequenceId
+from sagellm.core.unchecked import unchecked
 from sagellm.engines.engine_core.seats import RemainingColumns, ScheduleColumns
 from sagellm.engines.engine_core.sequence import Sequence
 
@@ -99,7 +100,8 @@ def schedule_request(sequence: Sequence, *, num_tokens: int, **counts: int) -> S
     request, remaining = sequence.request, sequence.predicted_tokens
     if remaining is not None:
         remaining = max(remaining - (num_tokens - len(request.token_ids)), 1.0)
-    return ScheduleRequest(
+    return unchecked(
+        ScheduleRequest,
         request_id=sequence.sequence_id,
         token_ids=request.token_ids,
         max_tokens=request.max_tokens,

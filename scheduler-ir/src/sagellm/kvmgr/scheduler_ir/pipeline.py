@@ -88,7 +88,8 @@ class PassPipeline:
             ir = apply_pass(optimization_pass, before)
             ended_ns = self._now_ns()
             metrics.num_runs += 1
-            metrics.num_decisions += len(ir.decisions) - len(before.decisions)
+            if ir is not before:
+                metrics.num_decisions += len(ir.decisions) - len(before.decisions)
             metrics.total_ns += ended_ns - started_ns
             started_ns = ended_ns
             for watcher in self._watchers:

@@ -13,6 +13,7 @@ from sagellm.core.protocols.scheduler_ir import (
     ScheduleIR,
     SchedulePlan,
 )
+from sagellm.core.unchecked import unchecked
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class Step:
         num_new_blocks = num_new_blocks.astype(np.int32, copy=False)
         for column in (rows, num_tokens, num_new_blocks):
             column.setflags(write=False)
-        return SchedulePlan(
+        return unchecked(
+            SchedulePlan,
             pending=ir.pending,
             running=ir.running,
             step=ir.step,
