@@ -172,7 +172,7 @@ def measure(
     schedule.around(core.scheduler, "schedule")
     commit.around(core.steps, "_commit")
     commit.around(core, "_advance")
-    for _ in range(20):
+    for _ in range(200):  # until the interpreter and the caches know the way
         core.step()
     gc.collect()
     gc.freeze()

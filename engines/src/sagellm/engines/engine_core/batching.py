@@ -67,10 +67,11 @@ class BatchingMeter:
         available_blocks -= int(plan.num_new_blocks.sum())
         num_waiting_tokens = 0
         admitted = {entry.row: entry for entry in plan.admitted}
+        num_tokens = waiting.num_tokens
         for row in range(min(num_seats, len(waiting))):
             if available_blocks <= 0 or num_waiting_tokens >= self._budget:
                 break
-            wanted = waiting.num_tokens.item(row)
+            wanted = num_tokens.item(row)
             known = admitted.get(row)
             available_blocks -= num_blocks_for(wanted) if known is None else known.num_new_blocks
             if available_blocks < 0:
@@ -78,10 +79,10 @@ class BatchingMeter:
             num_waiting_tokens += wanted - (0 if known is None else known.hit)
         if not num_waiting_tokens:
             return
-        num_tokens = plan.num_scheduled_tokens
-        num_admissible = int(running.num_missing.sum()) + num_waiting_tokens
         step = BatchStep(
-            num_useful_tokens=num_tokens, token_budget=self._budget, num_admissible_tokens=num_admissible
+            num_useful_tokens=plan.num_scheduled_tokens,
+            token_budget=self._budget,
+            num_admissible_tokens=int(running.num_missing.sum()) + num_waiting_tokens,
         )
         self._metrics.num_steps += 1
         share = lowered_share = batching_efficiency([step])

@@ -257,10 +257,11 @@ class Scheduler:
                 started.append(sequence)
                 if sequence.scheduled_ns is None:
                     sequence.scheduled_ns = now_ns
-                assert sequence.seat is not None
+                seat = sequence.seat
+                assert seat is not None
                 self.log.admitted(sequence, entry)
-                num_left = sequence.num_tokens - sequence.num_computed_tokens
-                scheduled.append((sequence.seat, min(entry.num_tokens, num_left)))
+                num_left = self._seats.num_tokens.item(seat) - self._seats.num_computed.item(seat)
+                scheduled.append((seat, min(entry.num_tokens, num_left)))
         finally:  # if a module fails, what has blocks is known to run
             if started:
                 self._start_running(started)
