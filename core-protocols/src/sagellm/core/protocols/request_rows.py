@@ -229,8 +229,10 @@ class RequestRows(Sequence[ScheduleRequest]):
         """Whether all rows are of the same tenant; true if there are none."""
         is_one = self._kept.get("has_one_tenant")
         if is_one is None:
+            import numpy as np
+
             tenant = self.tenant
-            is_one = not len(tenant) or bool((tenant == tenant[0]).all())
+            is_one = not len(tenant) or not np.count_nonzero(tenant != tenant[0])
             self._kept["has_one_tenant"] = is_one
         return bool(is_one)
 

@@ -191,15 +191,19 @@ class KVCacheManager:
         Returns the places of those that got none for lack of blocks. What was given stays given if a module
         raises.
         """
-        table, without = self.seats, []
+        table, block_size, without = self.seats, self._block_size, []
+        num_free = self._pool.get_free_blocks()
         for place, (seat, number) in enumerate(zip(seats.tolist(), num_tokens.tolist(), strict=True)):
-            missing = self.num_blocks_for(number) - table.num_blocks.item(seat)
+            missing = -(-number // block_size) - table.num_blocks.item(seat)
             if missing <= 0:
                 continue
             try:
-                table.append_blocks(seat, self._allocate(table.sequences[seat], missing))
+                num_free -= missing
+                block_ids = self._allocate(table.sequences[seat], missing, may_evict=num_free < 0)
             except OutOfBlocksError:
                 without.append(place)
+                continue
+            table.append_blocks(seat, block_ids)
         return without
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
@@ -407,10 +411,10 @@ class KVCacheManager:
         # Tokens whose logits are wanted are computed: at least the last one.
         return tokens[: sequence.num_scored if sequence.num_scored < sequence.num_to_score else -1]
 
-    def _allocate(self, sequence: Sequence, num_blocks: int) -> list[BlockId]:
+    def _allocate(self, sequence: Sequence, num_blocks: int, *, may_evict: bool = True) -> list[BlockId]:
         given = sequence.request
-        missing = num_blocks - self._pool.get_free_blocks()
-        if num_blocks <= self.total_blocks:
+        if may_evict and num_blocks <= self.total_blocks:
+            missing = num_blocks - self._pool.get_free_blocks()
             while missing > 0 and (num_evicted := self.evictor(missing, given.namespace)):
                 missing -= num_evicted
         return self._pool.allocate(BlockAllocationRequest(num_blocks, sequence.sequence_id, given.priority))
