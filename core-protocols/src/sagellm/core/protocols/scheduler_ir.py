@@ -13,6 +13,7 @@ from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.number_ranges import ranges
 from sagellm.core.protocols.request_rows import PrefixHit, Probe, RequestRows, ScheduleRequest
 from sagellm.core.step_cost import StepCost
+from sagellm.core.unchecked import unchecked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,9 +87,7 @@ class ScheduleIR:
 
     def with_state(self, state: Any) -> Self:
         """Return the same schedule with the state of the pass that runs next."""
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__, state=state)
-        return copy
+        return unchecked(type(self), self.__dict__, state=state)
 
     @property
     def num_free_seats(self) -> int:
@@ -178,7 +177,7 @@ class ScheduleIR:
         return frozenset(row for row, way in self.preempted.items() if way == "swap").union(*marked)
 
     def caps(self, part: Part) -> Ints:
-        """Return how many tokens each row may compute at most: (rows,), MAX_CAP where there is no cap."""
+        """Return the most tokens that each row may compute: (rows,), MAX_CAP where there is no cap."""
         import numpy as np
 
         caps = np.full(len(getattr(self, part)), MAX_CAP, np.int32)
@@ -195,12 +194,9 @@ class ScheduleIR:
 
     def updated(self, **values: Any) -> Self:
         """Return a copy with other values: `replace`, for fields only, in 1 µs."""
-        copy = object.__new__(type(self))
-        fields = copy.__dict__
-        fields.update(self.__dict__)
+        copy = unchecked(type(self), self.__dict__, **values)
         for name in _DERIVED_FROM_DECISIONS:
-            fields.pop(name, None)
-        fields.update(values)
+            copy.__dict__.pop(name, None)
         return copy
 
     def _decide(
