@@ -30,6 +30,7 @@ from sagellm.accel.native.memory import AllocatedAhead, zeroed_pages
 from sagellm.core import (
     WHOLE,
     CheckpointError,
+    ConfigError,
     EngineError,
     QuantizationConfig,
     QuantizationGranularity,
@@ -358,29 +359,63 @@ def resident_bytes(memory: np.ndarray) -> int:
     return sum(each & 1 for each in present) * mmap.PAGESIZE
 
 
-def test_idle_time_allocates_memory_up_to_a_limit_behind_what_is_used_and_keeps_what_it_holds():
+def test_idle_time_allocates_memory_up_to_a_limit_ahead_of_its_use_and_keeps_what_it_holds():
     mebibyte = 1 << 20
     memory = zeroed_pages(64 * mebibyte)
     memory[5 * mebibyte] = 7
     ahead = AllocatedAhead(memory, 8 * mebibyte)
     assert resident_bytes(memory) < 8 * mebibyte
-    while ahead.allocate_some():
-        pass
-    assert 8 * mebibyte <= resident_bytes(memory) < 16 * mebibyte
+    idle(ahead)
+    assert ahead.allocated_bytes == 2 * mebibyte  # a quarter, as nothing was used yet
+    memory[: 40 * mebibyte : mmap.PAGESIZE] |= 0
     ahead.use(40 * mebibyte)
-    while ahead.allocate_some():
-        pass
+    idle(ahead)
     assert 48 * mebibyte <= resident_bytes(memory) < 56 * mebibyte
     ahead.use(64 * mebibyte)
-    while ahead.allocate_some():
-        pass
-    assert resident_bytes(memory) == 64 * mebibyte
+    assert not ahead.allocate_some()
     assert (memory[5 * mebibyte], int(memory.sum(dtype=np.int64))) == (7, 7)
 
 
-def test_idle_time_allocates_all_kv_of_a_small_pool_and_changes_no_result(best):
+def test_memory_is_allocated_ahead_by_what_recent_bursts_took():
+    mebibyte = 1 << 20
+    ahead = AllocatedAhead(zeroed_pages(256 * mebibyte), 64 * mebibyte)
+    ahead.use(32 * mebibyte)
+    idle(ahead)
+    assert ahead.allocated_bytes == 64 * mebibyte  # as much again
+    for _ in range(24):  # bursts that find all they need in use
+        ahead.use(32 * mebibyte)
+        idle(ahead)
+    ahead.use(64 * mebibyte - 1)
+    ahead.use(64 * mebibyte)
+    idle(ahead)
+    assert ahead.allocated_bytes == 96 * mebibyte
+    for end in range(65, 90):  # small ones
+        ahead.use(end * mebibyte)
+        idle(ahead)
+    assert ahead.allocated_bytes == 96 * mebibyte
+
+
+def idle(ahead: AllocatedAhead) -> None:
+    """Let idle time allocate all that it wants."""
+    while ahead.allocate_some():
+        pass
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
+def test_a_share_of_the_pool_that_is_none_is_refused(best, fraction):
+    with pytest.raises(ConfigError, match="ahead_fraction of the backend native is"):
+        make(make_decoder(VARIETIES["qwen3"]), ahead_fraction=fraction)
+
+
+def test_without_a_share_of_the_pool_nothing_is_allocated_ahead(best):
+    backend = make(make_decoder(VARIETIES["qwen3"]), ahead_fraction=0.0)
+    backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 20)]))
+    assert not backend.use_idle_time()
+
+
+def test_idle_time_allocates_kv_and_changes_no_result(best):
     decoder = make_decoder(VARIETIES["qwen3"])
-    expected, backend = in_pieces(make(decoder), [20]), make(decoder)
+    expected, backend = in_pieces(make(decoder), [20]), make(decoder, ahead_fraction=1.0)
     first = backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 20)]))
     while backend.use_idle_time():
         pass

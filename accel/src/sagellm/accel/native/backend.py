@@ -19,6 +19,7 @@ from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
     BlockId,
+    ConfigError,
     EngineError,
     ForwardBackendProtocol,
     ForwardMetrics,
@@ -38,7 +39,6 @@ logger = get_logger(__name__)
 
 _KV_KINDS = {"bfloat16": 0, "float16": 1, "int8": 2, "float32": 3}
 _HEAD_MULTIPLE, _MAX_HEAD_DIM = 16, 256
-_AHEAD_BYTES = 2 << 30  # KV that idle time allocates behind what is in use
 
 
 class NativeForwardBackend(ForwardBackendProtocol):
@@ -48,6 +48,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
     package's quantizers; between products, activations are float32. Each result of a sequence has the same
     bits whatever else is in the batch. Steps use torch's number of threads. `variant` names a variant of the
     library (amx, avx512, avx2) instead of the fastest; with `times_phases` metrics say where time goes.
+    `ahead_fraction` is the share of the KV pool, from 0 to 1, that idle time may allocate ahead of its use.
     """
 
     device_types = frozenset({"cpu"})
@@ -86,8 +87,14 @@ class NativeForwardBackend(ForwardBackendProtocol):
         shard: Shard = WHOLE,
         variant: str | None = None,
         times_phases: bool = False,
+        ahead_fraction: float = 1 / 16,
     ) -> None:
         del attention  # the library has its own
+        if not 0 <= ahead_fraction <= 1:
+            raise ConfigError(
+                f"ahead_fraction of the backend native is {ahead_fraction}; it must be between 0, which "
+                "allocates no KV ahead, and 1, the whole pool"
+            )
         if device.type != "cpu":
             raise UnsupportedModelError(f"it runs on CPUs, not on {device}")
         if shard != WHOLE:
@@ -101,6 +108,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         self._model = NativeModel(library, spec.decoder, spec.geometry, weights, dtype, known)
         self._vocab_size = spec.geometry.vocab_size
         self._kv: Bytes | None = None  # (blocks, bytes per block)
+        self._ahead_fraction = ahead_fraction
         self._metrics = ForwardMetrics()
         self._phase_ns = (ctypes.c_int64 * len(structures.PHASES))()
         if times_phases:
@@ -122,7 +130,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
                 f"KV of {count} blocks was refused: {error}; lower kv.num_blocks"
             ) from error
         self._kv = memory.reshape(count, layout.block_bytes)
-        self._kv_ahead = AllocatedAhead(memory, _AHEAD_BYTES)
+        self._kv_ahead = AllocatedAhead(memory, int(memory.nbytes * self._ahead_fraction))
         size, group = layout.item_bytes, layout.group
         kv = structures.KV(
             kind=_KV_KINDS[group.dtype],

@@ -30,15 +30,23 @@ def zeroed_pages(num_bytes: int) -> Bytes:
 
 
 class AllocatedAhead:
-    """Memory of `zeroed_pages` whose next `ahead_bytes` behind what is in use are allocated in idle time.
+    """Memory of `zeroed_pages` that idle time allocates ahead of its use.
 
     The kernel clears a page, and a virtual machine's host may have to find it first, when it is first
-    written: of a new prompt's time that can be more than its attention takes.
+    written: of a new prompt's time that can be more than its attention takes. What is allocated ahead is as
+    much as a recent burst of use took anew, at most `max_ahead_bytes`, and a quarter of that before the first
+    burst. A burst ends when idle time begins; each one takes an eighth off the demand of those before it.
     """
 
-    def __init__(self, memory: Bytes, ahead_bytes: int) -> None:
-        self._memory, self._ahead_bytes = memory.reshape(-1), ahead_bytes
+    # [0, used)          written, or skipped by what is written
+    # [used, allocated)  ahead
+
+    def __init__(self, memory: Bytes, max_ahead_bytes: int) -> None:
+        self._memory, self._max_ahead_bytes = memory.reshape(-1), max_ahead_bytes
         self._used_bytes = self._allocated_bytes = 0
+        self._burst_start_bytes = 0
+        self._demand_bytes = max_ahead_bytes // 4
+        self._is_in_burst = False
 
     @property
     def allocated_bytes(self) -> int:
@@ -47,15 +55,25 @@ class AllocatedAhead:
 
     def use(self, num_bytes: int) -> None:
         """Say that the first `num_bytes` are in use."""
+        self._is_in_burst = True
         self._used_bytes = max(self._used_bytes, num_bytes)
 
     def allocate_some(self) -> bool:
         """Allocate one piece, and say whether there is more to allocate. What the memory holds stays."""
-        start = self._allocated_bytes
-        wanted = min(self._memory.nbytes, self._used_bytes + self._ahead_bytes)
+        if self._is_in_burst:
+            self._end_burst()
+        start = max(self._allocated_bytes, self._used_bytes // _PIECE_BYTES * _PIECE_BYTES)
+        ahead_bytes = min(self._demand_bytes, self._max_ahead_bytes)
+        wanted = min(self._memory.nbytes, self._used_bytes + ahead_bytes)
         if start >= wanted:
             return False
         end = min(start + _PIECE_BYTES, self._memory.nbytes)
         self._memory[start:end:_PAGE_BYTES] |= 0
         self._allocated_bytes = end
         return end < wanted
+
+    def _end_burst(self) -> None:
+        taken_bytes = self._used_bytes - self._burst_start_bytes
+        self._demand_bytes = max(taken_bytes, self._demand_bytes * 7 // 8)
+        self._burst_start_bytes = self._used_bytes
+        self._is_in_burst = False
