@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from dataclasses import dataclass
@@ -192,6 +193,24 @@ class Cache:
             step.access_count += 1
             self.policy.on_hit(step)
             step = step.above
+
+
+def num_turns_in_memory() -> int:
+    gc.collect()
+    return sum(isinstance(each, Turn) for each in gc.get_objects())
+
+
+def test_what_is_remembered_of_evicted_prompts_is_bounded():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    policy._is_full = True  # so that the shadows of the cache give up what it does
+    held = [cache.insert(0)]
+    num_before = num_turns_in_memory()
+    for second in range(1, 18_000):
+        held.append(cache.insert(second))
+        if len(held) > 8:
+            policy.on_remove(held.pop(0))
+    assert num_turns_in_memory() - num_before < 16_500
 
 
 def follow_what_was_learnt(policy: ReuseEvictionPolicy) -> None:

@@ -28,7 +28,9 @@ _MAX_CALLS = 4
 """Due calls of the predictor per call of the policy, at most."""
 
 _MAX_HISTORY = 32
-_MAX_GONE = 100_000
+_MAX_GONE = 16_384
+"""Nodes that left the cache whose conversation is remembered, in case it comes back."""
+
 _MIN_SHARE = 0.3
 """An evicted conversation counts as back if more than this share of it is."""
 
