@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from itertools import count
 
 import pytest
@@ -34,6 +35,12 @@ class TestHostTier(KVTierContract):
 def device(max_bytes: int) -> HBMBackend:
     pytest.importorskip("torch")
     return HBMBackend(max_bytes)
+
+
+def test_memory_of_a_device_says_that_it_needs_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"HBMBackend needs torch: pip install 'sagellm-kv-pool\[torch\]'"):
+        HBMBackend(1 << 20)
 
 
 class TestDeviceTier(KVTierContract):
