@@ -63,8 +63,12 @@ class GuardedTier(KVTierProtocol):
         return results
 
     def contains(self, key: BlockKey) -> bool:
-        """Ask the tier."""
-        return self._ask(False, self.tier.contains, key)
+        """Ask the tier. Called for each block of each waiting prompt, so without `_ask`."""
+        try:
+            return not self._is_broken and self.tier.contains(key)
+        except BaseException as error:
+            self._give_up(error)
+            return False
 
     def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the tier; nothing is wanted by a broken one."""
