@@ -40,7 +40,11 @@ class Environment:
         """Run Python source as a script."""
         script = self.work / "script.py"
         script.write_text(code)
-        run([self.python, str(script)], cwd=self.work)
+        self.run(str(script))
+
+    def run(self, *arguments: str) -> None:
+        """Run Python."""
+        run([self.python, *arguments], cwd=self.work)
 
     def pytest(self, *arguments: str, cwd: Path | None = None) -> None:
         """Run the quick tests that the arguments name, on `WORKERS`."""

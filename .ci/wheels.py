@@ -2,7 +2,8 @@
 
 Each package's folder is copied out of the repository and built there. Its wheel is then installed
 into an environment of its own, with nothing beside it but what it depends on; there `pip check`
-passes, every public name resolves, the README's examples run and the folder's own tests pass.
+passes, every public name resolves, the README's examples run, what fails fails as it should, and then, with
+the test tools, the folder's own tests pass.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def check(folder: str, scratch: Path, constraints: Path, wheels: dict[str, Path]
     environment.execute(PUBLIC_NAMES.format(module=module_of(alone)))
     for example in examples(alone / "README.md"):
         environment.execute(example)
-    watch.lap(f"{folder}: public names, README examples")
+    environment.run(str(ROOT / ".ci" / "failure_paths.py"), folder)  # before the test tools are there
+    watch.lap(f"{folder}: public names, README examples, failure paths")
 
     # pip cannot join an extra with a constraint that is a file, so here wheels are named themselves.
     if folder == "engines":  # `sagellm` is this package, and what serves, by the name that people type first

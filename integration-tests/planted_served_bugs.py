@@ -387,7 +387,7 @@ def a_full_disk_ignored() -> None:
         return False
 
 
-@bug("A failing disk ends the step in which it is noticed.", part="tiers")
+@bug("A failing disk ends the use of its tier.", part="tiers")
 def a_disk_error_let_through() -> None:
     from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 

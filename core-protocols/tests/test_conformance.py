@@ -264,14 +264,15 @@ def test_an_unknown_provider_is_told_with_what_there_is():
         list(Conformance("sagellm-core-protocols").run(kind="kv_pool", name="paged"))
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("missing", ["pytest", "hypothesis", "numpy"])
+def test_without_the_extra_it_says_what_to_install(monkeypatch, missing):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "sagellm.core.conformance.supervisor.find_spec",
-        lambda name: None if name == "hypothesis" else found(name),
+        lambda name: None if name == missing else found(name),
     )
     with pytest.raises(
-        ConfigError, match=r'needs hypothesis; .*pip install "sagellm-core-protocols\[testing\]"'
+        ConfigError, match=rf'needs {missing}; .*pip install "sagellm-core-protocols\[testing\]"'
     ):
         Conformance("sagellm-core-protocols")
 

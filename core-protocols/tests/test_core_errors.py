@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from sagellm.core import OutOfBlocksError, SageLLMError, errors, nearest
+from sagellm.core import AuditError, OutOfBlocksError, errors, nearest, testing
 
 LINE = re.compile(r"^(?P<indent>[│ ├└─]*)(?P<name>\w+)(?: \((?P<also>\w+)\))?")
 
@@ -26,11 +26,11 @@ def drawn() -> dict[str, tuple[str | None, str | None]]:
     return found
 
 
-def classes() -> dict[str, type[SageLLMError]]:
+def classes() -> dict[str, type[BaseException]]:
     return {
         name: value
         for name, value in vars(errors).items()
-        if inspect.isclass(value) and issubclass(value, SageLLMError)
+        if inspect.isclass(value) and issubclass(value, BaseException)
     }
 
 
@@ -42,7 +42,7 @@ def test_every_error_stands_in_the_drawing() -> None:
 def test_the_drawing_shows_the_bases(name: str) -> None:
     parent, also = drawn()[name]
     bases = {base.__name__ for base in classes()[name].__bases__}
-    assert bases == {base for base in (parent or "Exception", also) if base}
+    assert bases == ({base for base in (parent, also) if base} or {"Exception"})
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,11 @@ def test_the_drawing_shows_the_bases(name: str) -> None:
 )
 def test_errors_keep_the_builtin_families(name: str, family: str) -> None:
     assert issubclass(classes()[name], getattr(builtins, family))
+
+
+def test_an_audit_error_is_not_a_plugin_error_and_the_kit_still_exports_it() -> None:
+    assert not issubclass(AuditError, Exception)
+    assert testing.AuditError is AuditError
 
 
 def test_running_out_of_blocks_says_how_many() -> None:

@@ -96,6 +96,11 @@ def test_options_reach_the_factory_beside_what_the_engine_passes():
     assert chosen(Order, "scheduler_pass", by="age", ageing_s=3).make() == Order("age", 3.0)
 
 
+def test_an_option_may_have_any_name():
+    made = chosen(lambda *, plugin, call, function: (plugin, call, function), plugin=1, call=2, function=3)
+    assert made.make() == (1, 2, 3)
+
+
 def test_a_keyword_of_the_engine_that_a_factory_does_not_have_is_left_out():
     assert chosen(Order, "scheduler_pass", by="age").make(clock=None) == Order("age")
     assert chosen(lambda **rest: rest, clock=1).make(lifetime_predictor=2) == {

@@ -92,7 +92,7 @@ class HostStore:
 
     def _memory(self, engine):
         (tier,) = engine.client.core.kv.offload.tiers._tiers
-        return tier.backend._memory
+        return tier.tier.backend._memory
 
     def records(self, engine):
         return _records(bytes(self._memory(engine)), 64)

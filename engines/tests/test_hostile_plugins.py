@@ -10,6 +10,7 @@ import pytest
 from sagellm.core import (
     EvictionPolicyProtocol,
     NullCheckpointFormat,
+    NullKVTier,
     PluginError,
     PluginRegistry,
     Provider,
@@ -189,14 +190,8 @@ CALLS_IN_STEPS = {
 
 LOGGED = {
     ("eviction_policy", "on_insert"): "eviction policy .*Acme failed",
-    (
-        "lifetime_predictor",
-        "predict",
-    ): f"the lifetime predictor failed; the engine goes on: {WHERE}Quits: gone",
-    (
-        "lifetime_predictor",
-        "update",
-    ): f"the lifetime predictor failed; the engine goes on: {WHERE}Quits: gone",
+    ("lifetime_predictor", "predict"): rf"the lifetime predictor failed, 1 times so far: {WHERE}Quits: gone",
+    ("lifetime_predictor", "update"): rf"the lifetime predictor failed, 1 times so far: {WHERE}Quits: gone",
 }
 """What is logged where requests go on without the module."""
 
@@ -298,6 +293,36 @@ def test_what_a_module_raises_outside_of_steps_is_an_error_too(make_engine, monk
     switch["is_on"] = True
     with pytest.raises(PluginError, match=f"{WHERE}Quits: gone"):
         engine.metrics()
+
+
+@pytest.mark.parametrize("method", ["submit", "poll", "contains", "stored", "metrics"])
+def test_a_tier_that_quits_costs_no_request(make_engine, all_blocks_are_back, monkeypatch, caplog, method):
+    def quit(self, *args):
+        raise Quits("gone")
+
+    registry = registry_with(monkeypatch, "kv_tier")
+    broken = type("Broken", (NullKVTier,), {method: quit})
+    resolve = registry.resolve
+    monkeypatch.setattr(registry, "resolve", lambda k, n: broken if "exit" in n else resolve(k, n))
+    tight = {"num_blocks": 12, "block_size": 4}
+    prompts = [[5, 6, 7] * 6, [9, 10] * 9, [5, 6, 7] * 6]
+    expected = [make_engine(**tight).generate([each])[0].outputs[0].token_ids for each in prompts]
+    with make_engine(registry=registry, kv_tiers={"exit": {"max_bytes": 1 << 20}}, **tight) as engine:
+        found = [engine.generate([each])[0].outputs[0].token_ids for each in prompts]
+        assert engine.metrics().modules["kv_tier"].tiers.num_failed > 0
+        assert found == expected
+        assert all_blocks_are_back(engine)
+    assert caplog.messages.count("the KV tier 'exit' failed and is not used any more") == 1
+
+
+def test_a_predictor_that_always_fails_is_logged_ever_more_rarely(make_engine, monkeypatch, caplog):
+    engine, switch = engine_with(make_engine, monkeypatch, "lifetime_predictor", "predict", Quits("gone"))
+    switch["is_on"] = True
+    with engine:
+        for _ in range(9):
+            engine.generate([[5, 6, 7]])
+    counts = re.findall(r"the lifetime predictor failed, (\d+) times so far", caplog.text)
+    assert counts == ["1", "2", "4", "8"]
 
 
 def test_a_tier_whose_factory_ends_the_process_is_named(make_engine, monkeypatch):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from itertools import count
+from random import Random
 
 import pytest
 
@@ -34,6 +36,12 @@ class TestHostTier(KVTierContract):
 def device(max_bytes: int) -> HBMBackend:
     pytest.importorskip("torch")
     return HBMBackend(max_bytes)
+
+
+def test_memory_of_a_device_says_that_it_needs_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"HBMBackend needs torch: pip install 'sagellm-kv-pool\[torch\]'"):
+        HBMBackend(1 << 20)
 
 
 class TestDeviceTier(KVTierContract):
@@ -277,6 +285,40 @@ def test_random_operations_over_tiers_that_fail_agree_with_a_model(seed):
     machine.run(5_000, check_every=10)
     assert machine.num_hits > 100
     tiered.close()
+
+
+class RaisingTier(LateKVTier):
+    """Raises in every call of a method from the given one on, whatever it has begun."""
+
+    def __init__(self, method: str, number: int, seed: int) -> None:
+        super().__init__(BackendTier(DDRBackend(10 * 4096)), Random(seed))
+        honest, calls = getattr(self, method), count(1)
+
+        def call(*args):
+            if next(calls) >= number:
+                raise SystemExit(method)
+            return honest(*args)
+
+        setattr(self, method, call)
+
+
+@pytest.mark.parametrize("number", [1, 40])
+@pytest.mark.parametrize(
+    "method", ["submit", "poll", "contains", "get_cost_ns", "metrics", "stored", "close"]
+)
+def test_a_tier_that_raises_is_given_up_and_the_others_go_on(method, number, caplog):
+    tiers = {"broken": RaisingTier(method, number, seed=number), "file": file_tier(20 * 4096)}
+    tiered = TieredKVStorage(tiers, clock=VirtualClock())
+    machine = KVTierMachine(tiered, Randomness(number).stream("operations"))
+    machine.run(2_000, check_every=10_000)
+    assert machine.num_hits > 100
+    assert tiered.get_cost_ns([make_header(1).key]) >= 0
+    tiered.metrics()
+    tiered.close()
+    logged = [each for each in caplog.messages if "'broken' failed and is not used any more" in each]
+    assert logged == caplog.messages
+    assert len(logged) == 1 or number > 1
+    assert (tiered.metrics().tiers["broken"].num_failed > 0) == bool(logged)
 
 
 def test_many_requests_for_one_block_wait_for_each_other():

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sagellm.core import CachedNode, NodeId, VirtualClock
+from sagellm.core import AuditError, CachedNode, NodeId, VirtualClock
 from sagellm.core.protocols.eviction import NullEvictionPolicy
-from sagellm.core.testing import AuditError, AuditingEvictionPolicy
+from sagellm.core.testing import AuditingEvictionPolicy
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
 

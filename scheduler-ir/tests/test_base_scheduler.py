@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sagellm.core import ConfigError, NullSchedulerPass, ScheduleIR, TokenIds, VirtualClock
+from sagellm.core import ConfigError, EngineError, NullSchedulerPass, ScheduleIR, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
 from sagellm.core.testing.schedule_simulation import ScheduleSimulation
 from sagellm.core.testing.scheduler import SchedulerContract
@@ -164,6 +164,16 @@ def test_passes_are_replaced_together_or_not_at_all() -> None:
     scheduler.set_passes([])
     plan(scheduler)
     assert (scheduler.metrics().passes, len(seen)) == ([], 3)
+
+
+def test_a_pass_that_fails_to_start_is_named() -> None:
+    class Stuck(NullSchedulerPass):
+        def start(self) -> None:
+            raise SystemExit("no")
+
+    for add in (BaseSchedulerIR().add_optimization_pass, lambda each: BaseSchedulerIR().set_passes([each])):
+        with pytest.raises(EngineError, match="scheduler pass 'null' failed: SystemExit: no"):
+            add(Stuck())
 
 
 def test_on_a_tie_the_last_in_the_list_goes() -> None:

@@ -35,15 +35,17 @@ for command, code in (
 """
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
-@pytest.mark.parametrize("command", [("serve",), ("engine", "start", "--foreground")], ids=" ".join)
-def test_serving_without_the_extra_says_what_to_install(sage, monkeypatch, missing, command):
+@pytest.mark.parametrize("missing", ["fastapi", "prometheus_client", "uvloop"])
+@pytest.mark.parametrize(
+    "command",
+    [("serve", "--port", "0"), ("engine", "start", "--foreground", "--port", "0"), ("simulate", "--faults")],
+    ids=" ".join,
+)
+def test_without_the_extra_a_command_that_needs_it_says_what_to_install(sage, monkeypatch, missing, command):
     monkeypatch.setitem(sys.modules, missing, None)
-    result = sage("llm", *command, "--port", "0")
+    result = sage("llm", *command)
     assert result.code == 2
-    assert (
-        f"serving needs {missing}, which cannot be found; pip install 'sagellm-engines[serve]'" in result.err
-    )
+    assert f" needs {missing}, which cannot be found; pip install 'sagellm-engines[serve]'" in result.err
 
 
 @pytest.mark.full

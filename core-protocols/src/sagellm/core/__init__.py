@@ -68,7 +68,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "checks": "require_object",
     "errors": """
-        BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
+        AuditError BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
         EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError
         PluginError PluginHookError PluginImportError PluginMethodError PluginVersionError SageLLMError
         StaleMatchError UnknownKindError UnknownNameError UnknownProviderError

@@ -23,6 +23,7 @@ SageLLMError
 │   └── DuplicateProviderError            two providers of one kind and name
 └── EngineError (RuntimeError)            the engine itself failed; the cause is chained
     └── EngineDeadError                   its process is gone; the request may be sent again
+AuditError (BaseException)                a prefix cache broke the order in which it calls its eviction policy
 """
 
 from __future__ import annotations
@@ -126,6 +127,13 @@ class EngineError(SageLLMError, RuntimeError):
 
 class EngineDeadError(EngineError):
     """The process of the engine is gone, along with its requests. The same request may be sent again."""
+
+
+class AuditError(BaseException):
+    """A prefix cache broke the order in which it calls its eviction policy.
+
+    Not a SageLLMError: what a policy raises otherwise is its own failure, and the cache goes on without it.
+    """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -33,7 +33,8 @@ logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
-_EXTRA = ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client")
+_LOOP = () if sys.platform == "win32" else ("uvloop",)
+_EXTRA = ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client", *_LOOP)
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def serve(
     "stopped" if a signal ends the process before anything is loaded. Raises ConfigError for a missing extra
     `serve`, for a port or name in use, and the errors of loading the model.
     """
-    _check_extra()
+    check_extra("serving")
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
         engine = RunningEngine(
@@ -73,12 +74,12 @@ def serve(
                 runner.run(serving)
 
 
-def _check_extra() -> None:
-    """Raise ConfigError unless the libraries of the extra `serve` are installed."""
+def check_extra(what: str) -> None:
+    """Raise ConfigError, saying what needs them, unless the libraries of the extra `serve` are installed."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"serving needs {', '.join(missing)}, which cannot be found; "
+            f"{what} needs {', '.join(missing)}, which cannot be found; "
             "pip install 'sagellm-engines[serve]' (or sagellm, which includes it)"
         )
 

@@ -39,7 +39,7 @@ class Conformance:
                 f"no installed distribution with plugins is called {distribution!r}; "
                 f"installed: {', '.join(known)}.{nearest(self._distribution, known)}"
             )
-        missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+        missing = [name for name in ("pytest", "hypothesis", "numpy") if find_spec(name) is None]
         if missing:
             raise ConfigError(
                 f"the conformance kit needs {' and '.join(missing)}; "

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def call_plugin(plugin: str, call: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def call_plugin(plugin: str, call: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call plugin code. Anything it raises, even SystemExit, becomes a PluginError that names the plugin.
 
     SageLLMError, MemoryError and KeyboardInterrupt propagate.

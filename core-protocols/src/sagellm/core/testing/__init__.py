@@ -16,14 +16,12 @@ import pytest
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
+    from sagellm.core.errors import AuditError as AuditError
     from sagellm.core.testing.eviction import (
         EvictionPolicyContract as EvictionPolicyContract,
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
     )
-    from sagellm.core.testing.eviction_audit import (
-        AuditError as AuditError,
-        AuditingEvictionPolicy as AuditingEvictionPolicy,
-    )
+    from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy as AuditingEvictionPolicy
     from sagellm.core.testing.installed import installed_contract as installed_contract
     from sagellm.core.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.core.testing.kv_pool import KVPoolContract as KVPoolContract
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from sagellm.core.testing.trace import TraceReaderContract as TraceReaderContract
 
 _TABLE = {
-    "AuditError": ".eviction_audit",
+    "AuditError": "sagellm.core.errors",
     "AuditingEvictionPolicy": ".eviction_audit",
     "EvictionPolicyContract": ".eviction",
     "KVAllocatorContract": ".kv_allocator",
@@ -79,7 +77,7 @@ __all__ = sorted(_TABLE)
 # So that a failing `assert` of the kit shows its values, as in a test file.
 pytest.register_assert_rewrite(
     *(f"{__name__}.{name}" for name in ("eviction_machine", "kv_tier_model")),
-    *(f"{__name__}{module}" for module in sorted(set(_TABLE.values()))),
+    *(f"{__name__}{module}" for module in sorted(set(_TABLE.values())) if module.startswith(".")),
 )
 
 __getattr__ = lazy(__name__, _TABLE)

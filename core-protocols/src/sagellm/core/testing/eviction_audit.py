@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sagellm.core.errors import AuditError
 from sagellm.core.ids import NodeId, SequenceId
 from sagellm.core.protocols.eviction import (
     CachedNode,
@@ -11,10 +12,6 @@ from sagellm.core.protocols.eviction import (
     EvictionMetrics,
     EvictionPolicyProtocol,
 )
-
-
-class AuditError(BaseException):
-    """A cache broke the order of calls. Other errors from a policy count as its own failures."""
 
 
 class AuditingEvictionPolicy(EvictionPolicyProtocol):

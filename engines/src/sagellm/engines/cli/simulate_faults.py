@@ -30,7 +30,13 @@ FAULT_FLAGS = (
 
 
 def simulate_faults(options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Run seeds; print each violation with the events that suffice for it, and exit with 1 if any."""
+    """Run seeds; print each violation with the events that suffice for it, and exit with 1 if any.
+
+    Raises ConfigError for a missing extra `serve`: the served system is simulated with its HTTP server.
+    """
+    from sagellm.engines.serve import check_extra
+
+    check_extra("simulating a server")
     from sagellm.engines.simulation.served.seeds import Totals, run_seeds
 
     first, count = options.get("first") or 0, options.get("seeds") or 100

@@ -42,7 +42,7 @@ from sagellm.core import (
 )
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.observers import Observers
+from sagellm.engines.engine_core.observers import Failures, Observers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import Sequence
@@ -119,6 +119,7 @@ class EngineCore(EngineProtocol):
         self._idle_since_ns = 0
         self._work: StepWork | None = None  # of the step collected last
         self._num_preemptions_seen = 0
+        self._predictor_failures = Failures(parts.registry, "the lifetime predictor")
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
         if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
@@ -479,8 +480,5 @@ class EngineCore(EngineProtocol):
         """Log what the lifetime predictor raises: it only guesses."""
         try:
             yield
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
-            described = self.parts.registry.describe(error)
-            logger.exception("the lifetime predictor failed; the engine goes on: %s", described)
+            self._predictor_failures.log(error)

@@ -1,4 +1,4 @@
-"""The observers of an engine."""
+"""The observers of an engine, and the log of what fails though no request depends on it."""
 
 from __future__ import annotations
 
@@ -12,41 +12,48 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+class Failures:
+    """Logs the first, second, fourth, eighth … failure of something; the first with its traceback."""
+
+    def __init__(self, registry: PluginRegistry, what: str) -> None:
+        self._registry, self._what = registry, what
+        self._count = 0
+
+    def log(self, error: BaseException) -> None:
+        """Count a failure. Raises KeyboardInterrupt again."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        self._count += 1
+        if self._count & (self._count - 1):
+            return
+        logger.error(
+            "%s failed, %d times so far: %s; the engine goes on",
+            self._what,
+            self._count,
+            self._registry.describe(error),
+            exc_info=error if self._count == 1 else None,
+        )
+
+
 class Observers:
     """The observers that implement one hook when the engine starts; falsy if there are none."""
 
     def __init__(self, registry: PluginRegistry, hook: str) -> None:
-        self._registry = registry
         self._callers = registry.callers(hook)
-        self._num_failures = [0] * len(self._callers)
+        self._failures = [Failures(registry, f"the observer {_name(each)}") for each in self._callers]
 
     def __len__(self) -> int:
         return len(self._callers)
 
     def tell(self, **what: object) -> None:
-        """Notify each of them once; an exception from one is logged and does not affect the others.
-
-        If one fails at every step, its first, second, fourth, eighth … failure is logged, the first with its
-        traceback.
-        """
-        for number, call in enumerate(self._callers):
+        """Notify each of them once; an exception from one is logged and does not affect the others."""
+        for call, failures in zip(self._callers, self._failures, strict=True):
             try:
                 call(**what)
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:  # SystemExit too: an observer must not end the engine
-                self._num_failures[number] += 1
-                self._log(call, self._num_failures[number], error)
+                failures.log(error)
 
-    def _log(self, call: HookCaller, count: int, error: BaseException) -> None:
-        if count & (count - 1):
-            return
-        function = call.get_hookimpls()[0].function
-        logger.error(
-            "the observer %s.%s failed, %d times so far: %s; the engine goes on",
-            function.__module__,
-            function.__qualname__,
-            count,
-            self._registry.describe(error),
-            exc_info=error if count == 1 else None,
-        )
+
+def _name(call: HookCaller) -> str:
+    function = call.get_hookimpls()[0].function
+    return f"{function.__module__}.{function.__qualname__}"

@@ -232,7 +232,8 @@ class KVOffload(KVOffloadProtocol):
     def _arrived(self, get: _Get, outcomes: Sequence[TierOutcome]) -> None:
         num_good = next((n for n, outcome in enumerate(outcomes) if outcome != "done"), len(outcomes))
         is_written = self._write(get.fetch, get.buffers[:num_good])
-        self._give_back(get.buffers)
+        if "failed" not in outcomes:  # a tier that broke its contract may still write to them
+            self._give_back(get.buffers)
         if is_written and num_good == len(outcomes):
             self._go_on(get.fetch)
         else:

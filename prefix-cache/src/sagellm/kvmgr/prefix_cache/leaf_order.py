@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Protocol
 
-from sagellm.core.errors import PluginError
+from sagellm.core.errors import AuditError, PluginError
 from sagellm.core.ids import NodeId
 from sagellm.core.logging import get_logger
 from sagellm.core.node_ranking import NodeRanking, RankingKey
@@ -163,8 +163,6 @@ class Leaves:
 
     def fail(self, error: BaseException) -> LeafLRU:
         """Replace the policy because of an error; return its successor, which ranks all unlocked leaves."""
-        from sagellm.core.testing import AuditError
-
         if isinstance(error, KeyboardInterrupt | AuditError):
             raise error
         assert not isinstance(self.policy, LeafLRU), f"the order of leaves is wrong: {error}"

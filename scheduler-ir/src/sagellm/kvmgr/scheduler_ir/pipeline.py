@@ -40,16 +40,21 @@ class PassPipeline:
         return len(self._entries)
 
     def add(self, optimization_pass: SchedulerPassProtocol) -> None:
-        """Append a pass, with a new state. Raises ConfigError for any other object."""
+        """Append a pass, with a new state. Raises ConfigError for another object, EngineError if it fails."""
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
-        state = optimization_pass.start()
+        try:
+            state = optimization_pass.start()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise _failure(optimization_pass, error) from error
         self._append((optimization_pass, state, PassMetrics(name=optimization_pass.name)))
 
     def replaced_by(self, passes: Sequence[SchedulerPassProtocol]) -> PassPipeline:
         """Return a pipeline of other passes with the same watchers.
 
         A pass equal to one of this pipeline keeps its state and counts. Raises ConfigError for any other
-        object, and whatever a pass's `start` raises.
+        object, EngineError for a pass whose `start` fails.
         """
         pipeline = PassPipeline(self._clock)
         pipeline._watchers = self._watchers

@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.runtime import Files, SystemFiles
 from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator
@@ -116,10 +118,13 @@ class DDRBackend(TierBackend):
 class HBMBackend(TierBackend):
     """Memory of a torch device other than a CPU; `DDRBackend` is for host memory.
 
-    Experimental: no `kv_tier` provider uses it yet. It is for KV tiers of an engine on a GPU.
+    Experimental: no `kv_tier` provider uses it yet. It is for KV tiers of an engine on a GPU. Raises
+    ConfigError without torch, which the extra `torch` brings.
     """
 
     def __init__(self, total_bytes: int, device: str | torch.device = "cpu", alignment: int = 64) -> None:
+        if find_spec("torch") is None:
+            raise ConfigError("HBMBackend needs torch: pip install 'sagellm-kv-pool[torch]'")
         import torch
 
         super().__init__(total_bytes, alignment)

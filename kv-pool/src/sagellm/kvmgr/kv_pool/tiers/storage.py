@@ -24,6 +24,7 @@ from sagellm.core.protocols.kv_tier import (
 )
 from sagellm.core.runtime import Clock, SystemClock
 from sagellm.kvmgr.kv_pool.tiers.classifier import COLDEST_FIRST, HotColdClassifier, Temperature
+from sagellm.kvmgr.kv_pool.tiers.guarded_tier import GuardedTier
 
 _HOT = COLDEST_FIRST["hot"]
 _NUM_LOOKED_AT = 32
@@ -155,9 +156,9 @@ class TieredKVStorage(KVTierProtocol):
     """Tiers by name, the fastest first; each block is in one of them.
 
     A put goes to the first tier, even if the block was in a lower one. A full tier demotes its coldest blocks
-    to the next one, and the last tier drops them; a tier that fails, or is full of busy blocks, is skipped. A
-    get reads from the tier that has the block; a block that is then hot moves up, if there is room. The
-    classifier decides both.
+    to the next one, and the last tier drops them; a tier that fails, or is full of busy blocks, is skipped,
+    and one that raises is not used any more. A get reads from the tier that has the block; a block that is
+    then hot moves up, if there is room. The classifier decides both.
 
     Operations on one block run in sequence, on several in the order of the tiers' answers. One lock guards
     everything; `get_cost_ns` takes none.
@@ -176,7 +177,7 @@ class TieredKVStorage(KVTierProtocol):
             require_object(f"tier {name!r}", tier, KVTierProtocol, "kv_tier")
         self.names = tuple(tiers)
         self.classifier = HotColdClassifier() if classifier is None else classifier
-        self._tiers = tuple(tiers.values())
+        self._tiers = tuple(GuardedTier(name, tier) for name, tier in tiers.items())
         self._usages = tuple(TierUsage(self.classifier) for _ in self._tiers)
         self._clock = SystemClock() if clock is None else clock
         self._lock = Lock()
