@@ -20,9 +20,9 @@ from sagellm.engines.http.body_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from sagellm.engines.http.framing import MAX_HEADER_BYTES, MAX_HEADERS
 from sagellm.engines.http.metrics import ServerMetrics
 from sagellm.engines.http.parsing import MAX_FIELD_BYTES
+from sagellm.engines.http.request_parser import MAX_HEADER_BYTES, MAX_HEADERS
 from sagellm.engines.http.unsupported import (
     IGNORED,
     IGNORED_IN_MESSAGES,
