@@ -159,8 +159,8 @@ def _limits(threads: int) -> dict[str, float | str]:
         "from sagellm.engines.bench.roofline import measure_limits\n"
         f"torch.set_num_threads({threads})\n"
         "cpu = torch.device('cpu')\n"
-        "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, torch.bfloat16, is_int8=is_int8))"
-        " for name, is_int8 in (('bf16', False), ('int8', True))}))"
+        "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, dtype))"
+        " for name, dtype in (('bf16', torch.bfloat16), ('int8', torch.int8))}))"
     )
     done = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
