@@ -89,6 +89,15 @@ def test_a_pass_and_a_quantizer_get_their_options(make_engine, made):
     assert [(each.text, each.ageing_s) for each in passes] == [("first", 30.0), ("second", 3.0)]
 
 
+def test_options_of_int4_reach_it_and_leave_its_groups(make_engine):
+    with make_engine(quantization="int4{search_scales=false, clip_ratio=1.0}") as engine:
+        metrics = engine.metrics().modules["quantizer"]
+        assert 0.45 < metrics.max_error_steps <= 0.5 + 1e-4
+        assert engine.config.model.quantization.options == {"search_scales": False, "clip_ratio": 1.0}
+    with make_engine(quantization="int4") as engine:
+        assert engine.metrics().modules["quantizer"].max_error_steps > 0.6
+
+
 def test_the_configuration_of_an_engine_keeps_the_options_of_its_backend(make_engine, made):
     with make_engine(forward_backend="noted{note=seen}") as engine:
         assert engine.config.forward.backend == ProviderSpec("noted", {"note": "seen"})
