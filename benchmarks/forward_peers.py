@@ -34,7 +34,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, foreign_cores, machine_line
+from common import RESULTS, foreign_cores, machine_line, save
 from make_model import ensure
 
 from sagellm.core import PluginRegistry
@@ -74,7 +74,7 @@ def main() -> None:
         for number_format in (one for one in options.formats if one in formats[name]):
             run = _measure(name, python, model, number_format, options)
             result["runs"] = [one for one in result["runs"] if not _is_same(one, run)] + [run]
-            path.write_text(json.dumps({**result, "machine": machine}, indent=1) + "\n", encoding="utf-8")
+            save(path, json.dumps({**result, "machine": machine}, indent=1) + "\n")
             print(_line(run), flush=True)
     print(f"\n{machine_line()}; kept in {path}")
 

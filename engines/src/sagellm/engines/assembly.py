@@ -282,7 +282,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         around_step=nullcontext if cores is None else cores.during_step,
         progress=progress,
     )
-    finalize(core, trace.close)  # at the latest when the process ends: until then the file is incomplete
+    finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
