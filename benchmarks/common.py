@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.engines.machine import describe_machine
+from sagellm.engines.whole_file import whole_file
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,6 +35,12 @@ def report(name: str, **figures: Any) -> None:
     print()
 
 
+def save(path: Path, text: str) -> None:
+    """Write a file that gets its name once it is complete, so that a full disk leaves an older one."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def machine_line() -> str:
     """Name the machine and the versions in one line, for a table."""
     machine = describe_machine()
@@ -47,7 +54,7 @@ def publish(name: str, text: str, options: argparse.Namespace, **figures: Any) -
     """Print a table, or with --json one JSON object with the machine; keep the latter in --save's file."""
     record = {"benchmark": name, **figures, "machine": describe_machine()}
     json_text = json.dumps(record, indent=1) + "\n"
-    options.save.write_text(json_text, encoding="utf-8")
+    save(options.save, json_text)
     print(json_text if options.json else f"{text}\n\n{record['machine']['cpu']}; kept in {options.save}")
 
 

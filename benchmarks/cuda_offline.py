@@ -291,6 +291,7 @@ def limits_of(path: Path, bandwidth: float, *, is_tiny: bool) -> dict[str, float
 def keep(path: Path, figures: list[dict[str, Any]], bandwidth: float) -> None:
     """Write the figures with the device and the machine."""
     import torch
+    from common import save
 
     from sagellm.engines.machine import describe_machine
 
@@ -301,7 +302,7 @@ def keep(path: Path, figures: list[dict[str, Any]], bandwidth: float) -> None:
         "figures": figures,
         "machine": describe_machine(),
     }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(path, json.dumps(record, indent=1) + "\n")
     print(f"kept in {path}")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS
+from common import RESULTS, save
 
 ROOT = Path(__file__).parent.parent
 TRITON = "triton==3.7.1"
@@ -94,7 +94,7 @@ def report_to(path: Path, parts: dict[str, Any]) -> str:
     from sagellm.engines.machine import describe_machine
 
     record = {"benchmark": "cuda_suite", "triton": triton.__version__, **parts, "machine": describe_machine()}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(path, json.dumps(record, indent=1) + "\n")
     lines = [
         f"{name}: {part if isinstance(part, str) else 'passed' if part['passed'] else 'FAILED'}"
         for name, part in parts.items()

@@ -34,7 +34,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, foreign_cores, machine_line
+from common import RESULTS, foreign_cores, machine_line, save
 from make_model import ensure
 
 from sagellm.core import PluginRegistry
@@ -74,7 +74,7 @@ def main() -> None:
         for number_format in (one for one in options.formats if one in formats[name]):
             run = _measure(name, python, model, number_format, options)
             result["runs"] = [one for one in result["runs"] if not _is_same(one, run)] + [run]
-            path.write_text(json.dumps({**result, "machine": machine}, indent=1) + "\n", encoding="utf-8")
+            save(path, json.dumps({**result, "machine": machine}, indent=1) + "\n")
             print(_line(run), flush=True)
     print(f"\n{machine_line()}; kept in {path}")
 
@@ -159,8 +159,8 @@ def _limits(threads: int) -> dict[str, float | str]:
         "from sagellm.engines.bench.roofline import measure_limits\n"
         f"torch.set_num_threads({threads})\n"
         "cpu = torch.device('cpu')\n"
-        "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, torch.bfloat16, is_int8=is_int8))"
-        " for name, is_int8 in (('bf16', False), ('int8', True))}))"
+        "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, dtype))"
+        " for name, dtype in (('bf16', torch.bfloat16), ('int8', torch.int8))}))"
     )
     done = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

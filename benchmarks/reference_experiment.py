@@ -28,6 +28,7 @@ from sagellm.engines.simulation.figures import CacheFigures, figures_of, sharing
 from sagellm.engines.simulation.plot import plot_replays
 from sagellm.engines.simulation.replay import CacheReplay, ReplayedRequest
 from sagellm.engines.traces import read_trace
+from sagellm.engines.whole_file import whole_file
 
 BLOCK_SIZE = 16
 CAPACITIES = (10_000, 1_000)
@@ -161,7 +162,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 def write(folder: Path, name: str, runs: list[Run], rows: list[dict[str, Any]]) -> None:
     """Write a line of JSON for each request of each run, and draw how much requests share."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+    with whole_file(folder / f"{name}.jsonl") as partial, partial.open("w", encoding="utf-8") as file:
         for run in runs:
             for index, one in enumerate(run.requests):
                 head = {"run": run.name, "capacity": run.capacity, "request": index}

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from common import describe_machine
+from common import describe_machine, save
 
 from sagellm.core import MemoryFiles, PluginRegistry, Randomness, VirtualClock
 from sagellm.core.testing import (
@@ -236,7 +236,7 @@ def main() -> int:
     figures = {"first_seed": options.first, "machines": rows, "violations": failed}
     record = json.dumps({"benchmark": "seeds", **figures, "machine": describe_machine()}, indent=1)
     if options.save is not None:
-        options.save.write_text(record + "\n", encoding="utf-8")
+        save(options.save, record + "\n")
     cells = [[str(cell) for cell in row.values()] for row in rows]
     print(record if options.json else columns(list(rows[0]), cells))
     return 1 if violations else 0

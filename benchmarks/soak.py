@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
-from common import RESULTS, describe_machine
+from common import RESULTS, describe_machine, save
 from served import served
 
 from sagellm.core import EngineMetrics
@@ -445,7 +445,7 @@ def main() -> int:
     options = parser.parse_args()
     with served(options.model, options.port, *FLAGS) as engine:
         record = asyncio.run(soak(engine, options))
-    options.save.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(options.save, json.dumps(record, indent=1) + "\n")
     plot(record, options.save.with_suffix(".png"))
     for name in ("front", "core"):
         slope = Slope(**record[name])

@@ -295,7 +295,12 @@ def main() -> None:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(lines))
         keys.chmod(0o600)
-        flags = [f"--api-key-file={keys}", "--no-access-log", *options.flags.split()]
+        flags = [
+            f"--api-key-file={keys}",
+            "--metrics-allow=127.0.0.1",
+            "--no-access-log",
+            *options.flags.split(),
+        ]
         found: dict[str, Any] = {}
         for part in options.parts:
             own = [f"--max-num-seqs={options.max_num_seqs}"] if part == "shares" else []

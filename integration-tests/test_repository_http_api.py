@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.config import EngineConfig
-from sagellm.engines.http.access_control import LOOPBACK_PATHS, OPEN_PATHS
+from sagellm.engines.http.access_control import METRICS_PATH, OPEN_PATHS
 from sagellm.engines.http.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, MAX_PARAMETERS
 from sagellm.engines.http.body_params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
 from sagellm.engines.http.body_schema import (
@@ -20,9 +20,9 @@ from sagellm.engines.http.body_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from sagellm.engines.http.framing import MAX_HEADER_BYTES, MAX_HEADERS
 from sagellm.engines.http.metrics import ServerMetrics
 from sagellm.engines.http.parsing import MAX_FIELD_BYTES
+from sagellm.engines.http.request_parser import MAX_HEADER_BYTES, MAX_HEADERS
 from sagellm.engines.http.unsupported import (
     IGNORED,
     IGNORED_IN_MESSAGES,
@@ -69,7 +69,7 @@ def test_every_refused_parameter_is_listed_and_nothing_else():
     assert set(UNSUPPORTED_IN_MESSAGES) <= listed
 
 
-@pytest.mark.parametrize("path", sorted(OPEN_PATHS | LOOPBACK_PATHS))
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS | {METRICS_PATH}))
 def test_every_open_path_has_a_row(path):
     assert f"| `GET {path}` |" in TEXT
 

@@ -164,7 +164,7 @@ Finding pack_rows(const Weight& weight, int64_t begin, int64_t count, Stored sto
 }
 
 Finding quantize_rows(const Weight& weight, int64_t begin, int64_t count, Stored stored, const void* rows,
-                      float clip_ratio, float* max_error, int num_threads) {
+                      float clip_ratio, float* max_error, int num_threads, bool search_scales) {
   Findings findings;
   std::atomic<float> worst{*max_error};
   const int64_t k = weight.k, group = weight.kind == WeightKind::int4 ? weight.group : k, num_groups = k / group;
@@ -177,7 +177,7 @@ Finding quantize_rows(const Weight& weight, int64_t begin, int64_t count, Stored
     if (finding != Finding::ok) return;
     for (int64_t row = 0; row < num_rows; row++) {
       const float* values = wide.data() + row * k;
-      quantize_row(weight.kind, values, k, group, clip_ratio, &codes[row * k], &scales[row * num_groups]);
+      quantize_row(weight.kind, values, k, group, clip_ratio, search_scales, &codes[row * k], &scales[row * num_groups]);
       raise(worst, largest_error(values, k, group, &codes[row * k], &scales[row * num_groups]));
     }
     (weight.kind == WeightKind::int4 ? pack_int4 : pack_int8)(weight, first, num_rows, codes.data(), k, scales.data());

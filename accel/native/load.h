@@ -14,7 +14,7 @@ Finding pack_rows(const Weight&, int64_t begin, int64_t count, Stored, const voi
 
 // The same in int8 or int4; raises `max_error` to the largest error in steps.
 Finding quantize_rows(const Weight&, int64_t begin, int64_t count, Stored, const void* rows, float clip_ratio,
-                      float* max_error, int num_threads);
+                      float* max_error, int num_threads, bool search_scales);
 
 // Converts values to bf16 or f32.
 Finding convert(Stored, const void* values, int64_t count, Stored target, void* out, int num_threads);

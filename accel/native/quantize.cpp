@@ -70,8 +70,8 @@ float scale_of_least_error(const float* row, int64_t count, float widest) {
 
 }  // namespace
 
-bool quantize_row(WeightKind kind, const float* row, int64_t k, int64_t group, float clip_ratio, int8_t* codes,
-                  float* scales) {
+bool quantize_row(WeightKind kind, const float* row, int64_t k, int64_t group, float clip_ratio,
+                  bool search_scales, int8_t* codes, float* scales) {
   const bool is_int4 = kind == WeightKind::int4;
   const float lowest = is_int4 ? -8 : -127, highest = is_int4 ? 7 : 127;
   const int64_t size = is_int4 ? group : k;
@@ -81,7 +81,7 @@ bool quantize_row(WeightKind kind, const float* row, int64_t k, int64_t group, f
     if (!std::isfinite(largest)) return false;
     const float unrounded = largest * (clip_ratio / highest);
     float scale = round_up(unrounded > FLT_MIN ? unrounded : FLT_MIN);
-    if (is_int4) scale = scale_of_least_error(part, size, scale);
+    if (is_int4 && search_scales) scale = scale_of_least_error(part, size, scale);
     for (int64_t i = 0; i < size; i++) codes[begin + i] = static_cast<int8_t>(code_of(part[i], scale, lowest, highest));
     scales[begin / size] = scale;
   }

@@ -57,9 +57,9 @@ int sage_pack(const SageLinear* linear, int64_t begin, int64_t count, int32_t st
 }
 
 int sage_pack_quantized(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
-                        float clip_ratio, float* max_error, int32_t num_threads) {
+                        float clip_ratio, float* max_error, int32_t num_threads, int32_t search_scales) {
   return static_cast<int>(sage::quantize_rows(as_weight(*linear), begin, count, static_cast<sage::Stored>(stored),
-                                              rows, clip_ratio, max_error, num_threads));
+                                              rows, clip_ratio, max_error, num_threads, search_scales != 0));
 }
 
 int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out, int32_t num_threads) {

@@ -81,10 +81,10 @@ SAGE_API int64_t sage_pack_granularity(void);
 // (bf16 or f32). All values must be finite, stored and rounded: SAGE_NOT_FINITE, SAGE_TOO_LARGE.
 SAGE_API int sage_pack(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
                        int32_t num_threads);
-// The same in int8 or int4, quantized as by sage::quantize_row. `max_error` is raised to the largest difference
-// between a weight and its code, in steps.
+// The same in int8 or int4, quantized as by sage::quantize_row; `search_scales` counts for int4 alone and is 0 or 1.
+// `max_error` is raised to the largest difference between a weight and its code, in steps.
 SAGE_API int sage_pack_quantized(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
-                                 float clip_ratio, float* max_error, int32_t num_threads);
+                                 float clip_ratio, float* max_error, int32_t num_threads, int32_t search_scales);
 // Converts `count` stored values to SAGE_STORED_BF16 or SAGE_STORED_F32.
 SAGE_API int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out,
                           int32_t num_threads);

@@ -132,6 +132,15 @@ def test_mfu_prints_its_peak_and_that_attention_is_causal():
     )
 
 
+def test_an_mfu_above_1_is_kept_and_called_an_error():
+    parts = {"time_s": 1.0, "peak_flops_per_s": 1e12, "peak_source": "measured"}
+    above = MFUResult(flops=1_370_000_000_000, **parts)
+    assert above.mfu == 1.37
+    assert "an MFU of 1.37 cannot be true" in above.error
+    assert str(above).endswith(f"; {above.error}")
+    assert MFUResult(flops=10**12, **parts).error is None
+
+
 @pytest.mark.parametrize(
     "wrong", [{"time_s": 0}, {"peak_flops_per_s": -1}, {"flops": 0}, {"time_s": float("nan")}]
 )

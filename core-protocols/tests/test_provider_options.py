@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from sagellm.core import (
     PluginError,
     PluginRegistry,
     ProviderSpec,
+    QuantizationConfig,
     QuantizationGranularity,
 )
 
@@ -167,6 +168,21 @@ def test_fields_of_the_config_of_a_kind_are_options_of_all_its_providers():
     assert (config.granularity, config.group_size) == (QuantizationGranularity.PER_GROUP, 64)
     with pytest.raises(ConfigError, match=r"has no option 'group'.*Did you mean 'group_size'"):
         registry.make("quantizer", ProviderSpec("null", {"group": 64}))
+
+
+class Grouped:
+    default_config = QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP, group_size=32)
+
+    def __init__(self, config=None, *, depth: int = 1):
+        self.config = config
+
+
+def test_fields_that_no_option_names_are_the_provider_s_own():
+    assert chosen(Grouped, "quantizer", depth=2).make().config is None
+    config = chosen(Grouped, "quantizer", clip_ratio=0.5).make().config
+    assert config == replace(Grouped.default_config, clip_ratio=0.5)
+    told = {each.name: each.default for each in chosen(Grouped, "quantizer").options()}
+    assert told == {"clip_ratio": 1.0, "group_size": 32, "granularity": "per_group", "depth": 1}
 
 
 def test_options_are_described_with_what_holds():

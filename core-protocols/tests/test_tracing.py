@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import stat
 import threading
+from contextlib import contextmanager
 from decimal import Decimal
 
 import pytest
@@ -100,17 +102,70 @@ def test_time_counts_from_the_beginning_of_the_trace_and_wall_time_is_a_label(tm
     assert start["args"]["wall_s"] == 1.5e9
 
 
-def test_a_file_that_is_cut_off_lacks_its_last_bracket_alone(tmp_path):
+def test_a_file_is_complete_after_every_write(tmp_path):
     path = tmp_path / "trace.json"
     writer = ChromeTraceWriter(path, VirtualClock())
+    assert [event["name"] for event in events(path, "i")] == ["trace started"]
     with writer.span("prefill", num_tokens=5):
         writer.flush()
-        lines = path.read_text().splitlines()
-        assert lines[0] == "["
-        for line in lines[1:]:
-            json.loads(line.removesuffix(","))  # one event a line
-        assert json.loads("\n".join(lines) + "]")[-1]["args"] == {"num_tokens": 5}
+        assert load(path)[-1]["args"] == {"num_tokens": 5}
+        first, *lines, last = path.read_text().splitlines()
+        assert (first, last) == ("[", "]")
+        assert [json.loads(line.removesuffix(",")) for line in lines], "one event a line"
     writer.close()
+    assert check_balance(load(path)) == 1
+
+
+@contextmanager
+def disk_of(num_bytes):
+    """Let no file grow beyond this size: a write is cut there, the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write_some(path, buffer_bytes):
+    with ChromeTraceWriter(path, VirtualClock(), buffer_bytes=buffer_bytes) as writer:
+        for number in range(3):
+            with writer.span("step", number=number):
+                writer.counter("a, b", running=number)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 500, 1 << 16])
+def test_a_disk_that_fills_up_leaves_whole_events_in_a_complete_file_and_is_told_once(
+    tmp_path, caplog, buffer_bytes
+):
+    path = tmp_path / "trace.json"
+    write_some(path, buffer_bytes)
+    whole, size = load(path), path.stat().st_size
+    num_kept = set()
+    for limit in [*range(0, size - 20, 7), *range(size - 20, size)]:
+        caplog.clear()
+        with disk_of(limit):
+            write_some(path, buffer_bytes)
+        assert path.stat().st_size <= limit
+        assert caplog.text.count("the trace ends here: writing to its file failed") == 1
+        kept = load(path) if path.stat().st_size else []
+        assert kept == whole[: len(kept)]
+        assert kept or limit < 250
+        num_kept.add(len(kept))
+    assert num_kept >= set(range(2, len(whole)))
+    with disk_of(size):
+        write_some(path, buffer_bytes)
+    assert load(path) == whole
+
+
+def test_a_pipe_gets_the_events_as_they_come_and_the_end_at_the_end(tmp_path):
+    path, got = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: got.append(path.read_text()))
+    reader.start()
+    write_some(path, 1)
+    reader.join(10)
+    assert check_balance(json.loads(got[0])) == 3
 
 
 def test_memory_is_bounded_by_the_buffer(tmp_path):
@@ -212,7 +267,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog, monkeypatch):
         writer.flush()
     writer.instant("after")
     writer.close()
-    assert "the trace ends here" in caplog.text
+    assert caplog.text.count("the trace ends here") == 1
 
 
 def test_the_null_trace_takes_every_call():

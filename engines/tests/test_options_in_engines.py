@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.core import ConfigError, QuantizationGranularity
+from sagellm.core import ConfigError, ProviderSpec, QuantizationGranularity
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
 from sagellm.engines.http.body_params import _AS_THEY_ARE
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from sagellm.accel import Int8Quantizer
 from sagellm.core import NullSchedulerPass
+from sagellm.engines.forward.torch_backend import TorchForwardBackend
 
 MADE = []
 
@@ -37,6 +38,12 @@ class Rounding(Int8Quantizer):
     def __init__(self, config=None, *, seed: int = 0):
         super().__init__(config)
         MADE.append((self._config, seed))
+
+
+class Noted(TorchForwardBackend):
+    def __init__(self, spec, weights, *, note: str = "none", **given):
+        super().__init__(spec, weights, **given)
+        MADE.extend([note] if note != "none" else [])
 """
 PLUGIN = """
 from sagellm.core import Provider, hookimpl
@@ -46,6 +53,7 @@ def sagellm_providers():
     return [
         Provider("scheduler_pass", "notes", "acme_options:Notes", "takes a note"),
         Provider("quantizer", "rounding", "acme_options:Rounding", "int8, rounded at random"),
+        Provider("forward_backend", "noted", "acme_options:Noted", "torch, with a note"),
     ]
 """
 
@@ -79,6 +87,21 @@ def test_a_pass_and_a_quantizer_get_their_options(make_engine, made):
     (config, seed), *passes = made
     assert (config.granularity, config.group_size, seed) == (QuantizationGranularity.PER_GROUP, 8, 7)
     assert [(each.text, each.ageing_s) for each in passes] == [("first", 30.0), ("second", 3.0)]
+
+
+def test_options_of_int4_reach_it_and_leave_its_groups(make_engine):
+    with make_engine(quantization="int4{search_scales=false, clip_ratio=1.0}") as engine:
+        metrics = engine.metrics().modules["quantizer"]
+        assert 0.45 < metrics.max_error_steps <= 0.5 + 1e-4
+        assert engine.config.model.quantization.options == {"search_scales": False, "clip_ratio": 1.0}
+    with make_engine(quantization="int4") as engine:
+        assert engine.metrics().modules["quantizer"].max_error_steps > 0.6
+
+
+def test_the_configuration_of_an_engine_keeps_the_options_of_its_backend(make_engine, made):
+    with make_engine(forward_backend="noted{note=seen}") as engine:
+        assert engine.config.forward.backend == ProviderSpec("noted", {"note": "seen"})
+    assert made == ["seen"]
 
 
 @pytest.mark.parametrize(

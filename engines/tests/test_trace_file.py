@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import stat
 from collections import defaultdict
 
@@ -134,6 +135,22 @@ def test_a_trace_is_whole_when_its_engine_is_gone(make_engine, tmp_path):
     del engine
     gc.collect()
     assert json.loads(path.read_text())[-1]["name"] in ("step", "blocks")
+
+
+def test_an_engine_goes_on_when_the_disk_of_its_trace_is_full(make_engine, tmp_path, caplog):
+    path = tmp_path / "trace.json"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    engine = make_engine(trace=str(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with engine:
+            outputs = engine.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=20, ignore_eos=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [len(one.outputs[0].token_ids) for one in outputs] == [20] * 3
+    assert caplog.text.count("the trace ends here") == 1
+    assert 1000 < path.stat().st_size <= 3000
+    assert "request" in {event["name"] for event in json.loads(path.read_text())}
 
 
 def test_a_file_that_cannot_be_written_is_told_before_a_model_is_loaded(make_engine, tmp_path):

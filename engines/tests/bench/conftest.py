@@ -20,6 +20,29 @@ def _read_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sagellm.engines.bench.roofline.READ_BYTES", 1 << 20)
 
 
+class StatedRates:
+    """The native library's loops on a machine with these rates."""
+
+    variant = "amx"
+
+    def matrix_rate(self, kind: str, num_threads: int) -> float:
+        return {"bfloat16": 2e12, "int8": 4e12}[kind]
+
+    def read_bandwidth(self, num_bytes: int, num_threads: int) -> float:
+        return 1e10
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose rates are stated and not measured; torch multiplies float32 and FP8 best."""
+    rates = {"float32": 1e11, "bfloat16": 5e10, "float8_e4m3fn": 3e11}
+    monkeypatch.setattr("sagellm.accel.machine_limits.native_limits", StatedRates)
+    monkeypatch.setattr(
+        "sagellm.engines.bench.roofline._gemm_rate",
+        lambda device, dtype, *size: rates[str(dtype).removeprefix("torch.")],
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
     """How one request is answered."""

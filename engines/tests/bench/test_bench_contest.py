@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 
 from sagellm.core import ConfigError
-from sagellm.engines.bench.benchmark import BenchmarkSettings, headline, run_benchmark
+from sagellm.engines.bench import benchmark
+from sagellm.engines.bench.benchmark import (
+    BenchmarkSettings,
+    headline,
+    measurement_errors,
+    run_benchmark,
+)
 from sagellm.engines.bench.chrome_trace import write_chrome_trace
 from sagellm.engines.bench.contenders import Contender, PeerSpec, peer_server, vllm_arguments
 from sagellm.engines.bench.contest import Contest
 from sagellm.engines.bench.errors import BenchmarkError
-from sagellm.engines.bench.readings import Reading, kv_use, page_values
+from sagellm.engines.bench.readings import Reading, ServerReader, kv_use, page_values
 from sagellm.engines.bench.results import request_rows
+from sagellm.engines.bench.roofline import Limits as MachineLimits
 from sagellm.engines.bench.sessions import Phase
 from sagellm.engines.bench.workloads import WorkloadSettings
+from sagellm.engines.cli import main
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.worker.work import WorkMetrics
 
 SMALL = WorkloadSettings(name="mixed", max_len=400, vocab_size=100)
 
@@ -84,6 +94,75 @@ def test_all_servers_get_the_rate_that_the_slowest_carries(fake_server, behaviou
     rows = headline(done.figures)
     assert rows["saturated.output_throughput_tokens_per_s"].keys() == {"sagellm", "vllm"}
     assert rows["steady.ideal_hit_rate"]["vllm"] > 0
+
+
+class GrowingWork(ServerReader):
+    """Says that 10^15 more FLOPs were done each time that it is asked: more than any machine does."""
+
+    def __init__(self):
+        self.work = WorkMetrics()
+
+    def read(self):
+        work = self.work
+        self.work = WorkMetrics(flops=work.flops + 10**15, read_bytes=work.read_bytes + 1, num_tokens=9)
+        return Reading(work=work)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def own_engine(fake_server, monkeypatch):
+    """An engine that `run_benchmark` takes for the one that it started; it resolved "auto" to bfloat16."""
+    url, resolved = fake_server().url, EngineConfig().with_values({"model.dtype": "bfloat16"})
+
+    @contextmanager
+    def own_server(config):
+        assert config.model.dtype == "auto"
+        yield Contender(name="sagellm", url=url)
+
+    monkeypatch.setattr(benchmark, "own_server", own_server)
+    monkeypatch.setattr(benchmark._Fit, "of", lambda _: benchmark._Fit(config=resolved))
+    monkeypatch.setattr("sagellm.engines.bench.contest.reader_of", lambda _: GrowingWork())
+    return url
+
+
+def test_the_machine_is_measured_for_what_the_engine_resolved_and_not_for_auto(own_engine):
+    measured = []
+
+    def measure(config):
+        measured.append(config.model.dtype)
+        return MachineLimits(peak_flops_per_s=1e30, read_bandwidth_bytes_per_s=1e10, peak_source="a test's")
+
+    settings = BenchmarkSettings(duration=0.2, rate=30.0, max_len=400, vocab_size=100)
+    done = run_benchmark(EngineConfig(), settings, measure=measure)
+    assert measured == ["bfloat16"]
+    figures = done.figures["steady"]["sagellm"]
+    assert figures.limits.mfu == pytest.approx(figures.work.flops / (figures.load.duration_s * 1e30))
+    assert headline(done.figures)["steady.mfu"] == {"sagellm": figures.limits.mfu}
+    assert measurement_errors(done.figures) == []
+
+
+def test_without_an_engine_of_ours_no_machine_is_measured(fake_server):
+    settings = BenchmarkSettings(duration=0.2, rate=30.0, max_len=400, base_url=fake_server().url)
+    done = run_benchmark(EngineConfig(), settings, measure=lambda config: 1 / 0)
+    assert done.machine is None
+    assert done.figures["steady"]["sagellm"].limits is None
+
+
+def test_an_mfu_above_1_is_told_as_an_error_and_not_cut(own_engine, monkeypatch, capsys):
+    limits = MachineLimits(peak_flops_per_s=1e12, read_bandwidth_bytes_per_s=1e10, peak_source="a test's")
+    monkeypatch.setattr("sagellm.engines.bench.roofline.engine_limits", lambda config: limits)
+    load = ("--duration", "0.2", "--rate", "30", "--max-len", "400", "--vocab-size", "100")
+    with pytest.raises(SystemExit, match="0"):
+        main(["llm", "benchmark", *load, "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["figures"]["steady.mfu"]["sagellm"] > 1
+    assert shown["measurement_errors"][0].startswith("steady, sagellm: an MFU of ")
+    assert "cannot be true" in shown["phases"]["steady"]["sagellm"]["limits"]["mfu_error"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["llm", "benchmark", *load])
+    assert "error: steady, sagellm: an MFU of " in capsys.readouterr().err
 
 
 def test_with_a_rate_there_is_one_phase(fake_server):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sagellm.core import ConfigError, decode_flops, prefill_flops
+from sagellm.engines import LLMEngine
 from sagellm.engines.bench import (
     BenchmarkError,
     Lengths,
@@ -15,6 +16,7 @@ from sagellm.engines.bench import (
 )
 from sagellm.engines.bench.offline import memory_figures
 from sagellm.engines.bench.roofline import Limits, measure_limits
+from sagellm.engines.testing import make_checkpoint
 
 LENGTHS = {"input_len": Lengths.parse("uniform:8:16"), "output_len": Lengths.parse("4")}
 
@@ -77,7 +79,7 @@ def test_senseless_offline_settings_are_refused(settings):
 
 def test_throughput_is_set_against_the_limits_that_were_measured(make_engine, monkeypatch):
     limits = Limits(peak_flops_per_s=1e12, read_bandwidth_bytes_per_s=1e10, peak_source="a test's")
-    monkeypatch.setattr("sagellm.engines.bench.offline.measure_limits", lambda *_, **__: limits)
+    monkeypatch.setattr("sagellm.engines.bench.offline.engine_limits", lambda _: limits)
     engine = make_engine(max_num_seqs=2, enable_prefix_caching=False)
     settings = OfflineSettings(
         num_prompts=4, warmup=0, input_len=Lengths.parse("12"), output_len=Lengths.parse("3")
@@ -95,7 +97,18 @@ def test_throughput_is_set_against_the_limits_that_were_measured(make_engine, mo
     reached = max(flops / 1e12, work.read_bytes / 1e10) / figures.duration_s
     assert figures.roofline_ratio == pytest.approx(reached)
     assert figures.peak_source == "a test's"
+    assert figures.mfu_error is None
     assert figures.batching_efficiency == 1.0
+
+
+def test_an_engine_s_peak_is_that_of_its_own_number_format(tmp_path, machine):
+    model = make_checkpoint(tmp_path / "model", family="qwen3", dtype="bfloat16", head_dim=32)
+    settings = OfflineSettings(num_prompts=1, warmup=0, **LENGTHS)
+    with LLMEngine(model, num_blocks=64, device="cpu") as engine:
+        assert engine.config.model.dtype == "bfloat16"
+        figures = measure_throughput(engine, settings)
+    assert (figures.peak_gflops_per_s, figures.gemm_gflops_per_s) == (2000, 100)
+    assert figures.peak_source == "a loop of the widest bfloat16 instruction (amx), measured in this run"
 
 
 def test_limits_are_measured_and_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import resource
 import sys
 from dataclasses import replace
 
@@ -194,6 +195,22 @@ def test_a_conversation_replaces_its_own_file_and_no_other(engine, tmp_path):
     ]
     converse(engine, f"/load {mine}", "/reset", "Hello", f"/save {mine}")
     assert (len(json.loads(mine.read_text())), other.read_text()) == (4, "precious")
+
+
+def test_a_full_disk_keeps_the_conversation_that_was_saved_before(engine, tmp_path):
+    path, new = tmp_path / "chat.json", tmp_path / "new.json"
+    converse(engine, "Hello", f"/save {path}")
+    before = path.read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        session = converse(engine, f"/load {path}", "Is it far?", f"/save {path}", f"/save {new}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [told.partition(" ")[2] for told in session.terminal.texts("told")[1:]] == [
+        "cannot be written: File too large"
+    ] * 2
+    assert (path.read_text(), list(tmp_path.iterdir())) == (before, [path])
 
 
 def test_what_cannot_be_saved_is_told(engine, tmp_path):

@@ -79,7 +79,7 @@ def test_every_route_is_shut_unless_it_is_listed(locked):
     paths = {route.path.replace("{name:path}", "small") for route in locked.app.routes}
     assert paths >= OPEN_PATHS | {"/v1/models", "/metrics"}
     shut = {path for path in paths if status(locked, path) == 401}
-    assert shut == paths - OPEN_PATHS - {"/metrics"}
+    assert shut == paths - OPEN_PATHS
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
@@ -112,7 +112,7 @@ def test_a_key_opens(locked, key):
         b"Bearer \xff\xfe",
         "Bearer ключ".encode(),
         b"Bearer " + b"a" * 5000,
-        b"Bearer first-key" + b" " * 5000,
+        b"Bearer first-key" + b" " * 5000 + b"y",
     ],
 )
 def test_odd_keys_do_not_open(locked, header):
@@ -180,7 +180,7 @@ def test_a_tenant_does_not_tell_its_key():
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "", "localhost.", "10.0.0.1", "[::2]:80"]
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "localhost.", "10.0.0.1", "[::2]"]
 )
 def test_other_hosts_are_refused_on_loopback(server, host):
     assert status(server, "/health", f"Host: {host}") == 403
@@ -200,7 +200,16 @@ def test_a_refused_host_is_told_how_it_can_be_allowed(server):
 
 
 def test_two_hosts_are_refused(server):
-    assert status(server, "/health", "Host: localhost", "Host: evil.example") == 403
+    assert status(server, "/health", "Host: localhost", "Host: evil.example") == 400
+    assert status(server, "/health", "Host: localhost", "Host: localhost") == 400
+
+
+def test_the_host_of_an_absolute_target_decides_and_not_the_header(server):
+    evil = "http://evil.example:8000"
+    assert status(server, f"{evil}/health", "Host: localhost") == 403
+    assert status(server, "http://localhost/health", "Host: evil.example") == 200
+    assert status(server, f"{evil}/v1/models", "Host: localhost", f"Origin: {evil}") == 403
+    assert status(server, "http://localhost/v1/models", f"Host: {evil[7:]}", f"Origin: {evil}") == 403
 
 
 def test_a_host_can_be_allowed(scripted):
@@ -271,8 +280,9 @@ def test_an_origin_is_compared_whole(with_ui, origin):
 
 
 def test_what_this_machine_alone_may_see_is_shown_to_no_page(serve, with_ui):
-    assert with_ui.http.get("/metrics").status_code == 200
-    assert with_ui.http.get("/metrics", headers={"origin": UI}).status_code == 403
+    key = {"authorization": "Bearer key"}
+    assert with_ui.http.get("/metrics", headers=key).status_code == 200
+    assert with_ui.http.get("/metrics", headers={"origin": UI, **key}).status_code == 403
     everybody = serve(allowed_origins=("*",))
     assert everybody.http.get("/metrics", headers={"origin": UI}).status_code == 403
 
@@ -297,9 +307,67 @@ def test_what_is_not_an_origin_is_refused_when_the_server_is_configured(origin):
         ServerConfig(allowed_origins=(origin,))
 
 
-def test_metrics_are_shown_on_this_machine_alone(locked):
-    assert status(locked, "/metrics") == 200
-    assert status(locked, "/metrics", "X-Forwarded-For: 8.8.8.8", "Forwarded: for=8.8.8.8") == 200
+FORWARDED = [
+    "Forwarded: for=8.8.8.8",
+    "X-Forwarded-For: 127.0.0.1",
+    "X-Forwarded-Proto: https",
+    "x-forwarded-host: a",
+    "X-Real-IP: 127.0.0.1",
+    "Via: 1.1 proxy",
+    "True-Client-IP: 8.8.8.8",
+    "CF-Connecting-IP: 8.8.8.8",
+    "X-Client-IP: 8.8.8.8",
+    "X-Original-For: 8.8.8.8",
+    "X-Forwarded-For:",
+]
+
+
+def test_with_keys_metrics_need_one_also_on_this_machine(locked):
+    """A proxy that says nothing of its clients, as nginx by default, looks like a local client."""
+    assert status(locked, "/metrics") == 401
+    error = locked.http.get("/metrics").json()["error"]
+    assert "--metrics-allow" in error["message"]
+    assert "Authorization: Bearer" in error["message"]
+    assert status(locked, "/metrics", "Authorization: Bearer wrong") == 401
+
+
+def test_without_keys_metrics_are_open_as_all_else(server):
+    for headers in ([], FORWARDED[:1]):
+        assert status(server, "/metrics", *headers) == 200
+
+
+def test_metrics_of_all_tenants_are_shown_to_the_only_key_and_to_trusted_ones(locked, scripted):
+    assert status(locked, "/metrics", f"Authorization: Bearer {KEYS[0]}") == 403
+    sole = scripted(api_keys=("a", "a"))
+    assert status(sole, "/metrics", "Authorization: Bearer a") == 200
+    several = scripted(api_keys=("a", "b name=ops trusted"))
+    assert status(several, "/metrics", "Authorization: Bearer b", *FORWARDED) == 200
+    answer = several.http.get("/metrics", headers={"authorization": "Bearer a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "metrics_forbidden")
+    assert "option trusted" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("allowed", ["127.0.0.1", "127.0.0.0/8", "0.0.0.0/0"])
+def test_an_allowed_address_reads_metrics_without_a_key_unless_a_proxy_forwards(scripted, allowed):
+    server = scripted(api_keys=KEYS, metrics_allow=("10.1.2.3", "::1", allowed))
+    assert status(server, "/metrics") == 200
+    assert status(server, "/v1/models") == 401
+    for header in FORWARDED:
+        assert status(server, "/metrics", header) == 401, header
+
+
+def test_another_address_does_not_read_metrics(scripted):
+    server = scripted(api_keys=KEYS, metrics_allow=("10.1.2.3", "127.0.0.2", "::/0"))
+    assert status(server, "/metrics") == 401
+
+
+@pytest.mark.parametrize("address", ["localhost", "10.0.0.1/8", "10.0.0", "*", "10.0.0.1:80"])
+def test_what_is_not_an_address_is_refused_when_the_server_is_configured(address):
+    with pytest.raises(ConfigError, match=r"server\.metrics_allow is .* such as 127\.0\.0\.1"):
+        ServerConfig(metrics_allow=(address,))
+
+
+def test_an_address_is_this_machines_or_not():
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("10.0.0.1", "0.0.0.0", "::", "evil.example", None)] == [False] * 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +13,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sagellm.engines.http.errors import APIError
-from sagellm.engines.http.framing import MAX_HEADERS, Framing
+from sagellm.engines.http.request_parser import MAX_HEADERS
 
 GET = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -86,35 +86,75 @@ def test_a_message_has_one_meaning(server, data, status):
     assert answer.count(b"HTTP/1.1 ") == (2 if data.startswith(WHOLE) else 1)
 
 
-def test_framing_does_not_depend_on_how_the_bytes_are_split():
-    data = b"\r\n" + CHUNKED + b"f\r\n%b\r\n1\r\n \r\n0\r\nA: b\r\n\r\n" % BODY + WHOLE + GET + b"\r\n"
-
-    def ends(size: int) -> list[int]:
-        framing, found, position = Framing(), [], 0
-        bodies = iter([[(b"transfer-encoding", b"chunked")], [(b"content-length", b"15")], []])
-        for start in range(0, len(data), size):
-            part = data[start : start + size]
-            while part:
-                taken = framing.next_piece(part)
-                position += taken
-                part = part[taken:]
-                if framing.has_head and data[:position].rstrip().endswith((b"chunked", b"15", b"127.0.0.1")):
-                    framing.begin_body(next(bodies), "1.1")
-                if framing.is_between_messages and position not in found:
-                    found.append(position)
-        return found
-
-    whole = len(data) - len(WHOLE + GET) - 2
-    assert ends(len(data)) == [whole, whole + len(WHOLE), len(data)]
-    for size in (1, 2, 3, 7, 64):
-        assert ends(size)[-3:] == ends(len(data))
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+JAVA = (
+    H2C + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUser-Agent: Java-http-client/17\r\n"
+)
+CURL = b"User-Agent: curl/7.88.1\r\nAccept: */*\r\n" + H2C + b"HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
 
 
-def test_a_head_that_ends_for_the_parser_alone_is_refused():
-    framing = Framing()
-    framing.next_piece(b"GET / HTTP/1.1\nHost: a\n\n")
-    with pytest.raises(APIError, match="do not end"):
-        framing.begin_body([], "1.1")
+@pytest.mark.parametrize(
+    "offers",
+    [
+        JAVA,
+        CURL,
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+        b"Upgrade: h2c\r\n",
+        b"TE: trailers\r\nConnection: keep-alive, TE\r\n",
+        b"HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    ],
+    ids=["java", "curl", "websocket", "no connection option", "te", "settings alone"],
+)
+def test_an_offer_is_ignored_and_the_connection_goes_on(server, offers):
+    with_offer = WHOLE.replace(b"\r\n", b"\r\n" + offers, 1)
+    answer = exchange(server, with_offer + GET.replace(b"\r\n", b"\r\n" + offers, 1) + b"\r\n" + WHOLE)
+    assert answer.count(b"HTTP/1.1 200 ") == 3, answer
+    assert answer.count(b'"finish_reason":') == 2
+    chunked = CHUNKED.replace(b"\r\n", b"\r\n" + offers, 1) + b"f\r\n%b\r\n0\r\n\r\n" % BODY
+    assert b'"finish_reason":' in exchange(server, chunked)
+
+
+def test_a_client_that_asks_to_send_its_body_is_told_to_go_on(server):
+    asks = WHOLE.replace(b"\r\n", b"\r\nExpect: 100-continue\r\n", 1)
+    with connect(server) as connection:
+        connection.sendall(asks[: -len(BODY)])
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(BODY)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert exchange(server, asks.replace(b"HTTP/1.1", b"HTTP/1.0")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_that_offers_http_2_is_answered(server):
+    command = ["curl", "-sS", "--max-time", "20", "--http2", "-H", "Content-Type: application/json"]
+    command += ["-d", BODY.decode(), "-w", " %{http_version} %{http_code}", f"{server.url}/v1/completions"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert answer.stdout.endswith(" 1.1 200"), answer
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (GET.replace(b"HTTP/1.1", b"HTTP/2.0") + b"\r\n", b"505"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"505"),
+        (GET.replace(b" /", b"  /") + b"\r\n", b"400"),
+        (GET.replace(b" HTTP", b"\tHTTP") + b"\r\n", b"400"),
+        (b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n", b"501"),
+        (b"GET /version HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /version HTTP/1.0\r\n\r\n", b"403"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),
+        (b"OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"404"),
+        (b"GET http://127.0.0.1/version HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"200"),
+        (b"GET http://evil.example/version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"403"),
+        (b"GET http://127.0.0.1@evil.example/version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"400"),
+        (b"GET http://evil.example/version HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n", b"403"),
+        (GET + b"Host: 127.0.0.1\r\n\r\n", b"400"),
+    ],
+)
+def test_the_request_line_decides_version_and_host(server, data, status):
+    answer = exchange(server, data)
+    assert answer.split()[1] == status
+    assert (b'"error"' in answer) is (status != b"200")
 
 
 def test_a_body_that_stalls_is_refused(scripted):

@@ -14,7 +14,7 @@ import pytest
 
 from sagellm.core import EngineError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
-from sagellm.engines.http.framing import MAX_HEADER_BYTES
+from sagellm.engines.http.request_parser import MAX_HEADER_BYTES
 
 BODY = {"prompt": [1, 2], "max_tokens": 5}
 SLOW = {"prompt": "The river", "max_tokens": 300, "ignore_eos": True}

@@ -221,10 +221,10 @@ class TestStartPage:
     def test_names_and_hosts_are_text(self, scripted):
         server = scripted(served_model_name=("<b>&'",))
         assert "&lt;b&gt;&amp;&#x27;" in server.http.get("/").text
-        opened = scripted(host="127.0.0.1", allowed_hosts=("<script>alert(1)</script>",))
-        page = opened.http.get("/", headers={"host": "<script>alert(1)</script>"})
+        odd = "a';alert(1)&b"
+        page = scripted(allowed_hosts=(odd,)).http.get("/", headers={"host": odd})
         assert page.status_code == 200
-        assert "<script>" not in page.text
+        assert "alert" not in page.text
         assert "<code>http://HOST/v1</code>" in page.text
 
     def test_head_gives_the_headers_alone(self, server):

@@ -14,6 +14,7 @@ from sagellm.engines.http.access_control import tenant_of
 
 KEYS = ("sk-red name=red weight=2 trusted", "sk-blue max_requests=3 max_tokens=60")
 BODY = {"prompt": [5, 6, 7], "max_tokens": 5, "ignore_eos": True}
+LOCAL = {"metrics_allow": ("127.0.0.1",)}
 
 
 def post(server, key, **fields):
@@ -72,7 +73,7 @@ def test_a_quota_may_be_the_same_for_all_keys(scripted):
 
 
 def test_a_key_that_floods_is_refused_and_another_is_not(scripted, until):
-    server = scripted(None, api_keys=("sk-a", "sk-b", "sk-c"), max_num_seqs=4, max_queued_requests=8)
+    server = scripted(None, api_keys=("sk-a", "sk-b", "sk-c"), max_num_seqs=4, max_queued_requests=8, **LOCAL)
     admission = server.app.state.admission
     codes = []
 
@@ -137,7 +138,7 @@ def test_texts_of_one_key_do_not_wait_for_those_of_another(scripted, until, path
 
 
 def test_metrics_count_tokens_by_tenant_and_show_no_key(scripted):
-    server = scripted("a", "b", "length", api_keys=KEYS)
+    server = scripted("a", "b", "length", api_keys=KEYS, **LOCAL)
     for _ in range(3):
         post(server, "sk-red").raise_for_status()
     page = server.http.get("/metrics").text
@@ -148,7 +149,8 @@ def test_metrics_count_tokens_by_tenant_and_show_no_key(scripted):
 
 
 def test_there_are_at_most_a_hundred_labels_and_one_for_the_rest(scripted):
-    server = scripted("a", "length", api_keys=tuple(f"sk-{number} name=t{number}" for number in range(150)))
+    keys = tuple(f"sk-{number} name=t{number}" for number in range(150))
+    server = scripted("a", "length", api_keys=keys, **LOCAL)
     for number in (0, 120, 149):
         post(server, f"sk-{number}").raise_for_status()
     page = server.http.get("/metrics").text

@@ -106,7 +106,7 @@ class IntegerQuantizer(QuantizerProtocol):
     highest: ClassVar[int]
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
-        self._config = config or QuantizationConfig()
+        self._config = config or self.default_config
         self._metrics = QuantizerMetrics()
         self._lock = threading.Lock()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 
 from sagellm.core.logging import get_logger
@@ -16,6 +17,8 @@ from sagellm.core.runtime import Clock
 
 TraceValue = str | int | float | bool | None
 """Values that an event may carry. Anything else is written as its text."""
+
+_SEPARATOR, _END = b",\n", b"\n]\n"
 
 _logger = get_logger(__name__)
 
@@ -95,9 +98,10 @@ class ChromeTraceWriter(TraceWriter):
     The timestamp is taken under the lock that orders the lines, so that the file is in order of
     time. Timestamps are microseconds since the writer was made, with three decimals computed
     from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
-    and the names of open spans are held in memory. `close` completes the array; a file that was
-    truncated before lacks only its last bracket, which the viewers do not need. If the disk fails,
-    a warning is logged and the trace ends.
+    and the names of open spans are held in memory. The array is complete after every write, so the file
+    opens whenever the process ends. If the disk fails or is full, a warning is logged, and the trace ends
+    with the last event that was written whole. A pipe or a device gets the events as they come, and the end
+    of the array from `close`.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Clock, *, buffer_bytes: int = 1 << 16) -> None:
@@ -105,6 +109,8 @@ class ChromeTraceWriter(TraceWriter):
         self._buffer_bytes = buffer_bytes
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.fchmod(self._descriptor, 0o600)  # even if the file already existed
+        self._is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        self._num_bytes = 0  # of whole events in the file, behind which the array ends
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._num_buffered = 0
@@ -116,6 +122,7 @@ class ChromeTraceWriter(TraceWriter):
         self._pid = os.getpid()
         self._start_ns = clock.now_ns()
         self.instant("trace started", wall_s=clock.wall_s())
+        self.flush()
 
     def __enter__(self) -> ChromeTraceWriter:
         """Return the writer itself, which is closed at the end of the block."""
@@ -150,12 +157,12 @@ class ChromeTraceWriter(TraceWriter):
         self._emit("e", name, args, async_id=async_id)
 
     def flush(self) -> None:
-        """Write what is buffered, in whole lines."""
+        """Write what is buffered."""
         with self._lock:
             self._write()
 
     def close(self) -> None:
-        """End open spans, write what is buffered and complete the array."""
+        """End open spans, and write what is buffered."""
         with self._lock:
             if not self._is_open:
                 return
@@ -163,7 +170,8 @@ class ChromeTraceWriter(TraceWriter):
                 for name in reversed(names):
                     self._append("E", name, thread_id, "")
             self._open_spans.clear()
-            self._lines.append("\n]\n")
+            if not self._is_file:
+                self._lines.append(_END.decode())
             self._write()
             self._stop()
 
@@ -218,20 +226,44 @@ class ChromeTraceWriter(TraceWriter):
             f'{self._separator}{{"ph":"{phase}","name":{json.dumps(name)},"pid":{self._pid},"tid":{thread_id},'
             f'"ts":{elapsed_ns // 1000}.{elapsed_ns % 1000:03d}{tail}}}'
         )
-        self._separator = ",\n"
+        self._separator = _SEPARATOR.decode()
         self._lines.append(line)
         self._num_buffered += len(line)
 
     def _write(self) -> None:
-        data = memoryview("".join(self._lines).encode())
+        events = "".join(self._lines).encode()
         self._lines.clear()
         self._num_buffered = 0
+        if not events or not self._is_open:
+            return
+        data, num_written = memoryview(events + _END if self._is_file else events), 0
         try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+            while num_written < len(data):
+                rest = data[num_written:]
+                if self._is_file:
+                    num_written += os.pwrite(self._descriptor, rest, self._num_bytes + num_written)
+                else:
+                    num_written += os.write(self._descriptor, rest)
         except OSError as error:
             _logger.warning("the trace ends here: writing to its file failed: %s", error)
+            if self._is_file:
+                self._end_behind_whole_events(events, num_written)
             self._stop()
+        self._num_bytes += len(events)
+
+    def _end_behind_whole_events(self, events: bytes, num_written: int) -> None:
+        """Cut off an event of which only a part was written, and end the array.
+
+        The end replaces bytes that are in the file already, as no others may be left on the disk.
+        """
+        num_there = max(num_written, len(_END) if self._num_bytes else 0)
+        whole = events.rfind(_SEPARATOR, 0, num_there - len(_END) + len(_SEPARATOR))
+        size = self._num_bytes + max(whole, 0)
+        with suppress(OSError):
+            if size:
+                size += os.pwrite(self._descriptor, _END, size)
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, size)
 
     def _stop(self) -> None:
         if self._is_open:

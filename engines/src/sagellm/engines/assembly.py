@@ -29,6 +29,7 @@ from sagellm.core import (
     ModelSpec,
     NullTrace,
     PluginRegistry,
+    ProviderSpec,
     RequestLimits,
     Runtime,
     StepCostMetrics,
@@ -281,7 +282,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         around_step=nullcontext if cores is None else cores.during_step,
         progress=progress,
     )
-    finalize(core, trace.close)  # at the latest when the process ends: until then the file is incomplete
+    finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
@@ -304,7 +305,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             "model.dtype": opened.dtype_name,
             "kv.num_blocks": num_blocks,
             "kv.dtype": kv_dtype,
-            "forward.backend": chosen.name,
+            "forward.backend": ProviderSpec(chosen.name, config.forward.backend.options).plain(),
         },
         refusals=chosen.refusals,
         default_params=default_params,

@@ -43,7 +43,7 @@ _FUNCTIONS: Mapping[str, tuple[object, tuple[object, ...]]] = {
     "sage_pack": (_INT32, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
     "sage_pack_quantized": (
         _INT32,
-        (_POINTER, _INT64, _INT64, _INT32, _POINTER, ctypes.c_float, _POINTER, _INT32),
+        (_POINTER, _INT64, _INT64, _INT32, _POINTER, ctypes.c_float, _POINTER, _INT32, _INT32),
     ),
     "sage_convert": (_INT32, (_INT32, _POINTER, _INT64, _INT32, _POINTER, _INT32)),
     "sage_create": (_POINTER, (_POINTER,)),

@@ -203,6 +203,7 @@ class WeightPacker:
             status = self._library.sage_pack_quantized(
                 ctypes.byref(linear), first + begin, len(view), _STORED[stored.dtype], view.ctypes.data,
                 quantizer.clip_ratio, ctypes.byref(max_error), torch.get_num_threads(),
+                isinstance(quantizer, Int4Quantizer) and quantizer.search_scales,
             )  # fmt: skip
             self._check(status, tensor)
             del view  # as in `_pack`

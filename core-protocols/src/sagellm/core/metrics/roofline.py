@@ -32,8 +32,19 @@ class MFUResult:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak, 0 … 1."""
+        """Share of the peak. One above 1 is not cut: `error` says that it cannot be true."""
         return self.flops / (self.time_s * self.peak_flops_per_s)
+
+    @property
+    def error(self) -> str | None:
+        """Why the share cannot be true, None if it can: nothing is faster than the peak."""
+        if self.mfu <= 1:
+            return None
+        return (
+            f"an MFU of {self.mfu:.3g} cannot be true: the peak of {self.peak_flops_per_s / 1e12:.3g} "
+            f"TFLOP/s ({self.peak_source}) is another machine's or number format's, or the machine was busy "
+            "when it was measured"
+        )
 
     @property
     def flops_per_s(self) -> float:
@@ -46,6 +57,7 @@ class MFUResult:
             f"MFU {self.mfu:.1%}: {self.flops / 1e9:.3f} GFLOP in {self.time_s:.4f} s = "
             f"{self.flops_per_s / 1e12:.3f} of {self.peak_flops_per_s / 1e12:.3f} TFLOP/s "
             f"({self.peak_source}), attention counted as {attention}"
+            + ("" if self.error is None else f"; {self.error}")
         )
 
 

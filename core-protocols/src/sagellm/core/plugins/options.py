@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from importlib import import_module
 from inspect import Parameter, isclass, signature, unwrap
@@ -80,6 +80,7 @@ class ChosenProvider:
         self._num_positional = self._kind.num_positional
         self._passed = self._kind.keywords
         self._config = _config_of(self._kind.config)
+        self._default_config = self._config and getattr(factory, "default_config", self._config())
 
     def takes(self, keyword: str) -> bool:
         """Whether the factory has a parameter of this name."""
@@ -92,7 +93,8 @@ class ChosenProvider:
         known = [_option(each, self.factory) for each in ours if not self._is_passed(each.name)]
         if self._config is not None:
             shared = (_parameters(self._config) or {}).values()
-            known = [_option(each, self._config) for each in shared] + known
+            own = [each.replace(default=getattr(self._default_config, each.name)) for each in shared]
+            known = [_option(each, self._config) for each in own] + known
         rest = [each for each in self._parameters.values() if each.kind is Parameter.VAR_KEYWORD]
         return tuple(known + [_option(each, self.factory) for each in rest if each.name[0] != "_"])
 
@@ -132,7 +134,7 @@ class ChosenProvider:
         if self._config is not None:
             names = {each.name for each in fields(self._config)}
             given = {name: values.pop(name) for name in names & values.keys()}
-            arguments = (self._config(**given) if given else None,)  # None: the provider's own default
+            arguments = (replace(self._default_config, **given) if given else None,)  # None: its default
         passed = {name: each for name, each in keywords.items() if self._takes_all or self.takes(name)}
         made = call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
         if made is None:

@@ -23,7 +23,7 @@ class QuantizationGranularity(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """What to quantize to. `clip_ratio` cuts the largest magnitude before the scale is chosen."""
+    """What to quantize to. `clip_ratio` cuts the largest magnitude before a scale is chosen; 1 cuts none."""
 
     clip_ratio: float = 1.0
     group_size: int = 128
@@ -91,15 +91,18 @@ def check_weight_shape(weight: torch.Tensor, config: QuantizationConfig) -> None
 class QuantizerProtocol(ABC):
     """Quantizes the weights of linear layers and multiplies by them.
 
-    Providers are called as `factory(config)` with a QuantizationConfig or None for the default.
+    Providers are called as `factory(config)` with a QuantizationConfig, or None for `default_config`.
     The engine calls `quantize` once for each linear weight while it loads, drops the original,
     and calls `linear` in every step.
     """
 
-    most_error_steps: ClassVar[float] = 0.5
+    default_config: ClassVar[QuantizationConfig] = QuantizationConfig()
+    """What holds where no option says otherwise: the options given replace fields of it."""
+
+    most_error_steps: float = 0.5
     """How far a weight may be from what a round trip makes of it, in scales, with a clip ratio of 1.
 
-    More than half of one where scales are chosen so that the largest weights are cut.
+    More than half of one where scales are searched that cut the largest weights.
     """
 
     @abstractmethod

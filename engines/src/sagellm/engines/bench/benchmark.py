@@ -76,26 +76,26 @@ class BenchmarkRun:
     runs: dict[str, dict[str, SessionRun]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # requests per second, by phase at a rate
     servers: dict[str, Contender] = field(default_factory=dict)
+    machine: MachineLimits | None = None  # None where no engine of ours was started
 
 
 def run_benchmark(
     config: EngineConfig,
     settings: BenchmarkSettings,
     *,
-    machine: MachineLimits | None = None,
+    measure: Callable[[EngineConfig], MachineLimits] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> BenchmarkRun:
     """Start the servers, apply the phases to each, and end what was started.
 
-    `say` is told what begins. Raises BenchmarkError if a server does not start or answers nothing,
-    ConfigError for settings that do not fit it.
+    Then `measure` is called with the configuration of our engine, as the engine resolved it, while nothing
+    of ours runs; the shares of the machine's limits follow from it. `say` is told what begins. Raises
+    BenchmarkError if a server does not start or answers nothing, ConfigError for settings that do not fit it.
     """
     done = BenchmarkRun()
-    with _servers(config, settings, say) as (contenders, workload):
+    with _servers(config, settings, say) as (contenders, workload, engine_config):
         done.servers = {one.name: one for one in contenders}
-        contest = Contest(
-            workload, goodput=settings.goodput, machine=machine, has_priorities=settings.priorities
-        )
+        contest = Contest(workload, goodput=settings.goodput, has_priorities=settings.priorities)
 
         def apply(name: str, phase: Phase) -> None:
             for contender in contenders:
@@ -113,14 +113,21 @@ def run_benchmark(
         done.rates[STEADY] = rate
         sessions_per_s = rate / mean_turns(workload)
         apply(STEADY, Phase(duration_s=duration_s, rate=sessions_per_s, seed=_STEADY_SEED))
+    if measure is not None and engine_config is not None:
+        say("measuring the machine")
+        done.machine = machine = measure(engine_config)
+        done.figures = {
+            phase: {server: one.against(machine) for server, one in servers.items()}
+            for phase, servers in done.figures.items()
+        }
     return done
 
 
 @contextmanager
 def _servers(
     config: EngineConfig, settings: BenchmarkSettings, say: Callable[[str], None]
-) -> Iterator[tuple[list[Contender], WorkloadSettings]]:
-    """Start all servers, ours first; give them and the load that fits them."""
+) -> Iterator[tuple[list[Contender], WorkloadSettings, EngineConfig | None]]:
+    """Start all servers, ours first; give them, the load that fits them, and our engine's configuration."""
     with ExitStack() as stack:
         if settings.base_url is not None:
             contenders = [Contender(name="sagellm", url=settings.base_url)]
@@ -135,7 +142,7 @@ def _servers(
             say(f"{'starting' if peer.command else 'using'} {peer.name}")
             wanted = limits.config or config
             contenders.append(stack.enter_context(peer_server(peer, wanted, limits.num_kv_tokens, longest)))
-        yield contenders, workload
+        yield contenders, workload, limits.config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +216,16 @@ def headline(phases: dict[str, dict[str, PhaseFigures]]) -> dict[str, dict[str, 
     return {
         name: values for name, values in rows.items() if any(value is not None for value in values.values())
     }
+
+
+def measurement_errors(phases: dict[str, dict[str, PhaseFigures]]) -> list[str]:
+    """Return what of the figures cannot be true, with phase and server."""
+    return [
+        f"{phase}, {server}: {one.limits.mfu_error}"
+        for phase, servers in phases.items()
+        for server, one in servers.items()
+        if one.limits is not None and one.limits.mfu_error is not None
+    ]
 
 
 def _p99(found: Any) -> float | None:

@@ -22,6 +22,7 @@ from sagellm.engines.bench.workloads import HIGH_PRIORITY, WorkloadSettings, mak
 if TYPE_CHECKING:
     from sagellm.engines.bench.contenders import Contender
     from sagellm.engines.bench.figures import Limits
+    from sagellm.engines.worker.work import WorkMetrics
 
 _WARM_UP_REQUESTS = 2
 _WARM_UP_SEED = -1
@@ -55,8 +56,15 @@ class PhaseFigures:
     share_of_ideal: float | None
     kv: KVUse
     peak_rss_mib: float | None
-    limits: RooflineFigures | None
+    work: WorkMetrics | None  # of our own engine
     client: ClientLoad
+    limits: RooflineFigures | None = None  # once the machine's were measured
+
+    def against(self, machine: MachineLimits) -> PhaseFigures:
+        """Return the figures with the share of the machine's limits."""
+        if self.work is None:
+            return self
+        return replace(self, limits=roofline_figures(self.work, self.load.duration_s, machine))
 
 
 class Contest:
@@ -67,11 +75,10 @@ class Contest:
         workload: WorkloadSettings,
         *,
         goodput: Limits | None = None,
-        machine: MachineLimits | None = None,
         has_priorities: bool = True,
     ) -> None:
         self._workload = workload
-        self._goodput, self._machine, self._has_priorities = goodput, machine, has_priorities
+        self._goodput, self._has_priorities = goodput, has_priorities
 
     def run(self, contender: Contender, phase: Phase) -> tuple[PhaseFigures, SessionRun]:
         """Apply a phase. Raises BenchmarkError if the server is not there, or every request fails."""
@@ -112,6 +119,8 @@ class Contest:
         client: ClientLoad,
     ) -> PhaseFigures:
         ideal = ideal_hit_rate(run)
+        before, after = readings[0].work, readings[-1].work
+        work = None if before is None or after is None else after - before
         hit_rate = figures.token_hit_rate
         kinds = sorted({session.kind for session, _ in run.sent})
         return PhaseFigures(
@@ -124,20 +133,14 @@ class Contest:
                 for kind in kinds
             },
             token_hit_rate=hit_rate,
-            token_saving=_token_saving(run, figures, readings),
+            token_saving=_token_saving(run, figures, work),
             ideal_hit_rate=ideal,
             share_of_ideal=hit_rate / ideal if hit_rate is not None and ideal else None,
             kv=kv_use(readings),
             peak_rss_mib=contender.peak_rss_mib(),
-            limits=self._reached(readings, figures.duration_s),
+            work=work,
             client=client,
         )
-
-    def _reached(self, readings: Sequence[Reading], time_s: float) -> RooflineFigures | None:
-        before, after = readings[0].work, readings[-1].work
-        if self._machine is None or before is None or after is None:
-            return None
-        return roofline_figures(before, after, time_s, self._machine)
 
 
 def ideal_hit_rate(run: SessionRun) -> float:
@@ -149,14 +152,12 @@ def ideal_hit_rate(run: SessionRun) -> float:
     return sum(count_known_tokens(trace)) / total if total else 0.0
 
 
-def _token_saving(run: SessionRun, figures: ServeFigures, readings: Sequence[Reading]) -> float | None:
+def _token_saving(run: SessionRun, figures: ServeFigures, work: WorkMetrics | None) -> float | None:
     """Return the share of prompt tokens that were not computed; None if the engine counts no work."""
-    before, after = readings[0].work, readings[-1].work
-    if before is None or after is None or not figures.num_prompt_tokens:
+    if work is None or not figures.num_prompt_tokens:
         return None
     num_decoded = sum(record.num_output_tokens - 1 for record in run.records if record.is_ok)
-    num_computed: int = after.num_tokens - before.num_tokens - num_decoded
-    return 1 - num_computed / figures.num_prompt_tokens
+    return 1 - (work.num_tokens - num_decoded) / figures.num_prompt_tokens
 
 
 def _class_figures(run: SessionRun, numbers: set[int]) -> ClassFigures:

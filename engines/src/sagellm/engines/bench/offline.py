@@ -13,13 +13,11 @@ from sagellm.core import ConfigError, itl_s, throughput, token_hit_rate, total_t
 from sagellm.engines.bench.errors import BenchmarkError
 from sagellm.engines.bench.figures import Spread, rates_of_tenths, spread
 from sagellm.engines.bench.prompts import PromptMaker, PromptSettings
-from sagellm.engines.bench.roofline import Limits, RooflineFigures, measure_limits, roofline_figures
+from sagellm.engines.bench.roofline import Limits, RooflineFigures, engine_limits, roofline_figures
 from sagellm.engines.progress import RequestShares, progress_bar
 from sagellm.engines.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 if TYPE_CHECKING:
-    import torch
-
     from sagellm.core import RequestId
     from sagellm.engines import LLMEngine, RequestOutput
 
@@ -53,6 +51,7 @@ class ReachedFigures:
     """How close a run came to the limits that were measured with it; None if the engine counts no work."""
 
     mfu: float | None
+    mfu_error: str | None
     bandwidth_use: float | None
     roofline_ratio: float | None
     peak_gflops_per_s: float
@@ -159,13 +158,14 @@ def _reached(
     engine: LLMEngine, before: Mapping[str, Any], after: Mapping[str, Any], time_s: float
 ) -> dict[str, Any]:
     """Measure the machine's limits, and set the work between two readings against them."""
-    limits: Limits = measure_limits(*_place(engine), is_int8=engine.config.model.quantization is not None)
+    limits: Limits = engine_limits(engine.config)
     reached: RooflineFigures | None = None
     if "work" in after:
-        reached = roofline_figures(before["work"], after["work"], time_s, limits)
+        reached = roofline_figures(after["work"] - before["work"], time_s, limits)
     gemm = limits.gemm_flops_per_s
     return {
         "mfu": None if reached is None else reached.mfu,
+        "mfu_error": None if reached is None else reached.mfu_error,
         "bandwidth_use": None if reached is None else reached.bandwidth_use,
         "roofline_ratio": None if reached is None else reached.roofline_ratio,
         "peak_gflops_per_s": limits.peak_flops_per_s / 1e9,
@@ -174,14 +174,6 @@ def _reached(
         "peak_source": limits.peak_source,
         "bandwidth_source": limits.bandwidth_source,
     }
-
-
-def _place(engine: LLMEngine) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype of an engine; an engine that loads no model leaves "auto" unresolved."""
-    from sagellm.engines.loading.device_and_dtype import resolve_device, resolve_dtype
-
-    model = engine.config.model
-    return resolve_device(model.device), resolve_dtype(model.dtype, {})
 
 
 def measure_latency(

@@ -5,21 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import MFUResult, bandwidth_use, roofline_ratio
 
 if TYPE_CHECKING:
     import torch
 
+    from sagellm.engines.config.schema import EngineConfig
     from sagellm.engines.worker.work import WorkMetrics
 
-_GEMM_ROWS = 512
-_GEMM_SIZE = 2048
+_GEMM_ROWS, _GEMM_SIZE = 512, 2048
+_GPU_PEAK_ROWS = _GPU_PEAK_SIZE = 8192
+"""The product that stands for a GPU's peak: as large as those of a long prompt."""
 READ_BYTES = 1 << 30
 """Bytes read to measure the bandwidth: more than any cache holds."""
 
 _NUM_RUNS = 5
+_INTEGER_BACKENDS = frozenset({"native", "sagellm-accel:native"})
+"""Forward backends that multiply quantized weights as integers; others expand them to the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +50,30 @@ class RooflineFigures:
     mfu: float
     bandwidth_use: float
     roofline_ratio: float
+    mfu_error: str | None = None  # why the MFU, and a roofline ratio as high, cannot be true
 
 
-def roofline_figures(
-    before: WorkMetrics, after: WorkMetrics, time_s: float, limits: Limits
-) -> RooflineFigures | None:
-    """Compare the work between two readings with the limits; None if nothing was computed between them."""
-    flops, read_bytes = after.flops - before.flops, after.read_bytes - before.read_bytes
-    if not flops or not read_bytes:
+def roofline_figures(work: WorkMetrics, time_s: float, limits: Limits) -> RooflineFigures | None:
+    """Compare the work of a run with the limits; None if nothing was computed."""
+    if not work.flops or not work.read_bytes:
         return None
     reached = MFUResult(
-        flops=flops,
+        flops=work.flops,
         time_s=time_s,
         peak_flops_per_s=limits.peak_flops_per_s,
         peak_source=limits.peak_source,
     )
     return RooflineFigures(
         mfu=reached.mfu,
-        bandwidth_use=bandwidth_use(read_bytes, time_s, limits.read_bandwidth_bytes_per_s),
+        bandwidth_use=bandwidth_use(work.read_bytes, time_s, limits.read_bandwidth_bytes_per_s),
         roofline_ratio=roofline_ratio(
-            num_bytes=read_bytes,
+            num_bytes=work.read_bytes,
             bandwidth_bytes_per_s=limits.read_bandwidth_bytes_per_s,
-            flops=flops,
+            flops=work.flops,
             peak_flops_per_s=limits.peak_flops_per_s,
             time_s=time_s,
         ),
+        mfu_error=reached.error,
     )
 
 
@@ -78,16 +82,38 @@ class _Rate(NamedTuple):
     source: str
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype, *, is_int8: bool = False) -> Limits:
-    """Measure the read bandwidth, the peak for this number format and torch's product, the best of five each.
+def engine_limits(config: EngineConfig) -> Limits:
+    """Measure the limits of what an engine with this configuration computes in.
 
-    On a CPU the native library's loops give bandwidth and peak: widest loads, and the widest instruction over
-    registers or tiles, for bfloat16 and int8. Without them, or for other formats, a sum over 1 GiB stands for
-    the bandwidth, and torch's product of 512 rows for the peak, in `dtype` or float32, whichever is faster:
-    some CPUs multiply bfloat16 slowly.
+    The configuration is the engine's own, in which the model's number format and the forward backend that
+    were "auto" are resolved: a peak in another format is that of other instructions.
     """
-    product = _product_rate(device, dtype)
-    peak = _native_peak(device, dtype, is_int8=is_int8) or product
+    import torch
+
+    from sagellm.engines.loading.device_and_dtype import resolve_device, resolve_dtype
+
+    backend = config.forward.backend
+    dtype = resolve_dtype(config.model.dtype, {})
+    if config.model.quantization is not None and backend.name in _INTEGER_BACKENDS:
+        dtype = torch.int8  # also of weights in 4 bits: the rows that they are multiplied with have 8
+    elif backend.options.get("linears") == "fp8":
+        dtype = torch.float8_e4m3fn
+    return measure_limits(resolve_device(config.model.device), dtype)
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Measure the read bandwidth, the peak of products in this number format and torch's product.
+
+    The best of five each. On a CPU the native library's loops give bandwidth and peak: widest loads, and the
+    widest instruction over registers or tiles, for bfloat16 and int8. Without them, or for other formats, a
+    sum over 1 GiB stands for the bandwidth, and torch's product for the peak, in `dtype` or float32,
+    whichever is faster: some CPUs multiply bfloat16 slowly. It has 512 rows, on a GPU 8,192.
+    """
+    product = _product_rate(device, dtype, _GEMM_ROWS, _GEMM_SIZE)
+    peak = _native_peak(device, dtype)
+    if peak is None:
+        is_cpu = device.type == "cpu"
+        peak = product if is_cpu else _product_rate(device, dtype, _GPU_PEAK_ROWS, _GPU_PEAK_SIZE)
     bandwidth = _native_bandwidth(device) or _sum_bandwidth(device)
     return Limits(
         peak_flops_per_s=peak.per_s,
@@ -98,17 +124,17 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, is_int8: bool = 
     )
 
 
-def _native_peak(device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> _Rate | None:
+def _native_peak(device: torch.device, dtype: torch.dtype) -> _Rate | None:
     import torch
 
-    from sagellm.accel.machine_limits import native_limits
+    from sagellm.accel.machine_limits import NumberKind, native_limits
 
-    native = native_limits() if device.type == "cpu" else None
-    if native is None or not (is_int8 or dtype is torch.bfloat16):
+    kinds: dict[torch.dtype, NumberKind] = {torch.bfloat16: "bfloat16", torch.int8: "int8"}
+    native = native_limits() if device.type == "cpu" and dtype in kinds else None
+    if native is None:
         return None
-    kind: Literal["bfloat16", "int8"] = "int8" if is_int8 else "bfloat16"
-    rate = native.matrix_rate(kind, torch.get_num_threads())
-    source = f"a loop of the widest {kind} instruction ({native.variant})"
+    rate = native.matrix_rate(kinds[dtype], torch.get_num_threads())
+    source = f"a loop of the widest {kinds[dtype]} instruction ({native.variant})"
     return None if rate is None else _Rate(rate, source)
 
 
@@ -129,22 +155,27 @@ def _sum_bandwidth(device: torch.device) -> _Rate:
     return _Rate(data.nbytes / _best_s(lambda: data.sum(), device), "a sum over 1 GiB")
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype) -> _Rate:
+def _product_rate(device: torch.device, dtype: torch.dtype, num_rows: int, size: int) -> _Rate:
     import torch
 
-    rates = {one: _gemm_rate(device, one) for one in dict.fromkeys((dtype, torch.float32))}
+    if dtype is torch.int8:  # torch multiplies integers in no product that models use
+        dtype = torch.bfloat16
+    rates = {one: _gemm_rate(device, one, num_rows, size) for one in dict.fromkeys((dtype, torch.float32))}
     fastest = max(rates, key=lambda one: rates[one])
     name = str(fastest).removeprefix("torch.")
-    return _Rate(rates[fastest], f"torch's {name} product of {_GEMM_ROWS} rows")
+    return _Rate(rates[fastest], f"torch's {name} product of {num_rows} rows")
 
 
-def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+def _gemm_rate(device: torch.device, dtype: torch.dtype, num_rows: int, size: int) -> float:
     import torch
 
-    rows = torch.ones(_GEMM_ROWS, _GEMM_SIZE, dtype=dtype, device=device)
-    weight = torch.ones(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device)
-    duration_s = _best_s(lambda: torch.nn.functional.linear(rows, weight), device)
-    return 2 * _GEMM_ROWS * _GEMM_SIZE * _GEMM_SIZE / duration_s
+    rows = torch.ones(num_rows, size, device=device).to(dtype)
+    weight = torch.ones(size, size, device=device).to(dtype)
+    multiply: Callable[[], torch.Tensor] = partial(torch.nn.functional.linear, rows, weight)
+    if dtype is torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        multiply = partial(torch._scaled_mm, rows, weight.t(), one, one, out_dtype=torch.bfloat16)
+    return 2 * num_rows * size * size / _best_s(multiply, device)
 
 
 def _best_s(run: Callable[[], torch.Tensor], device: torch.device) -> float:

@@ -18,7 +18,6 @@ from sagellm.engines.config.sources import load_config
 if TYPE_CHECKING:
     from sagellm.engines.bench.benchmark import BenchmarkRun, BenchmarkSettings
     from sagellm.engines.bench.results import Result
-    from sagellm.engines.bench.roofline import Limits
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -128,14 +127,14 @@ def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(config: Any, settings: BenchmarkSettings) -> Result:
-    from sagellm.engines.bench.benchmark import headline, run_benchmark
+    from sagellm.engines.bench.benchmark import headline, measurement_errors, run_benchmark
     from sagellm.engines.bench.results import make_result, request_rows
+    from sagellm.engines.bench.roofline import engine_limits
 
     if settings.base_url is None:
         say_if_embedded(config.model.name)
-    machine = _machine_limits(config)
     done = run_benchmark(
-        config, settings, machine=machine, say=lambda text: typer.echo(f"{text} …", err=True)
+        config, settings, measure=engine_limits, say=lambda text: typer.echo(f"{text} …", err=True)
     )
     result = make_result(
         "benchmark",
@@ -144,7 +143,8 @@ def _measure(config: Any, settings: BenchmarkSettings) -> Result:
         phases={name: dict(servers) for name, servers in done.figures.items()},
         rates=done.rates,
         servers=_servers(done),
-        limits=machine,
+        limits=done.machine,
+        measurement_errors=measurement_errors(done.figures),
     )
     result["requests"] = {
         f"{phase} {server}": request_rows(run.load_run())
@@ -152,18 +152,6 @@ def _measure(config: Any, settings: BenchmarkSettings) -> Result:
         for server, run in runs.items()
     }
     return result
-
-
-def _machine_limits(config: Any) -> Limits:
-    from sagellm.engines.bench.roofline import measure_limits
-    from sagellm.engines.loading.device_and_dtype import resolve_device, resolve_dtype
-
-    model = config.model
-    return measure_limits(
-        resolve_device(model.device),
-        resolve_dtype(model.dtype, {}),
-        is_int8=model.quantization is not None,
-    )
 
 
 def _servers(done: BenchmarkRun) -> dict[str, dict[str, float | None]]:
@@ -179,12 +167,16 @@ def _print(result: Result, *, as_json: bool) -> None:
         return
     print_columns(result["figures"])
     limits, machine = result["limits"], result["machine"]
-    typer.echo(
-        f"\n{result['rates']['steady']:.3g} requests/s in the steady phase; read bandwidth "
-        f"{limits['read_bandwidth_bytes_per_s'] / 1e9:.3g} GB/s ({limits['bandwidth_source']}), peak "
-        f"{limits['peak_flops_per_s'] / 1e12:.3g} TFLOP/s ({limits['peak_source']})",
-        err=True,
-    )
+    typer.echo(f"\n{result['rates']['steady']:.3g} requests/s in the steady phase", err=True)
+    if limits is not None:
+        typer.echo(
+            f"read bandwidth {limits['read_bandwidth_bytes_per_s'] / 1e9:.3g} GB/s "
+            f"({limits['bandwidth_source']}), peak {limits['peak_flops_per_s'] / 1e12:.3g} TFLOP/s "
+            f"({limits['peak_source']})",
+            err=True,
+        )
+    for error in result["measurement_errors"]:
+        typer.echo(f"error: {error}", err=True)
     typer.echo(f"{machine['cpu']}, {machine['cpus']} CPUs, sageLLM {machine['sagellm']}", err=True)
 
 

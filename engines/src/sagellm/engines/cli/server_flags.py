@@ -29,6 +29,7 @@ _REPEATABLE = {
     "api_key": "KEY",
     "allowed_hosts": "HOST",
     "allowed_origins": "ORIGIN",
+    "metrics_allow": "ADDRESS",
     "public_namespaces": "NAME",
     "served_model_name": "NAME",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import ip_network
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -374,6 +375,11 @@ class ServerConfig(Checked):
         description="origins whose pages may use the server from a browser, such as https://ui.example; "
         "* allows all",
     )
+    metrics_allow: Names = Field(
+        default=(),
+        description="addresses and networks, such as 10.0.0.5 or 10.0.0.0/8, that read /metrics without a "
+        "key where keys are set; requests through a proxy need one",
+    )
     public_namespaces: Names = Field(
         default=(), description="namespaces in which all who name one in cache_namespace share prefixes"
     )
@@ -445,6 +451,16 @@ class ServerConfig(Checked):
     access_log: bool = Field(
         default=True, description="log one line per request: method, path, status, tokens, time"
     )
+
+    @field_validator("metrics_allow")
+    @classmethod
+    def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            for each in value:
+                ip_network(each)
+        except ValueError:
+            raise ValueError("addresses or networks, such as 127.0.0.1, ::1 or 10.0.0.0/8") from None
+        return value
 
     @field_validator("allowed_origins")
     @classmethod

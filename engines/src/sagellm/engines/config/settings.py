@@ -55,6 +55,7 @@ SERVER_NAMES: dict[str, str] = {
     "api_key_file": "server.api_key_file",
     "allowed_hosts": "server.allowed_hosts",
     "allowed_origins": "server.allowed_origins",
+    "metrics_allow": "server.metrics_allow",
     "public_namespaces": "server.public_namespaces",
     "served_model_name": "server.served_model_name",
     "max_queued_requests": "server.max_queued_requests",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from hashlib import sha256
-from ipaddress import ip_address
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import DEFAULT, DEFAULT_TENANT, Namespace, Tenant
@@ -17,10 +17,21 @@ from sagellm.engines.http.reply import send_bytes, send_error
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from sagellm.engines.config.sections import ServerConfig
+
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version"})
-LOOPBACK_PATHS = frozenset({"/metrics"})
+METRICS_PATH = "/metrics"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _MAX_HEADER_BYTES = 4096
+_FORWARDING = frozenset(
+    b"client-ip cf-connecting-ip fastly-client-ip fly-client-ip forwarded true-client-ip via x-client-ip "
+    b"x-cluster-client-ip x-envoy-external-address x-real-ip".split()
+)
+"""Headers by which proxies name a client; and all that begin with `x-forwarded` or `x-original`."""
+_METRICS_NEED = (
+    "send one (Authorization: Bearer KEY), or name the address that asks with --metrics-allow, which holds "
+    "for requests that no proxy forwards"
+)
 
 
 def is_loopback(host: str | None) -> bool:
@@ -70,6 +81,10 @@ class Keys:
                 each.max_requests or quota.max_requests, each.max_tokens or quota.max_tokens
             )
 
+    def may_read_metrics(self, caller: Caller) -> bool:
+        """Say whether a caller may see the figures of all tenants: if it is the only one, or trusted."""
+        return len(self._callers) < 2 or caller.tenant.is_trusted
+
     def caller(self, headers: list[bytes]) -> Caller | None:
         """Return who sends these Authorization headers, None for an invalid key. Takes constant time."""
         if not self._callers:
@@ -91,13 +106,13 @@ class AccessControl:
     `scope["state"]["headers"]` the headers that a browser needs in an answer to an allowed origin.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, keys: Keys, host: str, allowed_hosts: tuple[str, ...], origins: Origins
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, settings: ServerConfig) -> None:
         self._app = app
         self._keys = keys
-        self._origins = origins
-        names = (*allowed_hosts, *(_LOCAL_NAMES if is_loopback(host) else ()))
+        self._origins = Origins(settings.allowed_origins)
+        self._metrics_allow = [ip_network(one) for one in settings.metrics_allow]
+        host = settings.host
+        names = (*settings.allowed_hosts, *(_LOCAL_NAMES if is_loopback(host) else ()))
         own = f"[{host}]" if ":" in host else host
         self._hosts = frozenset(name.lower().encode() for name in (*names, own)) if names else None
 
@@ -143,7 +158,7 @@ class AccessControl:
             if not hosts or origin.partition(b"://")[2] != hosts[0]
         ]
         for origin in foreign:
-            if scope["path"] in LOOPBACK_PATHS:  # only for this machine, so not for pages of other sites
+            if scope["path"] == METRICS_PATH:
                 raise APIError(
                     403, f"{scope['path']} is not answered for pages of other sites", code="bad_origin"
                 )
@@ -161,13 +176,20 @@ class AccessControl:
         path = scope["path"]
         if path in OPEN_PATHS:
             return ANONYMOUS
-        if path in LOOPBACK_PATHS and scope["client"] is not None and is_loopback(scope["client"][0]):
+        is_metrics = path == METRICS_PATH
+        if is_metrics and _comes_from(scope, self._metrics_allow):
             return ANONYMOUS
         caller = self._keys.caller(_values(scope, b"authorization"))
         if caller is None:
-            raise APIError(401, "the API key is missing or wrong", code="invalid_api_key")
-        if path in LOOPBACK_PATHS:
-            raise APIError(403, "this page is shown on the server's own machine only", code="loopback_only")
+            advice = f"; {_METRICS_NEED}" if is_metrics else ""
+            raise APIError(401, f"the API key is missing or wrong{advice}", code="invalid_api_key")
+        if is_metrics and not self._keys.may_read_metrics(caller):
+            raise APIError(
+                403,
+                f"{METRICS_PATH} shows all tenants, so only a key with the option trusted reads it; "
+                f"{_METRICS_NEED}",
+                code="metrics_forbidden",
+            )
         return caller
 
 
@@ -176,6 +198,25 @@ def _check_connection(scope: Scope) -> None:
     refusal: APIError | None = scope["state"].get("refusal")
     if refusal is not None and scope["path"] not in OPEN_PATHS:
         raise refusal
+
+
+def _comes_from(scope: Scope, networks: list[IPv4Network | IPv6Network]) -> bool:
+    """Say whether a client itself, no proxy, sends from one of these networks.
+
+    A proxy on this machine or in the network has an address of its own, so who asks is unknown.
+    """
+    if scope["client"] is None or any(_is_forwarding(name) for name, _ in scope["headers"]):
+        return False
+    try:
+        address = ip_address(scope["client"][0])
+    except ValueError:  # not an IP socket
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address in network for network in networks)
+
+
+def _is_forwarding(name: bytes) -> bool:
+    return name in _FORWARDING or name.startswith((b"x-forwarded", b"x-original"))
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import get_logger
-from sagellm.engines.http.access_control import LOOPBACK_PATHS, OPEN_PATHS
+from sagellm.engines.http.access_control import METRICS_PATH, OPEN_PATHS
 from sagellm.engines.http.errors import APIError, printable
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = get_logger("sagellm.access")
 
-_POLLED = OPEN_PATHS | LOOPBACK_PATHS
+_POLLED = OPEN_PATHS | {METRICS_PATH}
 _MAX_SHOWN = 100  # characters of a path or an id, which callers choose
 
 

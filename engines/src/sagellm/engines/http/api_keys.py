@@ -21,7 +21,7 @@ class ApiKey:
     key: str = field(repr=False)
     name: str | None = None  # of the tenant, in logs and metrics
     weight: float = 1.0  # share of the engine beside others
-    is_trusted: bool = False  # its priorities hold across tenants
+    is_trusted: bool = False  # its priorities hold across tenants, and it reads /metrics
     max_requests: int | None = None  # live sequences
     max_tokens: int | None = None  # of live requests, prompts and the most that they may generate
 

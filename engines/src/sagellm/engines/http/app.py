@@ -21,7 +21,6 @@ from sagellm.engines.http.engine_front import EngineFront
 from sagellm.engines.http.errors import APIError
 from sagellm.engines.http.generation import Chats, Completions
 from sagellm.engines.http.metrics import EngineProbe, ServerMetrics
-from sagellm.engines.http.origins import Origins
 from sagellm.engines.http.prompt_encoder import PromptEncoder
 from sagellm.engines.http.reply import encode_json
 from sagellm.engines.http.response_headers import ResponseHeaders
@@ -86,13 +85,7 @@ def create_app(
         stall_timeout_s=settings.body_stall_timeout,
         is_shared=len(keys.quotas) > 1,
     )
-    app.add_middleware(
-        AccessControl,
-        keys=keys,
-        host=settings.host,
-        allowed_hosts=settings.allowed_hosts,
-        origins=Origins(settings.allowed_origins),
-    )
+    app.add_middleware(AccessControl, keys=keys, settings=settings)
     app.add_middleware(ResponseHeaders)
     if settings.access_log:
         app.add_middleware(AccessLog)

@@ -15,7 +15,7 @@ from sagellm.core.chaos import in_pieces
 from sagellm.engines.http.access_log import log_refused
 from sagellm.engines.http.connections import Connections, peer_of
 from sagellm.engines.http.errors import APIError
-from sagellm.engines.http.framing import Framing
+from sagellm.engines.http.request_parser import RequestParser
 
 _HEADER_TIMEOUT_S = 10.0
 _STALL_TIMEOUT_S = 60.0
@@ -38,12 +38,10 @@ class BoundedHTTP(HttpToolsProtocol):
         self._connections = connections
         self._is_logged = is_logged
         self.url = b""
-        self._framing = Framing()
+        self.parser: RequestParser = RequestParser(self)  # type: ignore[assignment]
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
-        self._refusal: APIError | None = None
-        self._is_in_headers = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register the connection and start to wait for headers."""
@@ -83,58 +81,38 @@ class BoundedHTTP(HttpToolsProtocol):
 
     @in_pieces("http.receive", lambda self: self.transport.is_closing())
     def data_received(self, data: bytes) -> None:
-        """Pass data to the parser one message at a time; refuse what is invalid or exceeds a limit."""
+        """Read requests; refuse what is invalid or exceeds a limit."""
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
         try:
-            while data and not self.transport.is_closing():
-                size = self._framing.next_piece(data)
-                super().data_received(data[:size])
-                if self._refusal is not None:
-                    raise self._refusal
-                data = data[size:]
+            self.parser.feed_data(data)
         except APIError as refusal:
             self._refuse(refusal)
             return
         if self._is_idle:  # this is not part of a running request, which has its own timers
             self._start_deadline()
 
-    def on_message_begin(self) -> None:
-        """Start to collect headers."""
-        super().on_message_begin()
-        self._is_in_headers = True
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header; ignore trailers."""
-        if self._is_in_headers:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        """Start a request, unless its headers are refused."""
-        self._is_in_headers = False
-        try:
-            self._framing.begin_body(self.headers, self.parser.get_http_version())
-        except APIError as refusal:  # the parser swallows exceptions
-            self._refusal = refusal
-            return
+        """Start a request."""
         self._stop_deadline()
         self._connections.mark_busy(self)
+        is_http_1_0 = self.parser.get_http_version() == "1.0"
+        if is_http_1_0:
+            self.expect_100_continue = False  # RFC 9110, section 10.1.1
         super().on_headers_complete()
         self.url = b""  # in the scope now; else the next request might be logged with it
         if self._is_probe_only:
             self.cycle.keep_alive = False
-        if self.parser.get_http_version() == "1.0":
+        if is_http_1_0:
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment,method-assign]
-
-    def on_message_complete(self) -> None:
-        """Finish a request that was not refused."""
-        if self._refusal is None:
-            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, after the rest of this one's body if that was not read."""
         super().on_response_complete()
         if self._is_idle and not self.transport.is_closing():
             self._connections.mark_idle(self)
-            if not self._framing.is_between_messages:
+            if not self.parser.is_between_requests:
                 self._start_deadline()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -144,10 +122,6 @@ class BoundedHTTP(HttpToolsProtocol):
         self.cycle.keep_alive = False
         self._probe = self.loop.call_later(_HALF_CLOSED_S, self._probe_client, _HALF_CLOSED_S)
         return True
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse malformed HTTP."""
-        self._refuse(APIError(400, msg, code="bad_http"))
 
     def _refuse(self, error: APIError) -> None:
         """Send an error and close; abort if a response has begun."""

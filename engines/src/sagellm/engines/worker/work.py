@@ -26,6 +26,15 @@ class WorkMetrics:
     flops: int = 0
     read_bytes: int = 0
 
+    def __sub__(self, earlier: WorkMetrics) -> WorkMetrics:
+        """Return the difference from an earlier reading."""
+        return WorkMetrics(
+            num_steps=self.num_steps - earlier.num_steps,
+            num_tokens=self.num_tokens - earlier.num_tokens,
+            flops=self.flops - earlier.flops,
+            read_bytes=self.read_bytes - earlier.read_bytes,
+        )
+
 
 class WorkMeter:
     """Adds up the work of steps, with few operations per step."""

@@ -38,6 +38,8 @@ def print_result(result: Result, *, as_json: bool) -> None:
         typer.echo(
             f"\npeak: {figures['peak_source']}; read bandwidth: {figures['bandwidth_source']}", err=True
         )
+    if figures.get("mfu_error") is not None:
+        typer.echo(f"error: {figures['mfu_error']}", err=True)
     if "engine" in result:
         shown = ((_words(name), value) for name, value in result["engine"].items() if value is not None)
         typer.echo("engine: " + ", ".join(f"{name} {_number(value)}" for name, value in shown), err=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from sagellm.core import InvalidRequestError, nearest
 from sagellm.engines.cli.chat.conversation import Conversation
 from sagellm.engines.text.chat_messages import read_messages
+from sagellm.engines.whole_file import whole_file
 
 _EXITS = ("/exit", "/quit")
 
@@ -87,13 +88,11 @@ def _save(conversation: Conversation, name: str) -> Outcome:
     path = Path(name).expanduser()
     if path.is_dir():
         return Outcome(f"{path} cannot be written: it is a folder; name a file in it")
-    mode = "w" if path.resolve() in conversation.files else "x"  # any other file stays as it is
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            json.dump(messages, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-    except FileExistsError:
+    if path.exists() and path.resolve() not in conversation.files:
         return Outcome(f"{path} exists, and this conversation is not from it; name another file")
+    try:
+        with whole_file(path) as file:
+            file.write_text(json.dumps(messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         return Outcome(f"{path} cannot be written: {error.strerror}")
     conversation.files.add(path.resolve())
