@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _MAX_CHARACTERS = 200
+_NUM_NAMED = 5
 
 
 def shown(value: object) -> str:
@@ -15,3 +18,9 @@ def shown(value: object) -> str:
 def clipped(text: str, max_characters: int = _MAX_CHARACTERS) -> str:
     """Return the text, cut after `max_characters`."""
     return text if len(text) <= max_characters else f"{text[:max_characters]}…"
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(map(clipped, names[:_NUM_NAMED])) + (f" and {rest:,} more" if rest > 0 else "")
