@@ -30,6 +30,7 @@ from sagellm.engines.loading.safetensors_header import PlacedTensor, read_header
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
 # Dtypes that numpy lacks are read as unsigned integers of the same width.
 _NUMPY_DTYPES = {
     **{"BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1"},
@@ -114,9 +115,14 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         if names
     ]
     if problems:
+        is_headless = missing == [_HEAD] and len(problems) == 1
+        reason = (
+            "It is a base model's checkpoint, which cannot generate, or incomplete"
+            if is_headless
+            else f"The files belong to different checkpoints, or {CONFIG} was changed"
+        )
         raise CheckpointError(
-            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. The files "
-            f"belong to different checkpoints, or {CONFIG} was changed"
+            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. {reason}"
         )
 
 
@@ -134,10 +140,11 @@ def missing_shards(path: Path) -> str | None:
 
 
 def _find_tensors(path: Path) -> dict[str, PlacedTensor]:
-    if (path / INDEX).exists():
-        return _read_shards(path)
+    """Read the headers. A file with all weights comes before an index, as in transformers."""
     if (path / SINGLE).exists():
         return read_header(path / SINGLE)
+    if (path / INDEX).exists():
+        return _read_shards(path)
     others = sorted(
         file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern)
     )
