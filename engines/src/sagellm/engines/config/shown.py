@@ -21,6 +21,7 @@ def clipped(text: str, max_characters: int = _MAX_CHARACTERS) -> str:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Return the first five names, and how many more there are."""
+    """Return the first five names, and how many more there are; what a terminal might obey is escaped."""
     rest = len(names) - _NUM_NAMED
-    return ", ".join(map(clipped, names[:_NUM_NAMED])) + (f" and {rest:,} more" if rest > 0 else "")
+    some = (clipped(name if name.isprintable() else repr(name)) for name in names[:_NUM_NAMED])
+    return ", ".join(some) + (f" and {rest:,} more" if rest > 0 else "")
