@@ -214,7 +214,7 @@ def write_header(path: Path, text: str) -> None:
         (f'{{"dtype": "F32", "shape": [{"9" * 5000}], "data_offsets": [0, 4]}}', "damaged header"),
         (f'{{"dtype": "F32", "shape": {[10**4000] * 2000}, "data_offsets": [0, 4]}}', "of 4001 digits"),
         (f'{{"dtype": "F32", "shape": {[10**39] * 2000}, "data_offsets": [0, 4]}}', "no tensor can have"),
-        (f'{{"dtype": "F32", "shape": [{"[]," * 2_100_000}1], "data_offsets": [0, 4]}}', "4000000 values"),
+        (f'{{"dtype": "F32", "shape": [{"[]," * 800_000}1], "data_offsets": [0, 4]}}', "1500000 values"),
         (f'{{"dtype": "F32", "shape": {[2] * 500_000}, "data_offsets": [0, 4]}}', "no tensor can have"),
         (f'{{"dtype": "{"x" * 10**6}", "shape": [1], "data_offsets": [0, 4]}}', "type 'x{199}…, which"),
     ],

@@ -129,6 +129,16 @@ def test_a_wrong_length_of_the_header_is_refused(tmp_path, num_bytes):
         ours(tmp_path / "file", packed(HEADER, num_bytes=num_bytes))
 
 
+def test_a_header_beyond_any_real_one_is_not_read(tmp_path):
+    (tmp_path / "file").write_bytes((1 << 30).to_bytes(8, "little"))
+    with open(tmp_path / "file", "r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(
+        CheckpointError, match="has a header of 1073741824 bytes; it may have at most 33554432"
+    ):
+        read_header(tmp_path / "file")
+
+
 def test_a_message_quotes_a_little_of_a_long_name_and_escapes_it(tmp_path):
     header = json.dumps({"\x1b[2J" + "x" * 100_000: {"dtype": "F32"}})
     with pytest.raises(CheckpointError) as refused:

@@ -152,7 +152,8 @@ def test_a_token_has_at_most_4096_characters(write, plain, place):
 LISTS = {
     "vocabulary": ('{"model":{"vocab":{', (1 << 20) + 1, '"%d":1', "}}}", "entries in model.vocab"),
     "pieces": ('{"model":{"vocab":[', (1 << 20) + 2, '["%d",1]', "]}}", "entries in model.vocab"),
-    "long pieces": ('{"model":{"vocab":[', 1100, '["%04000d",1]', "]}}", "4,400,000 bytes in model.vocab"),
+    "long pieces": ('{"model":{"vocab":[', 1100, '["%04000d",1]', "]}}", "4,400,000 bytes of pieces in"),
+    "long tokens": ('{"model":{"vocab":{', 12_600, '"%04000d":1', "}}}", "bytes in model.vocab"),
     "merges": ('{"model":{"merges":[', (1 << 20) + 2, '["%d","a"]', "]}}", "entries in model.merges"),
     "older merges": ('{"model":{"merges":[', (1 << 20) + 1, '"%d a"', "]}}", "entries in model.merges"),
     "added": (
@@ -183,6 +184,16 @@ def test_a_tokenizer_beyond_a_limit_is_refused_before_it_is_built(write, never_b
     for load in (open_tokenizer, load_tokenizer):
         with pytest.raises(CheckpointError, match=rf"tokenizer\.json.*{reason}"):
             load(path)
+
+
+@pytest.mark.parametrize("part", ["decoder", "normalizer", "pre_tokenizer", "post_processor", "model"])
+@pytest.mark.parametrize("depth", [40, 10_000])
+def test_a_part_that_is_deeply_nested_is_refused(write, never_built, part, depth):
+    text = f'{{"model":{{}},"{part}":' + '{"steps":[' * depth + "]}" * depth + "}"
+    with pytest.raises(
+        CheckpointError, match=r"cannot be loaded: tokenizer\.json: .*(nested|recursion|two entries)"
+    ):
+        open_tokenizer(write(text=text))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ MAX_TOKEN_CHARACTERS = 4096
 _MAX_BYTES = 32 << 20
 _MAX_BYTES_OF = {JSON: 128 << 20, "chat_template.jinja": 1 << 20}
 _MAX_ENTRIES = 1 << 20  # of the vocabulary, and as many merges; Gemma 3 has 262,144 and 514,906
+_MAX_VOCAB_BYTES = 48 << 20  # 45 for each entry
 _MAX_ADDED = 1 << 17  # models of speech add 66,000
 _MAX_ADDED_CHARACTERS = 1 << 20
 _MAX_PIECE_BYTES = 4 << 20  # of a Unigram model, which takes 340 times as much; XLM-RoBERTa has 2.5 MB
@@ -113,14 +114,14 @@ def _read_json(file: Path) -> tuple[list[_AddedToken], dict[str, Any]]:
     vocab, merges, added = (
         _span(text, part) for part in (parts.model.vocab, parts.model.merges, parts.added_tokens)
     )
+    _check(file, "bytes in model.vocab", vocab.end - vocab.begin, _MAX_VOCAB_BYTES)
     _check(file, "entries in model.vocab", _num_entries(text, vocab), _MAX_ENTRIES)
     _check(file, "entries in model.merges", _num_entries(text, merges), _MAX_ENTRIES)
     _check(file, "braces in added_tokens", text.count(b"{", *added), 2 * _MAX_ADDED)
     if text[vocab.begin : vocab.begin + 1] == b"[":
         pieces = msgspec.json.decode(parts.model.vocab, type=list[tuple[str, Any]])
-        _check(
-            file, "bytes in model.vocab", sum(len(piece.encode()) for piece, _ in pieces), _MAX_PIECE_BYTES
-        )
+        num_bytes = sum(len(piece.encode()) for piece, _ in pieces)
+        _check(file, "bytes of pieces in model.vocab", num_bytes, _MAX_PIECE_BYTES)
     rest = _without(text, [vocab, merges, added])
     _check(file, "bytes besides its tokens", len(rest), _MAX_STEP_BYTES)
     # Of two entries with one name, the library tokenizers might take the other one.
