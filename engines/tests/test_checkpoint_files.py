@@ -206,14 +206,17 @@ def write_header(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ('{"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}', "damaged"),
-        ('{"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}', "damaged"),
+        ('{"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}', r"has the shape \[inf\], which no"),
+        (
+            '{"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}',
+            r"data_offsets \[0, inf\]; they must be",
+        ),
         (f'{{"dtype": "F32", "shape": [{"9" * 5000}], "data_offsets": [0, 4]}}', "damaged header"),
         (f'{{"dtype": "F32", "shape": {[10**4000] * 2000}, "data_offsets": [0, 4]}}', "of 4001 digits"),
         (f'{{"dtype": "F32", "shape": {[10**39] * 2000}, "data_offsets": [0, 4]}}', "no tensor can have"),
-        (f'{{"dtype": "F32", "shape": [{"[]," * 2_100_000}1], "data_offsets": [0, 4]}}', "4000000 values"),
+        (f'{{"dtype": "F32", "shape": [{"[]," * 800_000}1], "data_offsets": [0, 4]}}', "1500000 values"),
         (f'{{"dtype": "F32", "shape": {[2] * 500_000}, "data_offsets": [0, 4]}}', "no tensor can have"),
-        (f'{{"dtype": "{"x" * 10**6}", "shape": [1], "data_offsets": [0, 4]}}', "type x{64}, which"),
+        (f'{{"dtype": "{"x" * 10**6}", "shape": [1], "data_offsets": [0, 4]}}', "type 'x{199}…, which"),
     ],
 )
 def test_a_header_with_senseless_numbers_is_refused_at_once(single, entry, message):
@@ -228,6 +231,8 @@ def test_a_header_with_senseless_numbers_is_refused_at_once(single, entry, messa
 )
 def test_what_is_no_plain_file_is_never_read(single, name, make):
     (single / name).unlink(missing_ok=True)
+    if name == INDEX:
+        (single / SINGLE).unlink()
     make(single / name)
     with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
         SafetensorsFormat().open(single)

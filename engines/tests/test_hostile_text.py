@@ -19,12 +19,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sagellm.core import CheckpointError, EngineError, InvalidRequestError
+from sagellm.core import EngineError, InvalidRequestError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import ServerConfig
 from sagellm.engines.http import create_app, make_server
-from sagellm.engines.loading.tokenizer import check_tokenizer, load_tokenizer
-from sagellm.engines.testing import make_tokenizer
+from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE
 from sagellm.engines.text.calls import Encode
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer
@@ -283,27 +282,6 @@ def test_ctrl_c_in_a_tokenizer_propagates(make_engine, monkeypatch):
     monkeypatch.setattr(type(engine.light_tokenizer), "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate("The river")
-
-
-@pytest.mark.parametrize(
-    ("decoder", "message"),
-    [
-        ([{"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 9}] * 3, "729 times"),
-        ([], "a token of 20,000 characters"),
-    ],
-)
-def test_a_tokenizer_whose_decoder_multiplies_text_is_refused(tmp_path, decoder, message):
-    """Tokens become text in the process that serves, so how much each may become is checked at the start."""
-    make_tokenizer().save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    saved = json.loads(file.read_text())
-    if decoder:
-        saved["decoder"] = {"type": "Sequence", "decoders": [*decoder, saved["decoder"]]}
-    else:
-        saved["model"]["vocab"]["e" * 20_000] = len(saved["model"]["vocab"])
-    file.write_text(json.dumps(saved))
-    with pytest.raises(CheckpointError, match=message):
-        check_tokenizer(load_tokenizer(tmp_path), 2000, tmp_path)
 
 
 @pytest.mark.full  # it loads two

@@ -10,7 +10,6 @@ import torch
 from sagellm.core import CheckpointError, ConfigError, NullModelFamily, PluginRegistry, UnsupportedModelError
 from sagellm.engines import LLMEngine
 from sagellm.engines.loading import (
-    GenerationDefaults,
     installed_families,
     load_tokenizer,
     resolve_device,
@@ -90,32 +89,6 @@ def test_a_model_that_nothing_runs_is_refused_with_every_reason(config, families
 def test_all_installed_families_are_asked():
     names = {type(family).__name__ for family in installed_families(PluginRegistry.load())}
     assert {"Qwen3Family", "LlamaFamily", "TransformersFamily"} <= names
-
-
-def test_generation_settings_are_read_and_greedy_is_a_temperature_of_0():
-    read = GenerationDefaults.read({"temperature": 1, "top_k": 5, "max_new_tokens": 7}, {"eos_token_id": 3})
-    assert read == GenerationDefaults(
-        temperature=1.0, top_k=5, max_new_tokens=7, eos_token_ids=frozenset({3})
-    )
-    greedy = GenerationDefaults.read({"do_sample": False, "temperature": 0.6, "eos_token_id": [1, None]}, {})
-    assert (greedy.temperature, greedy.eos_token_ids) == (0.0, {1})
-
-
-def test_without_a_generation_config_the_config_says_what_ends_a_text():
-    assert GenerationDefaults.read({}, {"text_config": {"eos_token_id": 4}}).eos_token_ids == {4}
-    both = {"eos_token_id": [2], "text_config": {"eos_token_id": 4}}
-    assert GenerationDefaults.read({}, both).eos_token_ids == {2}
-    assert GenerationDefaults.read({"eos_token_id": 1}, both).eos_token_ids == {1}
-    assert GenerationDefaults.read({}, {"text_config": None}).eos_token_ids == frozenset()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"temperature": "hot"}, {"top_k": 2.5}, {"top_p": True}, {"eos_token_id": -1}, {"eos_token_id": "a"}],
-)
-def test_generation_settings_of_the_wrong_type_are_refused(values):
-    with pytest.raises(CheckpointError, match=f"{next(iter(values))} is "):
-        GenerationDefaults.read(values, {})
 
 
 def test_a_checkpoint_may_lack_a_tokenizer_but_not_have_a_damaged_one(tmp_path):

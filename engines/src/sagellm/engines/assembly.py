@@ -59,7 +59,7 @@ from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
 from sagellm.engines.sampling import draws
-from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
+from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
@@ -368,15 +368,11 @@ def _fitting_blocks(
 
 def _default_params(generation: GenerationDefaults) -> dict[str, Any]:
     """Return the default request parameters: the checkpoint's settings, ours where it has none."""
-    names = [name for name, each in PARAMETERS.items() if each.is_of_checkpoint]
-    given = {name: value for name in names if (value := getattr(generation, name)) is not None}
-    if generation.max_new_tokens is not None:
-        given["max_tokens"] = generation.max_new_tokens
     try:
-        SamplingParams(**given)
+        SamplingParams(**generation.params)
     except InvalidRequestError as error:
         raise CheckpointError(f"generation_config.json: {error}") from error
-    return given
+    return generation.params
 
 
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> tuple[int, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +62,7 @@ def start_engine(config: EngineConfig) -> LLMEngine:
 
 def params_of(engine: LLMEngine, sampling: Mapping[str, Any]) -> SamplingParams:
     """Return the checkpoint's sampling parameters, overridden by flags."""
-    return replace(engine.default_params, **sampling)
+    return engine.default_params.overridden(**sampling)
 
 
 def say_if_embedded(model: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from sagellm.core import ConfigError
+from sagellm.engines.config.shown import shown
 
 _MAX_DEPTH = 32
 _MAX_DIGITS = 40  # tokenizers write 10^30 for "no limit"
@@ -19,16 +21,23 @@ def parse_json(
     *,
     max_values: int = MAX_VALUES,
     object_hook: Callable[[dict[str, Any]], Any] | None = None,
+    has_unique_names: bool = False,
 ) -> Any:
     """Return the value of a JSON text.
 
-    Raises ConfigError for invalid JSON, more than 32 levels, integers of more than 40 digits, or more than
-    `max_values` values. The message does not name the source: "it ...".
+    Raises ConfigError for invalid JSON, more than 32 levels, integers of more than 40 digits, more than
+    `max_values` values or, if demanded, an object with two entries of one name: of these, other parsers may
+    take the first. The message does not name the source: "it ...".
     """
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > max_values:
         raise ConfigError(f"it has more than {max_values} values")
     try:
-        found = json.loads(text, object_hook=object_hook, parse_int=_parse_int)
+        found = json.loads(
+            text,
+            object_hook=object_hook,
+            object_pairs_hook=_unique if has_unique_names else None,
+            parse_int=_parse_int,
+        )
     except ConfigError:
         raise
     except RecursionError as error:
@@ -43,6 +52,14 @@ def _parse_int(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
         raise ConfigError(f"it has a number of {len(digits)} digits; the limit is {_MAX_DIGITS}")
     return int(digits)
+
+
+def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(entries)
+    if len(found) < len(entries):
+        twice = next(name for name, count in Counter(name for name, _ in entries).items() if count > 1)
+        raise ConfigError(f"it has two entries {shown(twice)} in one object")
+    return found
 
 
 def _check_depth(value: Any, remaining: int) -> None:

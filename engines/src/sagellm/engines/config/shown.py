@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _MAX_CHARACTERS = 200
+_NUM_NAMED = 5
 
 
 def shown(value: object) -> str:
@@ -15,3 +18,10 @@ def shown(value: object) -> str:
 def clipped(text: str, max_characters: int = _MAX_CHARACTERS) -> str:
     """Return the text, cut after `max_characters`."""
     return text if len(text) <= max_characters else f"{text[:max_characters]}…"
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are; what a terminal might obey is escaped."""
+    rest = len(names) - _NUM_NAMED
+    some = (clipped(name if name.isprintable() else repr(name)) for name in names[:_NUM_NAMED])
+    return ", ".join(some) + (f" and {rest:,} more" if rest > 0 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from sagellm.core import InvalidRequestError
@@ -140,6 +140,6 @@ def _token_id(key: str) -> int:
 
 def _made(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
     try:
-        return replace(defaults, **given)
+        return defaults.overridden(**given)
     except InvalidRequestError as error:
         raise as_api_error(error) from None

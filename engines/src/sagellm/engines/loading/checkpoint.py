@@ -23,13 +23,14 @@ from sagellm.core import (
     TensorSpec,
     WeightSource,
 )
+from sagellm.engines.config.shown import first_few
 from sagellm.engines.loading.json_file import INDEX_BYTES, read_json, read_optional_json
 from sagellm.engines.loading.safetensors_header import PlacedTensor, read_header
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_NUM_NAMED = 5
+_HEAD = "lm_head.weight"
 # Dtypes that numpy lacks are read as unsigned integers of the same width.
 _NUMPY_DTYPES = {
     **{"BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1"},
@@ -105,7 +106,7 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         if name in stored and stored[name].shape != tensor.shape
     ]
     problems = [
-        f"{len(names)} {what}: {_first(names)}"
+        f"{len(names)} {what}: {first_few(names)}"
         for what, names in (
             ("missing", missing),
             ("not in the model", sorted(left_over)),
@@ -114,15 +115,20 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         if names
     ]
     if problems:
+        is_headless = missing == [_HEAD] and len(problems) == 1
+        reason = (
+            "It is a base model's checkpoint, which cannot generate, or incomplete"
+            if is_headless
+            else f"The files belong to different checkpoints, or {CONFIG} was changed"
+        )
         raise CheckpointError(
-            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. The files "
-            f"belong to different checkpoints, or {CONFIG} was changed"
+            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. {reason}"
         )
 
 
 def files_in(path: Path) -> str:
     """List the files of a directory, for messages."""
-    return _first(sorted(file.name for file in path.iterdir())) or "no files"
+    return first_few(sorted(file.name for file in path.iterdir())) or "no files"
 
 
 def missing_shards(path: Path) -> str | None:
@@ -130,30 +136,26 @@ def missing_shards(path: Path) -> str | None:
     files = sorted(set(read_weight_map(path).values()))
     present = {file.name for file in path.iterdir() if file.exists()}  # excludes broken links
     missing = [name for name in files if name not in present]
-    return f"{len(missing)} of {len(files)} weight files: {_first(missing)}" if missing else None
-
-
-def _first(names: list[str]) -> str:
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{len(missing)} of {len(files)} weight files: {first_few(missing)}" if missing else None
 
 
 def _find_tensors(path: Path) -> dict[str, PlacedTensor]:
-    if (path / INDEX).exists():
-        return _read_shards(path)
+    """Read the headers. A file with all weights comes before an index, as in transformers."""
     if (path / SINGLE).exists():
         return read_header(path / SINGLE)
+    if (path / INDEX).exists():
+        return _read_shards(path)
     others = sorted(
         file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern)
     )
     if others:
         raise CheckpointError(
-            f"{path} has weights as {_first(others)} only. Such files are pickles, which can run code, and "
-            f"are never read; give a checkpoint with {SINGLE} (transformers' save_pretrained writes it)"
+            f"{path} has weights as {first_few(others)} only. Such files are pickles, which can run code, "
+            f"and are never read; give a checkpoint with {SINGLE} (transformers' save_pretrained writes it)"
         )
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     if shards:
-        raise CheckpointError(f"{path} has {_first(shards)} but no {INDEX} that says what lies where")
+        raise CheckpointError(f"{path} has {first_few(shards)} but no {INDEX} that says what lies where")
     raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}; it has {files_in(path)}")
 
 
@@ -170,16 +172,18 @@ def _read_shards(path: Path) -> dict[str, PlacedTensor]:
     files = sorted(set(weight_map.values()))
     outside = [name for name in files if PurePath(name).name != name]
     if outside:
-        raise CheckpointError(f"{path / INDEX} names files outside of its directory: {_first(outside)}")
+        raise CheckpointError(f"{path / INDEX} names files outside of its directory: {first_few(outside)}")
     if missing := missing_shards(path):
         raise CheckpointError(f"{path} lacks {missing}; download it again")
     headers = {name: read_header(path / name) for name in files}
     absent = [name for name, file in weight_map.items() if name not in headers[file]]
     if absent:
-        raise CheckpointError(f"{path / INDEX} names tensors that their files do not hold: {_first(absent)}")
+        raise CheckpointError(
+            f"{path / INDEX} names tensors that their files do not hold: {first_few(absent)}"
+        )
     # Tensors in the files but not in the index are left over, too.
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
     if len(tensors) < sum(map(len, headers.values())):
         twice = [name for name, count in Counter(chain.from_iterable(headers.values())).items() if count > 1]
-        raise CheckpointError(f"{path} has tensors in more than one file: {_first(twice)}")
+        raise CheckpointError(f"{path} has tensors in more than one file: {first_few(twice)}")
     return tensors

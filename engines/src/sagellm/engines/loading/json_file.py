@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core import CheckpointError, ConfigError
-from sagellm.engines.config.bounded_json import parse_json
+from sagellm.engines.config.bounded_json import MAX_VALUES, parse_json
 
 CONFIG_BYTES = 4 << 20  # the largest real ones have a few hundred KiB
 INDEX_BYTES = 32 << 20  # for tens of thousands of experts
@@ -15,7 +15,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SPECIAL_FLOATS = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
 
 
-def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = CONFIG_BYTES, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """Return the object in a file.
 
     Raises CheckpointError if it cannot be read, is too long or exceeds a limit of `parse_json`.
@@ -31,7 +31,7 @@ def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
             f"{path} is longer than {max_bytes} bytes, which no such file of a real checkpoint is"
         )
     try:
-        content = parse_json(text, object_hook=_decode_special_float)
+        content = parse_json(text, max_values=max_values, object_hook=_decode_special_float)
     except ConfigError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -39,9 +39,11 @@ def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     return content
 
 
-def read_optional_json(path: Path) -> dict[str, Any]:
+def read_optional_json(
+    path: Path, max_bytes: int = CONFIG_BYTES, max_values: int = MAX_VALUES
+) -> dict[str, Any]:
     """Return the object in a file, or an empty one if there is no such file."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path, max_bytes, max_values) if path.exists() else {}
 
 
 def check_file(path: Path) -> None:

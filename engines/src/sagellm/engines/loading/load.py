@@ -115,7 +115,7 @@ def open_checkpoint(
     config = checkpoint.config
     spec = select_family(config, families, frozenset(checkpoint.weights.tensors)).spec
     check_tensors(checkpoint, spec)
-    generation = GenerationDefaults.read(checkpoint.generation_config, config)
+    generation = GenerationDefaults.read(checkpoint.generation_config, config, spec.geometry)
     tokenizer = open_tokenizer(tokenizer_path or path)
     if tokenizer is not None:
         check_tokenizer(tokenizer, spec.geometry.vocab_size, tokenizer_path or path)

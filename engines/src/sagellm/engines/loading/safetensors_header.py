@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sagellm.core import CheckpointError, ConfigError, StoredTensor
 from sagellm.engines.config.bounded_json import parse_json
+from sagellm.engines.config.shown import shown
 from sagellm.engines.loading.json_file import check_file
 
 ITEM_BYTES = {
@@ -34,10 +35,9 @@ ITEM_BYTES = {
     "F64": 8,
 }
 _LENGTH_BYTES = 8
-_MAX_VALUES = 4_000_000  # about ten per tensor
+_MAX_VALUES = 1_500_000  # about nine per tensor; a model of 512 unmerged experts has 100,000 in all its files
 _MAX_DIMENSIONS = 64  # torch's own limit
-_MAX_SHOWN = 64  # characters of a value in a message
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 32 << 20  # a third of the format's own limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,16 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
             file_bytes = file.seek(0, 2)
             file.seek(0)
             header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            limit = min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES)
-            if header_bytes < 2 or header_bytes > limit:
+            if not 2 <= header_bytes <= file_bytes - _LENGTH_BYTES:
                 raise CheckpointError(
                     f"{path} is not a safetensors file, or cut off: {file_bytes} bytes, of which the header "
                     f"would be {header_bytes}; fetch it again"
                 )
-            header = parse_json(file.read(header_bytes), max_values=_MAX_VALUES)
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path} has a header of {header_bytes} bytes; it may have at most {_MAX_HEADER_BYTES}"
+                )
+            header = parse_json(file.read(header_bytes), max_values=_MAX_VALUES, has_unique_names=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:
@@ -73,34 +76,47 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a damaged header: it is no JSON object; fetch it again")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(
+            f"{path} has a damaged header: its __metadata__ is not of texts; fetch it again"
+        )
     begin = _LENGTH_BYTES + header_bytes
-    tensors = {
-        name: _stored_tensor(path, name, entry, begin)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    tensors = {name: _stored_tensor(path, name, entry, begin) for name, entry in header.items()}
     _check_extent(path, tensors, begin, file_bytes)
     return tensors
 
 
-def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> PlacedTensor:
-    try:
-        dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
-        first, last = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: the header's entry of {name!r} is damaged; fetch it again") from error
+def _stored_tensor(path: Path, name: str, entry: Any, begin: int) -> PlacedTensor:
+    if not isinstance(entry, dict):
+        raise _damaged(path, name, f"is {shown(entry)}; it must be an object")
+    dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        shown = str(dtype)[:_MAX_SHOWN]
-        raise CheckpointError(f"{path}: tensor {name!r} has the type {shown}, which is not known")
+        raise _damaged(path, name, f"has the type {shown(dtype)}, which is not known")
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
     # Multiplying more or larger dimensions could take minutes.
-    if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 63 for size in shape):
-        raise CheckpointError(f"{path}: tensor {name!r} has a shape that no tensor can have; fetch it again")
-    if last - first != prod(shape) * ITEM_BYTES[dtype] or first < 0:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} of {dtype} {shape} cannot lie in bytes {first} to {last}; "
-            f"fetch it again"
-        )
-    return PlacedTensor(path=path, dtype=dtype, shape=shape, num_bytes=last - first, offset=begin + first)
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise _damaged(path, name, f"has the shape {shown(shape)}, which no tensor can have")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _damaged(path, name, f"has the data_offsets {shown(offsets)}; they must be two integers from 0")
+    first, last = offsets
+    if last - first != prod(shape) * ITEM_BYTES[dtype]:
+        raise _damaged(path, name, f"of {dtype} {shape} cannot lie in bytes {first} to {last}")
+    return PlacedTensor(
+        path=path, dtype=dtype, shape=tuple(shape), num_bytes=last - first, offset=begin + first
+    )
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    """Say whether this is a list of sizes or offsets.
+
+    2.0, "2" and true are not, though Python would convert them.
+    """
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _damaged(path: Path, name: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: tensor {shown(name)} {problem}; fetch it again")
 
 
 def _check_extent(path: Path, tensors: Mapping[str, PlacedTensor], begin: int, file_bytes: int) -> None:
@@ -108,7 +124,7 @@ def _check_extent(path: Path, tensors: Mapping[str, PlacedTensor], begin: int, f
     position = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if tensor.offset != position:
-            raise CheckpointError(f"{path}: tensor {name!r} overlaps another or leaves a gap; fetch it again")
+            raise _damaged(path, name, "overlaps another or leaves a gap")
         position += tensor.num_bytes
     if position != file_bytes:
         raise CheckpointError(

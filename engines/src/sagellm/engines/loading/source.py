@@ -138,11 +138,10 @@ def _what_lacks(model: _HubModel, snapshot: Path | None) -> str:
             lack = "has no tokenizer"
     elif not (snapshot / CONFIG).exists():
         lack = f"has no {CONFIG}"
-    elif (snapshot / INDEX).exists():
-        if missing := missing_shards(snapshot):
-            lack = f"lacks {missing}"
-    elif not (snapshot / SINGLE).exists():
+    elif not any((snapshot / name).exists() for name in (SINGLE, INDEX)):
         lack = f"has no weights, neither {SINGLE} nor {INDEX}"
+    elif not (snapshot / SINGLE).exists() and (missing := missing_shards(snapshot)):
+        lack = f"lacks {missing}"
     return lack and (
         f"is in the local Hugging Face cache only in part: the snapshot {snapshot} {lack}; it has "
         f"{files_in(snapshot)}"

@@ -11,15 +11,16 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, get_logger
-from sagellm.engines.config.shown import shown
-from sagellm.engines.loading.json_file import check_file, read_optional_json
-from sagellm.engines.loading.tokenizer_settings import SETTINGS, read_settings
+from sagellm.engines.config.shown import first_few, shown
+from sagellm.engines.loading.decoder_limits import check_decoding
+from sagellm.engines.loading.tokenizer_limits import check_tokenizer_files, max_bytes_of
+from sagellm.engines.loading.tokenizer_settings import SETTINGS, read_settings, read_whole
+from sagellm.engines.text.guarded_tokenizer import is_foreign
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,10 +33,9 @@ _CONFIG = "tokenizer_config.json"
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *_SENTENCEPIECE)
 TOKENIZER_FILES = (_CONFIG, *_VOCABULARIES)
-_MAX_TOKEN_CHARACTERS = 16 << 10
-_MAX_GROWTH = 64
 _ADVICE = "download what is missing, or name another tokenizer (model.tokenizer, --tokenizer)"
 _TEMPLATES = "additional_chat_templates"
+_OTHER_FILES = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 _OTHER_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".py", ".msgpack", ".h5", ".onnx"}
 
 
@@ -50,7 +50,12 @@ def open_tokenizer(path: Path) -> Tokenizer | None:
         return None
     try:
         return open_json_tokenizer(path)
-    except Exception as error:  # what is damaged, transformers' loading explains
+    except BaseException as error:
+        if not is_foreign(error):
+            raise
+        if not isinstance(error, Exception):  # transformers would meet the same panic
+            raise _unloadable(path, error) from error
+        # What is damaged, transformers' loading explains.
         logger.debug("transformers loads the tokenizer in %s: %s (%s)", path, error, type(error).__name__)
     loaded: Tokenizer | None = load_tokenizer(path)
     return loaded
@@ -70,9 +75,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # damaged files surface as errors of many libraries
-            reason = _reason(path, error).replace(str(folder), str(path))
-            raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
+        except BaseException as error:  # damaged files surface as errors of many libraries
+            if not is_foreign(error):
+                raise
+            raise _unloadable(path, error, folder) from error
     restore_paths(tokenizer, folder, path)
     # Without the file, transformers makes a tokenizer that knows the special tokens and drops all text.
     if len(tokenizer) <= len({*_added_tokens(tokenizer), *tokenizer.all_special_ids}):
@@ -84,12 +90,12 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _has_tokenizer(path: Path) -> bool:
-    """Say whether there is any file of a tokenizer. Raises CheckpointError for one that cannot be read."""
+    """Say whether there is any file of a tokenizer. Raises CheckpointError if one is too large."""
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return False
-    for name in (*TOKENIZER_FILES, "merges.txt"):
-        check_file(path / name)
+    templates = (path / _TEMPLATES).glob("*.jinja")
+    check_tokenizer_files([*(path / name for name in (*TOKENIZER_FILES, *_OTHER_FILES)), *templates], path)
     return True
 
 
@@ -99,7 +105,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     Raises CheckpointError if words have no row, or if a token's text could have any length. A few added
     tokens without a row, such as a padding token, are common and harmless: prompts with them are refused.
     """
-    _check_lengths(tokenizer, path)
+    check_decoding(tokenizer, path)
     if len(tokenizer) <= vocab_size:
         return
     beyond = {token_id for token_id in tokenizer.get_vocab().values() if token_id >= vocab_size}
@@ -112,33 +118,9 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
         )
     logger.warning(
         "the embedding has no row for %s of the tokenizer in %s; prompts with it are refused",
-        ", ".join(added.values()),
+        first_few(list(added.values())),
         path,
     )
-
-
-def _check_lengths(tokenizer: Tokenizer, path: Path) -> None:
-    """Raise CheckpointError if decoding one token could take so long that it delays other requests."""
-    longest = max(map(len, tokenizer.get_vocab()), default=0)
-    if longest > _MAX_TOKEN_CHARACTERS:
-        raise CheckpointError(
-            f"the tokenizer in {path} has a token of {longest:,} characters; there may be at most "
-            f"{_MAX_TOKEN_CHARACTERS:,}: its files are damaged"
-        )
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    growth = 1 if decoder is None else _growth(json.loads(decoder.__getstate__()))
-    if growth > _MAX_GROWTH:
-        raise CheckpointError(
-            f"the decoder of the tokenizer in {path} can make a text {growth} times as long (the content of "
-            f"its Replace steps); it may be at most {_MAX_GROWTH} times: its files are damaged"
-        )
-
-
-def _growth(decoder: Mapping[str, Any]) -> int:
-    """Return the maximum number of characters that a decoder can make of one."""
-    steps = [_growth(step) for step in decoder.get("decoders", ())]
-    is_pattern = "Regex" in decoder.get("pattern", ())  # may match between characters too
-    return prod(steps, start=max(1, len(decoder.get("content", "")) + is_pattern))
 
 
 def _added_tokens(tokenizer: Tokenizer) -> dict[int, str]:
@@ -149,9 +131,15 @@ def _added_tokens(tokenizer: Tokenizer) -> dict[int, str]:
         return {}
 
 
-def _reason(path: Path, error: Exception) -> str:
-    """Say why transformers could not load a tokenizer, judging by its files where they say more."""
-    own_code = read_optional_json(path / _CONFIG).get("auto_map")
+def _unloadable(path: Path, error: BaseException, folder: Path | None = None) -> CheckpointError:
+    """Return the error for a tokenizer that could not be made; `folder` stands for `path` in its message."""
+    reason = _reason(path, error).replace(str(folder or path), str(path))
+    return CheckpointError(f"the tokenizer in {path} cannot be loaded: {reason}")
+
+
+def _reason(path: Path, error: BaseException) -> str:
+    """Say why a tokenizer could not be loaded, judging by its files where they say more."""
+    own_code = read_whole(path / _CONFIG).get("auto_map")
     if own_code:
         return f"it needs code of its own ({own_code}), which is never run"
     present = _present(path)
@@ -208,7 +196,8 @@ def restore_paths(tokenizer: PreTrainedTokenizerBase, folder: Path, path: Path) 
 
 
 def _may_be_tokenizer_file(file: Path) -> bool:
-    return file.suffix not in _OTHER_SUFFIXES and not file.name.endswith(".safetensors.index.json")
+    is_other = file.suffix in _OTHER_SUFFIXES or file.name.endswith(".safetensors.index.json")
+    return not is_other and file.stat().st_size <= max_bytes_of(file.name)
 
 
 def _check_class(file: Path, values: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ _MODEL_KEYS = frozenset(
     {"model_type", "tokenizer_class", "model_name", "_name_or_path", "transformers_version"}
 )
 """Keys of config.json that select the tokenizer's class; all are strings."""
+_MAX_BYTES, _MAX_VALUES = 24 << 20, 1_250_000  # 131,072 added tokens, of 180 bytes and 8 values each
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -47,8 +49,39 @@ def read_settings(file: Path) -> dict[str, Any]:
 
     Raises CheckpointError if it cannot be read.
     """
-    values = read_optional_json(file)
+    values = read_whole(file)
     if file.name == "config.json":
         return {key: value for key, value in values.items() if key in _MODEL_KEYS and isinstance(value, str)}
     kept = _TOKENIZER_KEYS if file.name == "tokenizer_config.json" else _TOKEN_LIST_KEYS
     return {key: value for key, value in values.items() if key in kept or key.endswith("_token")}
+
+
+def read_whole(file: Path) -> dict[str, Any]:
+    """Return all entries of one of the files, none if there is no such file. Raises CheckpointError."""
+    if file.name == "config.json":
+        return read_optional_json(file)
+    return read_optional_json(file, _MAX_BYTES, _MAX_VALUES)
+
+
+def given_tokens(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the tokens that the files beside tokenizer.json name, and whether they would be normalized.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    for token in read_whole(folder / "added_tokens.json"):
+        yield token, True
+    for name in SETTINGS[1:]:
+        for key, value in read_settings(folder / name).items():
+            if key in _TOKEN_LIST_KEYS or key == "added_tokens_decoder" or key.endswith("_token"):
+                yield from _tokens_in(value)
+
+
+def _tokens_in(value: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the tokens of an entry: a text, an object with a `content`, or a list or object of them."""
+    if isinstance(value, str):
+        yield value, False
+    elif isinstance(value, dict) and isinstance(value.get("content"), str):
+        yield value["content"], value.get("normalized") is not False
+    else:
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from _tokens_in(each)

@@ -28,8 +28,8 @@ from sagellm.core import (
 from sagellm.engines.models.hf_config import context_limit
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Old checkpoints contain frequencies that the config already determines.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors of old checkpoints that the config already determines; transformers ignores them, too."""
 _MAX_HEAD_DIM = 1 << 16
 _SIZES = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"),
@@ -61,13 +61,13 @@ def decoder_spec(
     rope = _read_rope(hf, head_dim)
     sizes = _geometry(hf, head_dim)
     _check(sizes, traits.sliding_windows)
-    builder = _Builder(sizes, traits, rope, hf.rms_norm_eps)
+    builder = _Builder(sizes, traits, rope, hf.rms_norm_eps, tensor_names)
     attention = tuple(builder.attention(index) for index in range(sizes.num_layers))
     layers = tuple(builder.layer(index, each) for index, each in enumerate(attention))
-    stored = [EMBEDDING, HEAD]
+    ends = [builder.tensor(name, (sizes.vocab_size, sizes.hidden_size), 0) for name in (EMBEDDING, HEAD)]
     if sizes.tie_word_embeddings:  # a checkpoint may have either or both
-        stored = [name for name in stored if name in tensor_names] or [EMBEDDING]
-    embedding, *head = (TensorSpec(name, (sizes.vocab_size, sizes.hidden_size), 0) for name in stored)
+        ends = [end for end in ends if end.name in tensor_names] or ends[:1]
+    embedding, *head = ends
     decoder = DecoderSpec(
         embedding=embedding,
         layers=layers,
@@ -80,19 +80,23 @@ def decoder_spec(
         geometry=sizes,
         attention=attention,
         tensors={tensor.name: tensor for tensor in decoder.tensors},
-        ignored_tensors=frozenset(name for name in tensor_names if _DERIVED.fullmatch(name)),
+        ignored_tensors=frozenset(name for name in tensor_names if DERIVED.search(name)),
         decoder=decoder,
     )
 
 
 @dataclass(frozen=True)
 class _Builder:
-    """Makes the parts of a spec, with the names that Llama's tensors have."""
+    """Makes the parts of a spec, with the names that Llama's tensors have in the checkpoint."""
 
     sizes: ModelGeometry
     traits: DecoderTraits
     rope: RopeSpec
     rms_norm_eps: float
+    tensor_names: frozenset[str]
+
+    def tensor(self, name: str, shape: tuple[int, ...], axis: int | None = None) -> TensorSpec:
+        return TensorSpec(stored_name(name, "model", self.tensor_names), shape, axis)
 
     def attention(self, index: int) -> AttentionSpec:
         windows, sizes = self.traits.sliding_windows, self.sizes
@@ -114,10 +118,10 @@ class _Builder:
         return LayerSpec(
             attention=attention,
             input_norm=self.norm(f"{prefix}.input_layernorm.weight", hidden),
-            query=_linear(f"{prefix}.self_attn.q_proj", (q, hidden), 0, has_bias=traits.qkv_bias),
-            key=_linear(f"{prefix}.self_attn.k_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
-            value=_linear(f"{prefix}.self_attn.v_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
-            output=_linear(f"{prefix}.self_attn.o_proj", (hidden, q), 1, has_bias=traits.o_bias),
+            query=self._linear(f"{prefix}.self_attn.q_proj", (q, hidden), 0, has_bias=traits.qkv_bias),
+            key=self._linear(f"{prefix}.self_attn.k_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
+            value=self._linear(f"{prefix}.self_attn.v_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
+            output=self._linear(f"{prefix}.self_attn.o_proj", (hidden, q), 1, has_bias=traits.o_bias),
             query_norm=query_norm,
             key_norm=key_norm,
             rope=self.rope,
@@ -128,19 +132,28 @@ class _Builder:
     def _feed_forward(self, prefix: str) -> FeedForwardSpec:
         hidden, inner, has_bias = self.sizes.hidden_size, self.sizes.intermediate_size, self.traits.mlp_bias
         return FeedForwardSpec(
-            gate=_linear(f"{prefix}.gate_proj", (inner, hidden), 0, has_bias=has_bias),
-            up=_linear(f"{prefix}.up_proj", (inner, hidden), 0, has_bias=has_bias),
-            down=_linear(f"{prefix}.down_proj", (hidden, inner), 1, has_bias=has_bias),
+            gate=self._linear(f"{prefix}.gate_proj", (inner, hidden), 0, has_bias=has_bias),
+            up=self._linear(f"{prefix}.up_proj", (inner, hidden), 0, has_bias=has_bias),
+            down=self._linear(f"{prefix}.down_proj", (hidden, inner), 1, has_bias=has_bias),
         )
 
     def norm(self, name: str, size: int) -> NormSpec:
-        return NormSpec(TensorSpec(name, (size,)), self.rms_norm_eps)
+        return NormSpec(self.tensor(name, (size,)), self.rms_norm_eps)
+
+    def _linear(self, name: str, shape: tuple[int, int], axis: int, *, has_bias: bool) -> LinearSpec:
+        """Name a linear layer. Ranks divide outputs (axis 0) or inputs (axis 1, each with the whole bias)."""
+        bias = self.tensor(f"{name}.bias", shape[:1], 0 if axis == 0 else None) if has_bias else None
+        return LinearSpec(self.tensor(f"{name}.weight", shape, axis), bias)
 
 
-def _linear(name: str, shape: tuple[int, int], axis: int, *, has_bias: bool) -> LinearSpec:
-    """Name a linear layer. Ranks divide outputs (axis 0) or inputs (axis 1, each with the whole bias)."""
-    bias = TensorSpec(f"{name}.bias", shape[:1], 0 if axis == 0 else None) if has_bias else None
-    return LinearSpec(TensorSpec(f"{name}.weight", shape, axis), bias)
+def stored_name(name: str, prefix: str, tensor_names: frozenset[str]) -> str:
+    """Return what a tensor is called in a checkpoint.
+
+    One saved from the base model lacks its prefix, one saved from a module around the model has it twice;
+    transformers loads both.
+    """
+    others = (name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    return next((each for each in (name, *others) if each in tensor_names), name)
 
 
 def window_per_layer(hf: Any) -> tuple[int | None, ...]:

@@ -38,11 +38,11 @@ class DecoderFamily(ModelFamilyProtocol):
         """Return what is special about the architecture, from what `read` returned."""
 
     def accepts(self, config: HFConfig) -> bool:
-        """Go by the architecture, or by the model type where none is named."""
+        """Go by the architecture or its base model, or by the model type where none is named."""
         architecture = architecture_of(config)
         if architecture is None:
             return config.get("model_type") == self.model_type
-        return architecture == self.architecture
+        return architecture in (self.architecture, self.architecture.removesuffix("ForCausalLM") + "Model")
 
     def read(self, config: HFConfig) -> Any:
         """Return an object with transformers' attributes. Raises CheckpointError, UnsupportedModelError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sagellm.core import (
     TensorSpec,
     UnsupportedModelError,
 )
+from sagellm.engines.models.decoder_spec import DERIVED, stored_name
 from sagellm.engines.models.hf_config import architecture_of, context_limit, read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.models.refusal import refuse_on_error
@@ -47,13 +49,16 @@ class TransformersFamily(ModelFamilyProtocol):
 
 
 def find_class(config: HFConfig) -> Any | None:
-    """Return the class of transformers that a config names, or None."""
+    """Return the class of transformers that a config names, itself or by its base model, or None."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    architecture = architecture_of(config) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(
-        str(config.get("model_type"))
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
     )
+
+    architecture, model_type = architecture_of(config), str(config.get("model_type"))
+    if architecture in (None, MODEL_MAPPING_NAMES.get(model_type)):
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return None
     return getattr(transformers, str(architecture), None)
@@ -77,7 +82,7 @@ def _spec(config: HFConfig, tensor_names: frozenset[str]) -> ModelSpec:
     if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
         raise UnsupportedModelError("it has convolutions over tokens, whose state paged KV does not hold")
     attention = probe_attention(model, text.num_hidden_layers, getattr(text, "sliding_window", None))
-    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    ignored = (*(model._keys_to_ignore_on_load_unexpected or ()), *_former_buffers(model))
     return ModelSpec(
         architecture=model_class.__name__,
         config=config,
@@ -95,9 +100,7 @@ def _tensors(model: Any, tensor_names: frozenset[str]) -> dict[str, TensorSpec]:
     A tied copy may stand in for the original. Old checkpoints omit the prefix of the base model.
     """
 
-    def spelling(name: str) -> str:
-        short = name.removeprefix(f"{model.base_model_prefix}.")
-        return short if name not in tensor_names and short in tensor_names else name
+    spelling = partial(stored_name, prefix=model.base_model_prefix, tensor_names=tensor_names)
 
     shapes = {spelling(name): shape for name, shape in _saved_shapes(model).items()}
     stored = {
@@ -109,6 +112,13 @@ def _tensors(model: Any, tensor_names: frozenset[str]) -> dict[str, TensorSpec]:
     for original in set(stored.values()) - tensor_names:
         del shapes[original]
     return {name: TensorSpec(name, shape) for name, shape in shapes.items()}
+
+
+def _former_buffers(model: Any) -> list[str]:
+    """Return patterns of buffers that older checkpoints store and transformers ignores (5.24)."""
+    patterns = (DERIVED.pattern, r"(^|\.)position_ids$")
+    names = [name for name, _ in model.named_buffers()]
+    return [pattern for pattern in patterns if any(re.search(pattern, name) for name in names)]
 
 
 def _check_class(model_class: Any, hf: Any) -> None:

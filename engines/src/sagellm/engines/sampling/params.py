@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
@@ -35,8 +35,8 @@ def _number(default: float, text: str, low: float, high: float, **also: Any) -> 
     return _declared(default, Parameter(help=text, type=float, low=low, high=high, **also))
 
 
-def _flag(default: Any, text: str, kind: Any) -> Any:
-    return _declared(default, Parameter(help=text, type=kind))
+def _flag(default: Any, text: str, kind: Any, **also: Any) -> Any:
+    return _declared(default, Parameter(help=text, type=kind, **also))
 
 
 def _declared(default: Any, parameter: Parameter) -> Any:
@@ -66,7 +66,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = _integer(16, "most tokens to generate", 1, checks.MAX_COUNT, is_optional=True)
-    min_tokens: int = _integer(0, "fewest tokens to generate", 0, checks.MAX_COUNT)
+    min_tokens: int = _integer(0, "fewest tokens to generate", 0, checks.MAX_COUNT, is_of_checkpoint=True)
     temperature: float = _number(
         1.0,
         "randomness; 0 always takes the most likely token",
@@ -101,7 +101,9 @@ class SamplingParams:
         None, "seed; the same seed gives the same text", -(2**63), 2**63 - 1, is_optional=True
     )
     n: int = _integer(1, "continuations of each prompt", 1, MAX_N)
-    stop: str | Collection[str] | None = _flag((), "text that ends the output", list[str])  # kept as a tuple
+    stop: str | Collection[str] | None = _flag(
+        (), "text that ends the output", list[str], is_of_checkpoint=True
+    )  # kept as a tuple
     stop_token_ids: Collection[int] | None = _flag((), "token that ends the output", list[int])  # likewise
     bad_words: str | Collection[str] | None = _flag(
         (), "word that must not be generated", list[str]
@@ -176,6 +178,16 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens that occurred before change the logits."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    def overridden(self, **given: Any) -> SamplingParams:
+        """Return these defaults with what a request gives; their `min_tokens` yields to its `max_tokens`.
+
+        Raises InvalidRequestError.
+        """
+        most = given.get("max_tokens")
+        if isinstance(most, int) and "min_tokens" not in given:
+            given["min_tokens"] = min(self.min_tokens, most)
+        return replace(self, **given)
 
     def validate_for(self, vocab_size: int) -> None:
         """Check what depends on the model. Raises InvalidRequestError for tokens unknown to it."""
