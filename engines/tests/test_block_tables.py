@@ -23,15 +23,19 @@ from sagellm.engines.queued_request import QueuedSequence
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
 
 
-@pytest.fixture
-def kv():
-    config = EngineConfig.from_flat(enable_prefix_caching=False, block_size=BLOCK_SIZE)
+def make(**settings):
+    config = EngineConfig.from_flat(block_size=BLOCK_SIZE, **settings)
     seats = Seats(8, block_size=BLOCK_SIZE)
     return build_kv(Modules(PluginRegistry.load(), config), seats, NUM_BLOCKS, VirtualClock()).manager
 
 
-def admitted(kv, name, num_tokens):
-    request = Request(request_id=RequestId(name), token_ids=pack([5] * num_tokens), max_tokens=4)
+@pytest.fixture
+def kv():
+    return make(enable_prefix_caching=False)
+
+
+def admitted(kv, name, num_tokens, token=5):
+    request = Request(request_id=RequestId(name), token_ids=pack([token] * num_tokens), max_tokens=4)
     sequence = Sequence.of(QueuedSequence(SequenceId(name), request, SamplingParams(), 0, frozenset()))
     kv.admit(sequence)
     return sequence
@@ -58,6 +62,20 @@ def test_a_sequence_that_gets_none_holds_up_no_other(kv):
     first, second = admitted(kv, "first", 4), admitted(kv, "second", 4)
     assert reserve(kv, (first, 4 * (NUM_BLOCKS + 1)), (second, 8)) == [0]
     assert [len(each.block_ids) for each in (first, second)] == [1, 2]
+
+
+@pytest.mark.parametrize("num_free", range(4))
+def test_all_that_grow_in_one_step_get_blocks_that_the_cache_gives_up(num_free):
+    kv = make()
+    growing = [admitted(kv, str(number), 4, token=number) for number in range(3)]
+    ended = admitted(kv, "ended", 4 * (NUM_BLOCKS - len(growing) - num_free), token=9)
+    kv.commit(ended, ended.num_tokens)
+    kv.release(ended)
+    assert kv._pool.get_free_blocks() == num_free
+    assert reserve(kv, *((each, 8) for each in growing)) == []
+    assert [len(each.block_ids) for each in growing] == [2] * 3
+    assert kv._pool.get_free_blocks() == max(0, num_free - 3)
+    kv.check_integrity()
 
 
 def test_what_was_given_before_a_failure_stays_given(kv, monkeypatch):
