@@ -194,6 +194,88 @@ def a_salt_ignored_by_the_prefix_cache() -> None:
 
 
 @bug(
+    "A partial match of ten tokens or more counts one too many.",
+    caught_by="prefix-cache/tests/test_partial_blocks.py::test_a_block_matches_exactly_as_far_as_it_agrees[10]",
+)
+def a_token_too_many_in_a_partial_match() -> None:
+    from sagellm.kvmgr.prefix_cache import node
+
+    @change(node, "count_common_tokens")
+    def count_common_tokens(original: Any, one: bytes, other: bytes) -> int:
+        num_tokens = original(one, other)
+        return min(num_tokens + (num_tokens > 9), min(len(one), len(other)) // node.TOKEN_BYTES)
+
+
+@bug(
+    "A leaf that loses its end keeps the partial blocks that followed there.",
+    caught_by="prefix-cache/tests/test_tenants.py"
+    "::test_a_leaf_that_a_quota_cuts_loses_the_partial_blocks_behind_it",
+)
+def a_cut_leaf_with_its_partial_blocks() -> None:
+    from sagellm.kvmgr.prefix_cache.tree import RadixTree
+
+    @change(RadixTree, "_cut")
+    def cut(original: Any, self: Any, node: Any, num_blocks: int, departure: Any) -> Any:
+        if num_blocks == node.num_blocks:
+            return original(self, node, num_blocks, departure)
+        partials, node.partials = node.partials, ()
+        dropped = original(self, node, num_blocks, departure)
+        node.partials = partials
+        return dropped
+
+
+@bug(
+    "A leaf grows although partial blocks follow its end.",
+    caught_by="prefix-cache/tests/test_radix_prefix_cache.py::TestRadixPrefixCache"
+    "::test_random_operations_agree_with_a_plain_model[False-3]",
+)
+def a_leaf_that_grows_under_its_partial_blocks() -> None:
+    from sagellm.kvmgr.prefix_cache.tree import RadixTree
+
+    @change(RadixTree, "extend")
+    def extend(original: Any, self: Any, found: Any, tail: Any, new: Any, **options: Any) -> Any:
+        node = found.node
+        is_at_end = node is not None and len(found.block_ids) * self.block_size == node.depth > 0
+        if not is_at_end or not self._is_candidate(node) or node.priority != options["priority"]:
+            return original(self, found, tail, new, **options)
+        self._enter(new)
+        released = self._release(self.partials.supersede(node, tail[: self.block_bytes]))
+        self._lengthen(node, tail, new)
+        return released
+
+
+@bug(
+    "Where a node is split, the upper part counts no pins.",
+    caught_by="prefix-cache/tests/test_pins.py::test_a_pin_lives_on_when_its_path_is_split",
+)
+def a_split_that_loses_pins() -> None:
+    from sagellm.kvmgr.prefix_cache import tree
+
+    @change(tree, "split")
+    def split(original: Any, *arguments: Any) -> Any:
+        upper = original(*arguments)
+        upper.num_pins = 0
+        return upper
+
+
+@bug(
+    "Blocks that an interrupted eviction has dropped keep their ids when cached ones move with them.",
+    caught_by="prefix-cache/tests/test_kv_events.py"
+    "::test_an_eviction_that_is_interrupted_loses_no_block[None-2]",
+)
+def dropped_blocks_not_renamed() -> None:
+    from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+
+    @change(RadixPrefixCache, "move_blocks")
+    def move_blocks(original: Any, self: Any, moves: Any) -> None:
+        tree, undelivered = self._tree, list(self._tree.undelivered)
+        has_cached = any(source in tree.cached for source, _ in moves)
+        original(self, moves)
+        if has_cached:
+            tree.undelivered = undelivered
+
+
+@bug(
     "Every tenth eviction evicts nothing.",
     caught_by="prefix-cache/tests/test_radix_prefix_cache.py::TestRadixPrefixCache"
     "::test_random_operations_agree_with_a_plain_model[False-2]",
@@ -295,6 +377,38 @@ def a_partial_block_shared_for_writing() -> None:
             self._pool.share([source])
             self._pool.free([target])
         del self._copies[num_copies:]
+
+
+@bug(
+    "Sequences that grow in one step are each told of the free blocks that there were before it.",
+    caught_by="engines/tests/test_block_tables.py"
+    "::test_all_that_grow_in_one_step_get_blocks_that_the_cache_gives_up[2]",
+)
+def free_blocks_not_counted_down() -> None:
+    from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+
+    @change(KVCacheManager, "reserve")
+    def reserve(original: Any, self: Any, *arguments: Any) -> Any:
+        num_free, allocate = self._pool.get_free_blocks(), self._allocate
+        self._allocate = lambda sequence, num_blocks, may_evict: allocate(
+            sequence, num_blocks, may_evict=num_blocks > num_free
+        )
+        try:
+            return original(self, *arguments)
+        finally:
+            del self._allocate
+
+
+@bug(
+    "Only the first continuation of a request is aborted.",
+    caught_by="engines/tests/test_engine_requests.py::test_an_abort_ends_all_continuations",
+)
+def an_abort_of_the_first_continuation() -> None:
+    from sagellm.engines.output_processor import OutputProcessor
+
+    @change(OutputProcessor, "sequence_ids")
+    def sequence_ids(original: Any, self: Any, request_id: Any) -> Any:
+        return original(self, request_id)[:1]
 
 
 @bug(
@@ -431,6 +545,78 @@ def fetched_blocks_in_the_wrong_order() -> None:
         return bool(original(self, fetch, data[::-1]))
 
 
+@bug(
+    "A prompt is looked up in the tiers in the namespace of who asked for it last.",
+    caught_by="kv-pool/tests/test_offload.py"
+    "::test_a_prompt_is_found_in_its_own_namespace_whoever_asked_before[host]",
+)
+def headers_of_the_namespace_before() -> None:
+    from sagellm.kvmgr.kv_pool.offload import KVOffload
+
+    @change(KVOffload, "_headers_of")
+    def headers_of(original: Any, self: Any, token_ids: Any, namespace: Any) -> Any:
+        if self._asked is not None and self._asked[0] == token_ids:
+            return self._asked[2]
+        return original(self, token_ids, namespace)
+
+
+@bug(
+    "KV of a preempted sequence is copied to the tiers in the default namespace.",
+    caught_by="engines/tests/test_preemption_by_swap.py::test_what_is_swapped_out_stays_in_its_namespace",
+)
+def swapped_out_as_nobody_s() -> None:
+    from sagellm.core import DEFAULT
+    from sagellm.engines.engine_core import kv_cache_manager
+
+    @change(kv_cache_manager, "headers_of")
+    def headers_of(original: Any, token_ids: Any, block_size: int, _: Any, identity: Any) -> Any:
+        return original(token_ids, block_size, DEFAULT, identity)
+
+
+@bug(
+    "Blocks that arrive after a lost one count as those before it.",
+    caught_by="kv-pool/tests/test_offload.py::test_in_any_order_each_block_is_whole_and_under_way_once[0]",
+)
+def a_lost_block_skipped() -> None:
+    from sagellm.kvmgr.kv_pool.offload import KVOffload
+
+    @change(KVOffload, "_arrived")
+    def arrived(original: Any, self: Any, get: Any, outcomes: Any) -> None:
+        original(self, get, sorted(outcomes, key=lambda outcome: outcome != "done"))
+
+
+@bug(
+    "A fetch begins before the copies that wait for a step, one of which may read its blocks.",
+    caught_by="engines/tests/test_token_exact_tiers.py"
+    "::test_fetches_for_those_that_wait_leave_the_first_its_blocks[0]",
+)
+def a_fetch_before_the_copies() -> None:
+    from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+
+    @change(KVCacheManager, "_begin_fetch")
+    def begin_fetch(original: Any, self: Any, *arguments: Any) -> Any:
+        copies, self._copies = self._copies, []
+        try:
+            return original(self, *arguments)
+        finally:
+            self._copies = copies + self._copies
+
+
+@bug(
+    "Where blocks move, a fetch keeps the old ids of the cached blocks before its own.",
+    caught_by="engines/tests/test_shared_fetches.py::test_a_fetch_knows_where_the_blocks_before_it_went[host]",
+)
+def a_fetch_that_loses_its_prefix() -> None:
+    from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+
+    @change(KVCacheManager, "move_blocks")
+    def move_blocks(original: Any, self: Any, moves: Any) -> None:
+        known = [list(fetching.match.block_ids) for fetching in self._fetches]
+        original(self, moves)
+        for fetching, block_ids in zip(self._fetches, known, strict=True):
+            fetching.match.block_ids[:] = block_ids
+
+
 # -- from tokens to tokens, and to text
 
 
@@ -474,6 +660,51 @@ def one_seed_for_all_continuations() -> None:
     @change(queued_request, "QueuedSequence")
     def queued_sequence(original: Any, *arguments: Any) -> Any:
         return replace(original(*arguments), seed=1)
+
+
+@bug(
+    "The seed of each further continuation follows from the id of its request.",
+    caught_by="engines/tests/test_engine_requests.py"
+    "::test_a_seed_gives_the_same_continuations_alone_in_a_batch_and_after_preemption",
+)
+def a_seed_for_the_first_continuation_alone() -> None:
+    from sagellm.engines.engine_core.sequence import Sequence
+
+    @change(Sequence, "of")
+    def of(original: Any, given: Any) -> Any:
+        sequence = original(given)
+        if not sequence.sequence_id.endswith("#0"):
+            sequence.seed = sequence.key
+        return sequence
+
+
+@bug(
+    "Of a seed the lower 32 bits count.",
+    caught_by="engines/tests/test_sampler.py"
+    "::test_uniform_numbers_depend_on_seed_and_position_alone_and_are_uniform",
+)
+def half_of_a_seed() -> None:
+    from sagellm.engines.sampling import random
+    from sagellm.engines.worker import seat_draws
+
+    for module in (random, seat_draws):
+
+        @change(module, "key_of")
+        def key_of(original: Any, seed: int) -> int:
+            return int(original(seed)) & 0xFFFFFFFF
+
+
+@bug(
+    "The likeliest continuation is that with the highest sum of log-probabilities, so mostly a short one.",
+    caught_by="engines/tests/http/test_server_parameters.py"
+    "::test_the_likeliest_is_so_per_token_and_equals_keep_their_order",
+)
+def the_likeliest_by_its_sum() -> None:
+    from sagellm.engines.http import shape
+
+    @change(shape, "_mean_logprob")
+    def mean_logprob(_: Any, output: Any) -> float:
+        return output.cumulative_logprob or 0.0
 
 
 @bug(
@@ -532,6 +763,21 @@ def one_tenant_for_all_keys() -> None:
     @change(access_control, "tenant_of")
     def tenant_of(original: Any, key: bytes) -> Any:
         return original(b"")
+
+
+@bug(
+    "Where a request has a salt, the key of its KV lacks its tenant.",
+    caught_by="engines/tests/http/test_server_access.py"
+    "::test_a_salt_divides_what_a_key_shares_and_joins_no_two_keys",
+)
+def a_tenant_dropped_by_a_salt() -> None:
+    from sagellm.core import Namespace
+    from sagellm.engines.http.generation import Generation
+
+    @change(Generation, "_namespace")
+    def namespace(original: Any, self: Any, own: Any, body: Any) -> Any:
+        found = original(self, own, body)
+        return Namespace(salt=found.salt) if body.cache_salt else found
 
 
 @bug(

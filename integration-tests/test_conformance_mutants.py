@@ -84,6 +84,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a block of one reference is written to as it is",
             "a block of one reference is written to as it is",
         ),
+        "allocate_each": (
+            "if there is no block for one there is none for any",
+            "if there is no block for one there is none for any",
+        ),
         "block_info": (
             "a block of one reference is written to as it is",
             "a block of one reference is written to as it is",

@@ -19,7 +19,7 @@ def test_at_least_twenty_bugs_are_documented_with_the_test_that_finds_each():
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 20
 
 
-@pytest.mark.full  # half a minute of CPU
+@pytest.mark.full  # a minute of CPU
 def test_each_planted_bug_is_found_and_without_one_all_tests_pass():
     program = [sys.executable, str(ROOT / "integration-tests" / "planted_bugs.py")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=500)

@@ -102,8 +102,7 @@ def test_tokens_are_the_same_with_a_step_in_flight(make_small_engine, expected, 
 
 def test_tables_widen_with_the_longest_sequence(make_small_engine, expected, monkeypatch):
     usual = expected()
-    for module in ("engine_core.seats", "worker.seat_state"):
-        monkeypatch.setattr(f"sagellm.engines.{module}.FIRST_BLOCKS", 1)
+    monkeypatch.setattr("sagellm.engines.worker.seat_state.FIRST_TOKENS", 1)
     engine = make_small_engine()
     assert play(engine, aborts=False) == usual
     assert 8 <= engine.client.core.kv.seats.tables.shape[1] < 16  # blocks of the longest sequence: 8

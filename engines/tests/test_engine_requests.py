@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -96,6 +97,34 @@ def test_several_continuations_of_one_prompt(make_engine, all_blocks_are_back):
     output = engine.generate([4, 5, 6, 7], params)[0]
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
+    assert all_blocks_are_back(engine)
+
+
+def test_a_seed_gives_the_same_continuations_alone_in_a_batch_and_after_preemption(make_engine):
+    params = SamplingParams(n=4, temperature=1.0, seed=42, max_tokens=16, ignore_eos=True)
+    prompt, others = list(range(20, 50)), [[3 + i] * (10 + i) for i in range(6)]
+
+    def continuations(engine, *prompts, **changes):
+        output = engine.generate([*prompts, prompt], replace(params, **changes))[-1]
+        return [completion.token_ids for completion in output.outputs]
+
+    engine = make_engine()
+    alone = continuations(engine)
+    assert len(set(map(tuple, alone))) == 4
+    assert continuations(engine) == continuations(engine, *others) == alone
+    assert continuations(engine, n=2) == alone[:2]
+    squeezed = make_engine(num_blocks=14, block_size=8)
+    assert continuations(squeezed, *others[:2]) == alone
+    assert squeezed.metrics().num_preemptions > 0
+
+
+def test_an_abort_ends_all_continuations(make_engine, all_blocks_are_back):
+    engine = make_engine()
+    request_id = engine.add_request([4, 5, 6, 7], replace(GREEDY, n=3))
+    engine.step()
+    engine.abort_request(request_id)
+    assert not engine.has_unfinished_requests()
+    assert engine.metrics().num_running == engine.metrics().num_waiting == 0
     assert all_blocks_are_back(engine)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sagellm.core import RequestStatus
+from sagellm.core import Namespace, RequestStatus
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -26,11 +26,11 @@ def make(make_engine, mode, **options):
     return make_engine(scheduler_passes=passes, **(defaults | options))
 
 
-def until_preempted(engine):
+def until_preempted(engine, **options):
     """Step until a request is preempted, and return it."""
     scheduler = engine.client.core.scheduler
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, GREEDY, request_id=str(number))
+        engine.add_request(prompt, GREEDY, request_id=str(number), **options)
     for _ in range(500):
         engine.step()
         for sequence_id in scheduler.sequence_ids:
@@ -64,6 +64,15 @@ def test_swap_copies_kv_to_the_tiers_at_preemption(make_engine, expected, all_bl
     assert all(outputs[name] == expected[int(name)] for name in outputs)
     assert victim.status.is_finished
     assert all_blocks_are_back(engine)
+
+
+def test_what_is_swapped_out_stays_in_its_namespace(make_engine):
+    engine, owner = make(make_engine, "swap"), Namespace("a", "s")
+    victim = until_preempted(engine, namespace=owner)
+    offload, tokens = engine.client.core.kv.offload, victim.token_ids()
+    assert len(offload.find(tokens, owner, 0)) >= len(tokens) // 8 - 1
+    for other in (Namespace(), Namespace("a"), Namespace("b", "s")):
+        assert offload.find(tokens, other, 0) == []
 
 
 @pytest.mark.parametrize(

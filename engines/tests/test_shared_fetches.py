@@ -129,6 +129,26 @@ def test_the_fetch_of_an_aborted_request_serves_those_that_wait(engine, expected
     check(engine, found, expected, all_blocks_are_back)
 
 
+def test_a_fetch_knows_where_the_blocks_before_it_went(engine, expected, all_blocks_are_back):
+    core, other = engine.client.core, list(range(10, 35))
+    engine.generate(LONG[:25], GREEDY)  # three blocks are on the device again
+    before = core.kv.cache.match_prefix(LONG[:24]).block_ids
+    held = Held(engine)
+    begin(engine, "long")
+    free = [block for block in range(60) if block not in core.kv._pool.block_info]
+    moves = list(zip(before, free, strict=False))
+    core.steps.copy_blocks(moves)
+    core.kv.move_blocks(moves)
+    engine.add_request(other, GREEDY)
+    while not any(output.finished for output in engine.step()):
+        pass
+    assert set(before) <= set(core.kv.cache.match_prefix(other).block_ids)  # for other tokens now
+    held.release()
+    found = finish(engine)
+    assert found["long"].num_cached_tokens == 96
+    check(engine, found, expected, all_blocks_are_back)
+
+
 @pytest.mark.parametrize("outcome", ["failed", "missing", "corrupt"])
 def test_when_a_fetch_fails_who_waited_computes_at_once(engine, expected, all_blocks_are_back, outcome):
     held = Held(engine)

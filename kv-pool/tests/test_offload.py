@@ -148,6 +148,14 @@ def test_a_fetch_takes_what_is_on_its_way_to_a_tier_from_the_buffer(held: HeldTi
     assert held.metrics().num_gets == 0
 
 
+def test_a_prompt_is_found_in_its_own_namespace_whoever_asked_before(held: HeldTier) -> None:
+    bench = Bench(held)
+    bench.keep(0, 1, 2)
+    for other in (Namespace("another"), Namespace(salt="s"), Namespace(adapter="a")):
+        assert bench.offload.find(TOKENS, NAMESPACE, 0) == HEADERS[:3]
+        assert bench.offload.find(TOKENS, other, 0) == []
+
+
 def test_a_fetch_goes_on_from_a_tier_to_a_buffer_and_back(held: HeldTier) -> None:
     bench = Bench(held)
     held.is_held = False

@@ -120,9 +120,21 @@ def test_namespaces_share_no_part_of_a_block(cache):
     assert cache.match_prefix(range(6), Namespace("b")) == cache.match_prefix([], Namespace("b"))
 
 
-@pytest.mark.parametrize("num_equal", range(5))
-def test_common_tokens_are_counted_whole(num_equal):
-    one = b"".join(index.to_bytes(4, "little") for index in range(256, 261))
-    other = one[: 4 * num_equal] + bytes(3) + b"\xff" + one[4 * num_equal + 4 :]
-    assert count_common_tokens(one, other) == num_equal
-    assert count_common_tokens(one[:8], one) == 2
+@pytest.mark.parametrize("num_equal", range(1, 16))
+def test_a_block_matches_exactly_as_far_as_it_agrees(num_equal):
+    cache = RadixPrefixCache(20, 16)
+    cache.insert_prefix(range(16), [7])
+    prompt = [*range(num_equal), *range(100, 116 - num_equal)]
+    assert cache.match_prefix(prompt).partial == PartialMatch(7, num_equal)
+    cache.insert_prefix([*range(16), *range(50, 50 + num_equal)], [7, 8])  # the last one is not full
+    assert cache.match_prefix([*range(16), *range(50, 66)]).partial == PartialMatch(8, num_equal)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 64])
+def test_common_tokens_are_counted_whole(num_tokens):
+    one = b"".join(index.to_bytes(4, "little") for index in range(256, 256 + num_tokens))
+    for place in range(len(one)):
+        other = bytearray(one)
+        other[place] ^= 0x80
+        assert count_common_tokens(one, bytes(other)) == place // 4
+    assert count_common_tokens(one[:8], one) == len(one[:8]) // 4

@@ -40,6 +40,16 @@ def test_a_tenant_over_its_quota_evicts_only_its_own():
     cache.check_integrity()
 
 
+def test_a_leaf_that_a_quota_cuts_loses_the_partial_blocks_behind_it():
+    cache = make(tenant_quotas={"a": 4})
+    cache.insert_prefix(range(14), blocks(0, 4), A)
+    dropped = cache.make_room(3, A)
+    assert cache.match_prefix([*range(4), 12, 13], A).match_length == 4
+    assert sorted(dropped) == [1, 2, 3]
+    assert cache.metrics().num_partial_blocks == 0
+    cache.check_integrity()
+
+
 def test_what_exceeds_no_quota_is_taken_in_the_order_of_the_policy():
     cache = make(tenant_quotas={"*": 10})
     cache.insert_prefix(range(100, 108), blocks(50, 2), B)

@@ -415,6 +415,17 @@ def test_tenants_share_in_a_public_namespace_that_both_name_and_nowhere_else(ser
     assert [cached("one"), cached("two", cache_salt="docs")] == [49, 0]
 
 
+def test_a_salt_divides_what_a_key_shares_and_joins_no_two_keys(scripted):
+    server = scripted("a", "length", api_keys=("one", "two"))
+    for key in ("one", "two"):
+        for fields in ({"cache_salt": "s"}, {"cache_salt": "t"}, {}):
+            headers = {"authorization": f"Bearer {key}"}
+            server.http.post("/v1/completions", json={"prompt": [5], **fields}, headers=headers)
+    assert [request["namespace"] for request in server.front.requests] == [
+        Namespace(tenant_of(key), salt) for key in (b"one", b"two") for salt in ("s", "t", "")
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

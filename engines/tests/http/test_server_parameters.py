@@ -6,6 +6,8 @@ import pytest
 
 from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
+from sagellm.engines.http.shape import likeliest
+from sagellm.engines.outputs import CompletionOutput
 
 PROMPT = "The river has three names"
 
@@ -329,6 +331,16 @@ def test_best_of_shows_the_likeliest_first(complete):
     assert [choice["index"] for choice in with_logprobs["choices"]] == [0, 1]
     shown = with_logprobs["choices"][0]["logprobs"]["token_logprobs"]
     assert sum(shown) / 6 == pytest.approx(best[0][0], abs=1e-3)
+
+
+def test_the_likeliest_is_so_per_token_and_equals_keep_their_order():
+    lengths_and_sums = [(1, -3.0), (4, -8.0), (8, -8.0), (2, -2.0), (0, None)]
+    outputs = [
+        CompletionOutput(index=index, token_ids=[7] * length, cumulative_logprob=logprob)
+        for index, (length, logprob) in enumerate(lengths_and_sums)
+    ]
+    assert [output.index for output in likeliest(outputs[:4], 3)] == [2, 3, 1]
+    assert likeliest(outputs, 5) is outputs
 
 
 def test_a_best_of_that_equals_n_may_be_streamed_and_keeps_the_order(complete, server):

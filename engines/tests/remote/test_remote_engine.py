@@ -22,6 +22,7 @@ from sagellm.core import (
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.remote import RemoteEngine
+from sagellm.engines.remote.core_process import settle_collector
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -253,3 +254,22 @@ def test_after_closing_nothing_is_left(with_front, tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not (tmp_path / "core.sock").exists()
+
+
+def test_no_step_of_a_core_waits_for_a_full_collection_of_garbage():
+    thresholds, full = gc.get_threshold(), []
+
+    def note(phase, info):
+        if phase == "start" and info["generation"] == 2:
+            full.append(info)
+
+    try:
+        settle_collector()
+        gc.callbacks.append(note)
+        kept = [[number] for number in range(1_000_000)]  # as those of tens of thousands of requests
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+    assert len(kept) == 1_000_000
+    assert full == []

@@ -90,6 +90,21 @@ class KVPoolProtocol(ABC):
         Raises OutOfBlocksError when fewer are free, BlockError when the size is below one.
         """
 
+    def allocate_each(self, sequence_ids: Sequence[str], priorities: Sequence[int]) -> list[BlockId]:
+        """Hand out one block with one reference to each of several sequences, in their order.
+
+        Counts as one call of `allocate` for each, which it is by default. Raises OutOfBlocksError, and gives
+        none, when fewer are free.
+        """
+        block_ids: list[BlockId] = []
+        try:
+            for sequence_id, priority in zip(sequence_ids, priorities, strict=True):
+                block_ids += self.allocate(BlockAllocationRequest(1, sequence_id, priority))
+        except BaseException:
+            self.free(block_ids)
+            raise
+        return block_ids
+
     @abstractmethod
     def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""

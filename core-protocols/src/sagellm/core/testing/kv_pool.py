@@ -66,6 +66,32 @@ class KVPoolContract:
             assert (info.block_id, info.sequence_id, info.priority, info.ref_count) == (block_id, "seq", 7, 1)
             assert info.last_access_time == pytest.approx(2.5)
 
+    def test_several_sequences_get_a_block_each(self) -> None:
+        """In their order, each with its holder, priority and time, as if each had asked for one."""
+        clock = VirtualClock(start_ns=2_500_000_000)
+        pool = self.make_with(4, clock)
+        block_ids = pool.allocate_each(["a", "b", "a"], [7, -1, 0])
+        infos = [pool.block_info[block_id] for block_id in block_ids]
+        assert len(set(block_ids)) == 3
+        assert [(info.sequence_id, info.priority) for info in infos] == [("a", 7), ("b", -1), ("a", 0)]
+        assert {(info.ref_count, info.last_access_time) for info in infos} == {(1, 2.5)}
+        assert pool.metrics().num_allocations == 3
+        assert pool.allocate_each([], []) == []
+        assert pool.free(block_ids) == 3
+        pool.check_integrity()
+
+    def test_if_there_is_no_block_for_one_there_is_none_for_any(self) -> None:
+        """Nothing was taken, and what is left can still be had."""
+        pool = self.make_with(2)
+        pool.allocate(ask(pool.total_blocks - 2))
+        with pytest.raises(OutOfBlocksError):
+            pool.allocate_each(["a", "b", "c"], [0, 0, 0])
+        with pytest.raises(ValueError, match=r"zip\(\)"):
+            pool.allocate_each(["a", "b"], [0])
+        assert pool.get_free_blocks() == 2
+        assert len(pool.allocate_each(["a", "b"], [0, 0])) == 2
+        pool.check_integrity()
+
     def test_block_info_is_a_live_view_of_allocated_blocks(self) -> None:
         """A view taken earlier shows later changes, and has no free block."""
         pool = self.make_with(2)

@@ -40,7 +40,8 @@ class KVPoolMachine:
 
     def step(self) -> None:
         """Perform one operation, right or wrong, and check its outcome."""
-        self.rng.choice([self.allocate, self.share, self.copy_on_write, self.move, self.free, self.free])()
+        operations = [self.allocate, self.allocate_each, self.share, self.copy_on_write, self.move, self.free]
+        self.rng.choice([*operations, self.free])()
         if self._is_alone:
             assert self.pool.get_free_blocks() == self.pool.total_blocks - len(self.refs)
 
@@ -58,6 +59,17 @@ class KVPoolMachine:
             return
         assert len(block_ids) == size
         self._claim(block_ids, holder)
+
+    def allocate_each(self) -> None:
+        """Ask for a block for each of several sequences."""
+        holders = [f"s{self.rng.randrange(100)}" for _ in range(self.rng.randint(0, 6))]
+        try:
+            block_ids = self.pool.allocate_each(holders, [0] * len(holders))
+        except OutOfBlocksError:
+            assert self._may_lack(len(holders)), "blocks were refused though enough were free"
+            return
+        assert len(block_ids) == len(holders)
+        self._claim(block_ids, *holders)
 
     def share(self) -> None:
         """Share some blocks that are held, sometimes with one that is not."""
@@ -130,13 +142,16 @@ class KVPoolMachine:
                 del self.refs[block_id]
             assert self.pool.free(block_ids) == len(gone)
 
-    def _claim(self, block_ids: Sequence[BlockId], holder: str) -> None:
+    def _claim(self, block_ids: Sequence[BlockId], *holders: str) -> None:
+        """Note who got blocks: one for all of them, or one for each."""
         assert len(set(block_ids)) == len(block_ids)
         for block_id in block_ids:
             assert block_id not in self.refs, "a block was handed out that is held"
             assert self._owners.setdefault(block_id, self) is self, "two threads hold one block"
         self.refs.update(block_ids)
-        self.holders.update(dict.fromkeys(block_ids, holder))
+        self.holders.update(
+            zip(block_ids, holders * len(block_ids) if len(holders) == 1 else holders, strict=True)
+        )
 
     def _may_lack(self, num_blocks: int) -> bool:
         return not self._is_alone or num_blocks > self.pool.total_blocks - len(self.refs)

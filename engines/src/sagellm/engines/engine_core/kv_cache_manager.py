@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
@@ -33,6 +34,9 @@ from sagellm.core import (
 from sagellm.engines.engine_core.request_log import RequestLog
 from sagellm.engines.engine_core.seats import Ints, Places, Seats
 from sagellm.engines.engine_core.sequence import Sequence
+
+_MANY = 8
+"""Sequences that grow in a step from which on they get their blocks together: fewer are faster one by one."""
 
 
 class _Fetching(NamedTuple):
@@ -192,6 +196,10 @@ class KVCacheManager:
         raises.
         """
         table, block_size, without = self.seats, self._block_size, []
+        if len(seats) >= _MANY:
+            lacking = -(-num_tokens // block_size) - table.num_blocks.take(seats)
+            if lacking.max() == 1 and self._append_each(seats[lacking > 0]):
+                return []
         num_free = self._pool.get_free_blocks()
         for place, (seat, number) in enumerate(zip(seats.tolist(), num_tokens.tolist(), strict=True)):
             missing = -(-number // block_size) - table.num_blocks.item(seat)
@@ -418,6 +426,23 @@ class KVCacheManager:
             while missing > 0 and (num_evicted := self.evictor(missing, given.namespace)):
                 missing -= num_evicted
         return self._pool.allocate(BlockAllocationRequest(num_blocks, sequence.sequence_id, given.priority))
+
+    def _append_each(self, seats: Places) -> bool:
+        """Append a block to the table of each of these sequences, all or none; say whether there were enough.
+
+        Blocks are evicted for those whom the free ones do not reach.
+        """
+        pool, table = self._pool, self.seats
+        short = table.sequences[seats[pool.get_free_blocks() :]].tolist()
+        for namespace, number in Counter(sequence.request.namespace for sequence in short).items():
+            self.evictor(number, namespace)
+        priorities = table.schedule_columns.arrays["priority"].take(seats)
+        try:
+            block_ids = pool.allocate_each(table.sequence_ids.take(seats).tolist(), priorities.tolist())
+        except OutOfBlocksError:
+            return False
+        table.append_each(seats, block_ids)
+        return True
 
     def _free_dropped(self, dropped: list[BlockId]) -> int:
         """Free what the cache dropped; if the pool raises, the next call retries."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
 from sagellm.core.protocols.request_rows import CHANGING_COLUMNS, SCHEDULE_COLUMNS
+from sagellm.engines.worker.seat_state import first_tables
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]  # indices in a type that numpy need not convert
 _MOST = (1 << 31) - 1
-
-FIRST_BLOCKS = 256
-"""Blocks per sequence that tables have room for at first."""
 
 NUM_STOPS = 8
 """Stop tokens per sequence that are compared as columns; a sequence with more is checked individually."""
@@ -101,14 +99,14 @@ class Seats:
         self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
         self.with_many_stops: set[int] = set()
         self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
-        self.tokens: Ints = np.zeros((num_seats, 0), np.int32)
-        self.tables: Ints = np.zeros((num_seats, 0), np.int32)
+        self.tables, self.tokens = first_tables(num_seats, block_size)
         self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
         self.sequence_ids: npt.NDArray[np.object_] = np.full(num_seats, None)
         self._free = list(range(num_seats - 1, -1, -1))
         self._arrivals: dict[Seat, SeatArrival] = {}  # since the last step, like `_departures` and `_updates`
         self._departures: list[Seat] = []
         self._updates: list[tuple[int, int, int]] = []  # seat, first index, end
+        self._entries: list[tuple[Ints, Ints]] = []  # seats and indices of single blocks
 
     @property
     def num_free(self) -> int:
@@ -166,7 +164,7 @@ class Seats:
         return np.where(self.is_held, self.num_computed, known) if np.count_nonzero(self.is_held) else known
 
     def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
-        """Append blocks to a sequence's table. One by one, since fewer than a hundred grow in most steps."""
+        """Append blocks to a sequence's table."""
         begin = self.num_blocks.item(seat)
         end = begin + len(block_ids)
         if end > self.tables.shape[1]:
@@ -178,6 +176,15 @@ class Seats:
         self.num_blocks[seat] = end
         self._updates.append((seat, begin, end))
 
+    def append_each(self, seats: Places, block_ids: Seq[BlockId]) -> None:
+        """Append one block to the table of each of several sequences."""
+        places = self.num_blocks.take(seats)
+        if (num_blocks := int(places.max()) + 1) > self.tables.shape[1]:
+            self._widen(num_blocks)
+        self.tables[seats, places] = block_ids
+        self.num_blocks[seats] = places + 1
+        self._entries.append((seats.astype(np.int32), places))
+
     def set_blocks(self, seat: Seat, begin: int, block_ids: Seq[BlockId]) -> None:
         """Replace entries of a sequence's table."""
         if block_ids:
@@ -186,7 +193,7 @@ class Seats:
 
     def _widen(self, num_blocks: int) -> None:
         """Make room for a sequence of this many blocks, and its next token; copy only what is in use."""
-        width = max(num_blocks, 2 * self.tables.shape[1], FIRST_BLOCKS)
+        width = max(num_blocks, 2 * self.tables.shape[1])
         tables: Ints = np.zeros((len(self.tables), width), np.int32)
         tokens: Ints = np.zeros((len(self.tables), width * self.block_size + 1), np.int32)
         for seat in np.flatnonzero(self.num_blocks).tolist():
@@ -237,20 +244,23 @@ class Seats:
         self._arrivals = {each.seat: each for each in step.arrivals} | self._arrivals
         self._departures = [*step.departures, *self._departures]
         if (updates := step.new_blocks) is not None:
-            self._updates += [
-                (seat, index, index + 1)
-                for seat, index in zip(updates.seats.tolist(), updates.indices.tolist(), strict=True)
-            ]
+            self._entries.append((updates.seats, updates.indices))
 
     def take_block_updates(self) -> BlockUpdates | None:
         """Return what changed in block tables since the last step."""
-        if not self._updates:
+        entries, self._entries = self._entries, []
+        if self._updates:
+            spans, self._updates = np.array(self._updates, np.int32), []
+            entries.append(_entries_of(spans))
+        if not entries:
             return None
-        spans, self._updates = np.array(self._updates, np.int32), []
-        lengths = spans[:, 2] - spans[:, 1]
-        seats = np.repeat(spans[:, 0], lengths)
-        ends = np.cumsum(lengths)
-        indices = np.arange(ends[-1], dtype=np.int32) + np.repeat(spans[:, 2] - ends, lengths).astype(
-            np.int32
-        )
+        seats, indices = (np.concatenate(parts) for parts in zip(*entries, strict=True))
         return BlockUpdates(seats, indices, self.tables[seats, indices])
+
+
+def _entries_of(spans: Ints) -> tuple[Ints, Ints]:
+    """Return the seats and indices of all entries in spans: (seat, first index, end) each."""
+    lengths = spans[:, 2] - spans[:, 1]
+    ends = np.cumsum(lengths)
+    indices = np.arange(ends[-1], dtype=np.int32) + np.repeat(spans[:, 2] - ends, lengths).astype(np.int32)
+    return np.repeat(spans[:, 0], lengths), indices

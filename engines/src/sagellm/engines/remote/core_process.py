@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_COLLECTIONS_BEFORE_A_FULL_ONE = 10_000
+"""Collections of the middle generation, of about 40 requests each."""
+
 _TELL_FAILURE_S = 2.0
 _WARM_UP_TOKENS = 16
 
@@ -52,13 +55,24 @@ def main() -> None:
         message = str(error) if known else f"{type(error).__name__}: {error}"
         _tell(listener, encode(Failed(message, isinstance(error, USAGE_ERRORS))))
         sys.exit(1)
-    gc.collect()
-    gc.freeze()  # a full collection would visit all that was loaded, for 80 ms in the middle of a step
+    settle_collector()
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     try:
         server.serve()
     finally:
         server.close()
+
+
+def settle_collector() -> None:
+    """Keep full collections of garbage out of steps: they skip all that exists now, and become rare.
+
+    One takes 80 ms for what was loaded and 40 ms for 2,000 requests, and would come with every 500th request.
+    It finds next to nothing: what outlives a younger collection here is freed by its reference counts.
+    """
+    gc.collect()
+    gc.freeze()
+    youngest, middle, _ = gc.get_threshold()
+    gc.set_threshold(youngest, middle, _COLLECTIONS_BEFORE_A_FULL_ONE)
 
 
 def listen(path: Path) -> socket.socket:

@@ -12,21 +12,37 @@ from sagellm.core import BlockUpdates, SeatArrival, StepInput
 from sagellm.engines.sampling.rows import LogitsStates
 
 Ints = npt.NDArray[np.int32]
-FIRST_BLOCKS = 256
-"""Blocks per sequence that tables have room for at first."""
+FIRST_TOKENS = 4096
+"""Tokens per sequence that tables have room for at first."""
+
+_MAX_FIRST_TOKENS = 8 << 20
+"""The same for all seats together: 32 MiB."""
+
+
+def first_tables(num_seats: int, block_size: int) -> tuple[Ints, Ints]:
+    """Return empty tables, of blocks (seats, width) and of tokens (seats, width · block_size + 1).
+
+    They are written to here: the system clears memory when it is first written to, 2 MiB at a time for large
+    arrays, which would take milliseconds of the step that admits a sequence.
+    """
+    width = max(1, min(FIRST_TOKENS, _MAX_FIRST_TOKENS // max(1, num_seats)) // block_size)
+    tables: Ints = np.empty((num_seats, width), np.int32)
+    tokens: Ints = np.empty((num_seats, width * block_size + 1), np.int32)
+    for each in (tables, tokens):
+        each.fill(0)
+    return tables, tokens
 
 
 class SeatState:
     """Tokens, block table and sampling parameters by seat.
 
-    Tables widen with the longest sequence, and memory that no sequence has reached is never touched. Data
+    Tables widen with the longest sequence, to memory that is not touched before a sequence reaches it. Data
     left by a seat's last occupant is overwritten as the next one grows, and never read before that.
     """
 
     def __init__(self, num_seats: int, *, block_size: int) -> None:
         self._block_size = block_size
-        self.tokens = np.zeros((num_seats, 0), np.int32)
-        self.tables = np.zeros((num_seats, 0), np.int32)
+        self.tables, self.tokens = first_tables(num_seats, block_size)
         self.generation = np.zeros(
             num_seats, np.int64
         )  # of the occupant: what an earlier one drew is not its
@@ -75,7 +91,7 @@ class SeatState:
         """Make room for sequences of this many blocks, and their next token; copy only what is in use."""
         if num_blocks <= self.tables.shape[1]:
             return
-        width, size = max(num_blocks, 2 * self.tables.shape[1], FIRST_BLOCKS), self._block_size
+        width, size = max(num_blocks, 2 * self.tables.shape[1]), self._block_size
         tables = np.zeros((len(self.tables), width), np.int32)
         tokens = np.zeros((len(self.tables), width * size + 1), np.int32)
         for seat in np.flatnonzero(self._num_blocks).tolist():

