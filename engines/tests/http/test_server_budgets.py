@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import threading
 
 import pytest
 
 from sagellm.engines import SamplingParams
 from sagellm.engines.http.body_params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
-from sagellm.engines.http.body_schema import CompletionBody
+from sagellm.engines.http.body_schema import ChatBody, CompletionBody
 from sagellm.engines.http.completion_shape import CompletionShape
 from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.parsing import parse_now
 from sagellm.engines.http.prompt_encoder import PromptEncoder
 
 
@@ -44,6 +47,49 @@ def test_fields_that_exclude_each_other_are_both_named(fields, param, advice):
     with pytest.raises(APIError) as caught:
         completion_params(CompletionBody(prompt="a", **fields), SamplingParams())
     assert told(caught, param).endswith(advice)
+
+
+def num_calls(function, *arguments):
+    """How many functions of Python are called or resumed, which takes time without giving it to others."""
+    count = 0
+
+    def profile(_frame, event, _argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        result = function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return count, result
+
+
+@pytest.mark.parametrize(
+    ("message", "number"),
+    [
+        ({"content": [{"type": "text", "text": "a"}] * 250}, 96),
+        ({"content": [{"type": "text", "text": "a"}] * 250, "reasoning": "ignored"}, 96),
+        ({"content": "a"}, 4000),
+        ({}, 4000),
+    ],
+)
+def test_messages_are_read_in_a_few_calls_each_however_many_parts_they_have(message, number):
+    messages = [{"role": "user", **message}] * number
+    data = json.dumps({"messages": messages}).encode()
+    count, parsed = num_calls(parse_now, data, ChatBody, None)
+    assert count < 30 * number
+    text = "\n".join(["a"] * 250) if isinstance(message.get("content"), list) else message.get("content", "")
+    assert [each.text for each in parsed.body.messages] == [text] * number
+    assert num_calls(lambda: [each.text for each in parsed.body.messages])[0] <= number + 2
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": 7}], [{"type": "text"}], [{"text": "a"}]])
+def test_a_part_that_is_wrong_is_named_among_many(content):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 200 + content}]
+    with pytest.raises(APIError) as caught:
+        parse_now(json.dumps({"messages": messages}).encode(), ChatBody)
+    assert caught.value.param.startswith("messages[0].content[200].")
 
 
 @pytest.mark.parametrize(

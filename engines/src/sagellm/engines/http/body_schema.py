@@ -127,7 +127,7 @@ class Message(msgspec.Struct, frozen=True):
         """The content as one text; parts are joined by line ends, as vLLM does."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join([part.text for part in self.content])
 
 
 class ChatBody(SamplingBody, kw_only=True):
