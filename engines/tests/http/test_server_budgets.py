@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 
 import pytest
 
 from sagellm.engines import SamplingParams
 from sagellm.engines.http.body_params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody
-from sagellm.engines.http.completion_shape import CompletionShape
 from sagellm.engines.http.errors import APIError
 from sagellm.engines.http.parsing import parse_now
 from sagellm.engines.http.prompt_encoder import PromptEncoder
@@ -29,6 +27,18 @@ def test_log_probabilities_of_a_prompt_are_bounded():
     assert told(caught, "prompt_logprobs") == (
         "prompt_logprobs: 20 and the token itself for 100000 prompt tokens are 2100000 log-probabilities; "
         f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs, or send fewer or shorter prompts"
+    )
+
+
+def test_log_probabilities_of_a_prompt_and_of_the_output_have_one_budget():
+    params = SamplingParams(prompt_logprobs=9, logprobs=9, max_tokens=100_000)
+    check_budget(params, 1, 100_000, 200_000)
+    with pytest.raises(APIError) as caught:
+        check_budget(params, 1, 110_000, 200_000, scored_by="logprobs")
+    assert told(caught, "logprobs") == (
+        "logprobs: 9 and the token itself for 110000 prompt tokens are 1100000 log-probabilities, and up to "
+        f"1000000 of the output; there may be at most {MAX_LOGPROB_ENTRIES}: lower logprobs, or send fewer "
+        "or shorter prompts"
     )
 
 
@@ -108,28 +118,3 @@ def test_a_prompt_of_the_wrong_length_is_told_what_is_allowed(prompt, advice):
     with pytest.raises(APIError) as caught:
         asyncio.run(encoder.encode_completion(CompletionBody(prompt=prompt)))
     assert told(caught, "prompt").startswith(advice)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": [[5, 6, 7, 8] * 4] * 20, "prompt_logprobs": 3},
-        {"prompt": [[5, 6, 7, 8] * 4] * 20, "logprobs": 3, "echo": True},
-    ],
-)
-def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
-    server, complete, monkeypatch, fields
-):
-    """With the most that may be asked for it took 2.7 s, in which nobody else was answered."""
-    writers, real = [], CompletionShape.encoded
-
-    def encoded(self, requests):
-        writers.append(threading.get_ident())
-        return real(self, requests)
-
-    monkeypatch.setattr(CompletionShape, "encoded", encoded)
-    choices = complete(max_tokens=1, **fields)["choices"]
-    (few,) = complete(max_tokens=1, **(fields | {"prompt": [5, 6, 7, 8] * 4}))["choices"]
-    assert len(choices) == 20
-    assert all({**each, "index": 0} == few for each in choices)
-    assert writers[0] != server.thread.ident == writers[1]
