@@ -26,7 +26,8 @@ def test_log_probabilities_of_a_prompt_are_bounded():
         check_budget(SamplingParams(prompt_logprobs=20), 1, 100_000, 200_000)
     assert told(caught, "prompt_logprobs") == (
         "prompt_logprobs: 20 and the token itself for 100000 prompt tokens are 2100000 log-probabilities; "
-        f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs, or send fewer or shorter prompts"
+        f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs or n, or send fewer or shorter "
+        "prompts"
     )
 
 
@@ -37,8 +38,17 @@ def test_log_probabilities_of_a_prompt_and_of_the_output_have_one_budget():
         check_budget(params, 1, 110_000, 200_000, scored_by="logprobs")
     assert told(caught, "logprobs") == (
         "logprobs: 9 and the token itself for 110000 prompt tokens are 1100000 log-probabilities, and up to "
-        f"1000000 of the output; there may be at most {MAX_LOGPROB_ENTRIES}: lower logprobs, or send fewer "
-        "or shorter prompts"
+        f"1000000 of the output; there may be at most {MAX_LOGPROB_ENTRIES}: lower logprobs or n, or send "
+        "fewer or shorter prompts"
+    )
+
+
+def test_log_probabilities_of_a_prompt_count_for_each_continuation():
+    check_budget(SamplingParams(prompt_logprobs=20), 1, 8000, 9000)
+    with pytest.raises(APIError) as caught:
+        check_budget(SamplingParams(prompt_logprobs=20, n=100), 1, 8000, 9000)
+    assert told(caught, "prompt_logprobs").startswith(
+        "prompt_logprobs: 20 and the token itself for 8000 prompt tokens, 100 times are 16800000 log-prob"
     )
 
 

@@ -102,14 +102,16 @@ def check_budget(
             f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; "
             f"lower max_tokens or logprobs",
         )
-    scores = 0 if params.prompt_logprobs is None else prompt_tokens * (params.prompt_logprobs + 1)
+    # Each continuation is written with them.
+    scores = 0 if params.prompt_logprobs is None else params.n * prompt_tokens * (params.prompt_logprobs + 1)
     if scores and entries + scores > MAX_LOGPROB_ENTRIES:
+        times = f", {params.n} times" if params.n > 1 else ""
         others = f", and up to {entries} of the output" if entries else ""
         raise invalid(
             scored_by,
-            f"{scored_by}: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens "
-            f"are {scores} log-probabilities{others}; there may be at most {MAX_LOGPROB_ENTRIES}: lower "
-            f"{scored_by}, or send fewer or shorter prompts",
+            f"{scored_by}: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens"
+            f"{times} are {scores} log-probabilities{others}; there may be at most {MAX_LOGPROB_ENTRIES}: "
+            f"lower {scored_by} or n, or send fewer or shorter prompts",
         )
 
 
