@@ -43,7 +43,7 @@ def read(decoder, ids):
         text += detokenizer.append([token_id])
         texts += detokenizer.settled()
     text += detokenizer.finish()
-    return text, texts + detokenizer.settled()
+    return text, [*texts, *detokenizer.settled()]
 
 
 def joined(texts):
@@ -183,7 +183,7 @@ def test_a_tokens_text_is_known_at_once_unless_it_depends_on_the_next():
     counts = []
     for token_id in [a, end, *byte_ids(tokenizer, "é".encode()), end, a]:
         detokenizer.append([token_id])
-        counts.append(len(detokenizer.settled()))
+        counts.append(len([*detokenizer.settled()]))
     assert counts == [1, 1, 0, 0, 0, 4]
 
 

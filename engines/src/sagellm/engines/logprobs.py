@@ -79,7 +79,8 @@ class PendingScores:
             texts[first:] = self._detokenizer.instead(token_ids[first:])
         if is_left_out:
             texts[0] = TokenText(texts[0].text, b"")
-        self._pending.append(Position(token_ids, values, rank, texts))
+        # Packed, as a whole prompt of byte tokens may wait for its end.
+        self._pending.append(Position(array("i", token_ids), array("d", values), rank, texts))
 
     def settled(self) -> Iterator[Position]:
         """Yield the positions whose texts became known since the last call, in order."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sagellm.engines.text.guarded_tokenizer import decode
@@ -189,7 +190,7 @@ class TokenwiseDetokenizer(IncrementalDetokenizer):
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         super().__init__(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._settled: list[TokenText] = []
+        self._settled: list[Iterable[TokenText]] = []
         self._waiting: list[_Waiting] = []
         self._loose = ""  # returned text that belongs to waiting tokens
         self._run: list[int] = []  # byte tokens at the end of the window
@@ -206,10 +207,13 @@ class TokenwiseDetokenizer(IncrementalDetokenizer):
         self._settle()
         return piece
 
-    def settled(self) -> list[TokenText]:
-        """Return what tokens add, in order, of which this became known since the last call."""
+    def settled(self) -> Iterator[TokenText]:
+        """Yield what tokens add, in order, of which this became known since the last call; to be read whole.
+
+        A run of byte tokens may be long, and is divided while this is read.
+        """
         settled, self._settled = self._settled, []
-        return settled
+        return chain.from_iterable(settled)
 
     def instead(self, token_ids: Iterable[int]) -> list[TokenText]:
         """Return what each of these would add as the next token, without a character that it begins.
@@ -255,7 +259,7 @@ class TokenwiseDetokenizer(IncrementalDetokenizer):
             own = piece[start:]
             self._settle()
         if self._is_whole:
-            self._settled.append(self._decoder.text_of(token_id, own))
+            self._settled.append((self._decoder.text_of(token_id, own),))
         else:
             self._waiting.append(_Waiting(token_id))
             self._loose = own
@@ -269,26 +273,31 @@ class TokenwiseDetokenizer(IncrementalDetokenizer):
         elif self._waiting:
             self._waiting.append(_Waiting(token_id))
         else:
-            self._settled.append(self._decoder.first(token_id))
+            self._settled.append((self._decoder.first(token_id),))
 
     def _settle(self) -> None:
-        """Distribute the loose text among the waiting tokens."""
+        """Give the loose text to the waiting tokens."""
         is_valid = self._incomplete == b""  # else tokenizers has replaced each byte
         lengths = [each.length if is_valid else int(each.is_byte) for each in self._waiting]
+        self._settled.append(self._divided(self._loose, self._waiting, lengths))
+        self._waiting, self._loose, self._run, self._incomplete = [], "", [], b""
+
+    def _divided(
+        self, loose: str, waiting: Sequence[_Waiting], lengths: Sequence[int]
+    ) -> Iterator[TokenText]:
         # What is no byte's is the first token's; what is missing was stripped from the front.
-        end = len(self._loose) - sum(lengths)
+        end = len(loose) - sum(lengths)
         start = 0
-        for each, length in zip(self._waiting, lengths, strict=True):
+        for each, length in zip(waiting, lengths, strict=True):
             end += length
-            text = self._loose[start : max(start, end)]
+            text = loose[start : max(start, end)]
             start += len(text)
             if not each.is_byte and self._decoder.is_silent(each.token_id):
-                self._settled.append(self._decoder.first(each.token_id))
+                yield self._decoder.first(each.token_id)
             elif len(text) < length:
-                self._settled.append(NO_TEXT)
+                yield NO_TEXT
             else:
-                self._settled.append(self._decoder.text_of(each.token_id, text))
-        self._waiting, self._loose, self._run, self._incomplete = [], "", [], b""
+                yield self._decoder.text_of(each.token_id, text)
 
 
 class _Waiting(NamedTuple):
