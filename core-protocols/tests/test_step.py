@@ -76,6 +76,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "tokens of a row with an error": (COUNTS, lambda: output(errors={0: ValueError()})),
     "log-probabilities of an unknown row": (ROWS, lambda: output(logprobs={3: []})),
     "scores of an unknown row": (ROWS, lambda: output(scores={3: []})),
+    "scores in a list": ("scores are PromptScores", lambda: output(scores={2: []})),
     "no mapping": ("error come by row", lambda: output(errors=None)),
 }
 

@@ -1,20 +1,21 @@
 import time
-from functools import cache
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sagellm.engines.text.detokenizer import IncrementalDetokenizer
+from sagellm.engines.testing import decoders
+from sagellm.engines.testing.decoders import (
+    CORPUS,
+    byte_characters,
+    byte_level,
+    llama_style,
+    word_piece,
+)
+from sagellm.engines.text.detokenizer import (
+    IncrementalDetokenizer,
+)
 
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog, doesn't it?",
-    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
-    "いろはにほへと ちりぬるを 我が世誰ぞ 常ならむ",
-    "emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 e\u0301 — end",
-    "  two  spaces   and\n\nlines\tand tabs  ",
-] * 4
 SAMPLES = [
     *CORPUS[:5],
     " leading and trailing ",
@@ -25,73 +26,8 @@ SAMPLES = [
 ]
 
 
-@cache
-def byte_level():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    return tokenizer
-
-
-@cache
-def metaspace():
-    """Unigram with bytes for what it does not know."""
-    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
-    words = ["▁", "▁the", "▁quick", "▁fox", "qu", "ick", "e", "o", "x", "t", "h", "é", "あ", "▁▁", "."]
-    vocab = [
-        ("<unk>", 0.0),
-        ("</s>", 0.0),
-        *((token, -12.0) for token in byte_tokens),
-        *((word, -3.0) for word in words),
-    ]
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    tokenizer.add_special_tokens(["</s>"])
-    return tokenizer
-
-
-@cache
-def llama_style():
-    """BPE with bytes for what it does not know, decoded as Llama 2's: one space stripped from the front."""
-    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
-    vocab = {
-        token: index
-        for index, token in enumerate(["<unk>", "<s>", "</s>", *byte_tokens, *"▁abcdefghijklmnopé"])
-    }
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    strip = decoders.Strip(content=" ", left=1, right=0)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    )
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
-
-
-@cache
-def word_piece():
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"])
-    )
-    return tokenizer
-
-
 TOKENIZERS = {
-    "byte_level": byte_level,
-    "metaspace": metaspace,
-    "llama_style": llama_style,
-    "word_piece": word_piece,
+    **decoders.TOKENIZERS,
     "transformers": lambda: PreTrainedTokenizerFast(tokenizer_object=byte_level()),
 }
 
@@ -146,7 +82,7 @@ def test_streamed_text_equals_the_whole_for_malformed_bytes(name, values, specia
     tokenizer = TOKENIZERS[name]()
     if name == "byte_level":
         (end,) = (tokenizer.token_to_id("<|end|>"),)
-        characters = {byte: tokenizer.token_to_id(token) for byte, token in enumerate(_byte_characters())}
+        characters = {byte: tokenizer.token_to_id(token) for byte, token in enumerate(byte_characters())}
     else:
         end = tokenizer.token_to_id("</s>")
         characters = {byte: tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
@@ -158,18 +94,11 @@ def test_streamed_text_equals_the_whole_for_malformed_bytes(name, values, specia
 @pytest.mark.parametrize("end", [[], [0xAC], [0x80], [0x41]])
 def test_streamed_text_equals_the_whole_for_long_malformed_runs(run, end):
     tokenizer = byte_level()
-    characters = _byte_characters()
+    characters = byte_characters()
     ids = [tokenizer.token_to_id(characters[value]) for value in [*run * 70, *end]]
     pieces = stream(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     assert len(pieces[-1]) <= 1
-
-
-def _byte_characters():
-    """The character that byte-level BPE writes for each byte (GPT-2's table)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
 
 
 @pytest.mark.parametrize("name", ["byte_level", "metaspace", "llama_style"])
@@ -208,7 +137,7 @@ def test_nothing_comes_of_no_tokens():
 @pytest.mark.parametrize("kind", ["text", "malformed", "special"])
 def test_the_cost_of_a_token_does_not_grow_with_the_text(kind):
     tokenizer = byte_level()
-    characters = _byte_characters()
+    characters = byte_characters()
     ids = {
         "text": tokenizer.encode(CORPUS[0]).ids,
         "malformed": [tokenizer.token_to_id(characters[0xFF]), tokenizer.token_to_id(characters[0xE2])],

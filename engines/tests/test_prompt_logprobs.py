@@ -68,11 +68,22 @@ def test_a_prompt_is_scored_as_transformers_scores_it(make_engine, reference, se
     assert engine.client.core.scheduler.num_running == 0
 
 
-def test_tokens_have_their_text(make_engine):
+def test_tokens_have_their_part_of_the_text(make_engine):
     engine = make_engine()
-    output = engine.generate("The clock in the station", asked(1))[0]
-    for entry in output.prompt_logprobs[1:]:
-        assert all(value.decoded_token == engine.tokenizer.decode([t]) for t, value in entry.items())
+    prompt = "The clock in the 🌊 station"
+    output = engine.generate(prompt, asked(1))[0]
+    ids, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    texts = [entry[token_id].decoded_token for token_id, entry in zip(ids, entries, strict=True)]
+    assert prompt.endswith("".join(texts))
+    assert len(prompt) - len("".join(texts)) == len(engine.tokenizer.decode(output.prompt_token_ids[:1]))
+    raw = b"".join(entry[token_id].token_bytes for token_id, entry in zip(ids, entries, strict=True))
+    assert raw.decode() == "".join(texts)
+
+
+def test_without_text_tokens_have_none(make_engine):
+    output = make_engine().generate([PROMPT], asked(1, detokenize=False, logprobs=1))[0]
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    assert {one.decoded_token for entry in entries for one in entry.values()} == {""}
 
 
 def test_who_does_not_ask_gets_none_and_one_token_follows_nothing(make_engine):

@@ -302,7 +302,13 @@ def test_known_tokens_are_scored_as_sampled_ones_are(monkeypatch):
     params = SamplingParams(logprobs=3)
     sampled = Sampler().sample(logits, [row(params, seed=index) for index in range(40)])
     monkeypatch.setattr("sagellm.engines.sampling.sampler._CHUNK_ELEMENTS", 3000)
-    assert Sampler().score(logits, [token.token_id for token in sampled], 3) == sampled
+    scores = Sampler().score(logits, [token.token_id for token in sampled], 3)
+    for token, score in zip(sampled, scores, strict=True):
+        assert (token.logprob, *(value for _, value in token.top_logprobs)) == score.values
+        assert (token.rank, [token_id for token_id, _ in token.top_logprobs]) == (
+            score.rank,
+            [*score.top_ids],
+        )
     logits[7, 3] = torch.nan
     with pytest.raises(BadLogitsError, match="row 7"):
         Sampler().score(logits, [5] * 40, 0)

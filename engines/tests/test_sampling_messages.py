@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from sagellm.core import ExtraArg, Namespace, Runtime, SequenceId
+from sagellm.core import EngineError, ExtraArg, Namespace, PromptScores, Runtime, SequenceId
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
 from sagellm.engines.engine_core import TokenOutput
 from sagellm.engines.input_processor import RequestLimits
@@ -70,5 +71,13 @@ def test_what_logits_processors_read_arrives_as_it_was():
 
 def test_scores_of_a_prompt_arrive_as_they_were():
     scores = [SampledToken(5, -1.5, [(6, -0.5), (5, -1.5)], 2), SampledToken(6, -2.0, [], 9)]
-    output = TokenOutput(SequenceId("a#0"), [5, 6], logprobs=scores, prompt_scores=scores)
+    of_prompt = PromptScores(1, bytes(8), bytes(32), bytes(range(8)))
+    output = TokenOutput(SequenceId("a#0"), [5, 6], logprobs=scores, prompt_scores=of_prompt)
     assert over_the_wire(Step([output]), Step).outputs == [output]
+
+
+def test_scores_whose_columns_differ_are_refused():
+    scores = {"num_top": 1, "ranks": bytes(4), "values": bytes(16), "top_ids": bytes(8)}
+    message = msgspec.msgpack.encode(["step", [{"sequence_id": "a#0", "prompt_scores": scores}]])
+    with pytest.raises(EngineError, match="not those of the same tokens with 1 others each"):
+        list(FrameReader(Step).feed(len(message).to_bytes(4, "little") + message))

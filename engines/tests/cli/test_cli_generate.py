@@ -302,6 +302,19 @@ def test_a_real_engine_streams_what_it_returns_whole(sage, checkpoint):
         assert entry["metrics"]["ttft_s"] > 0
 
 
+def test_log_probabilities_are_shown_by_token(sage, checkpoint):
+    run = ("llm", "generate", "a 🌊", "--model", checkpoint, *REAL, "--json", "--raw", "--temperature", "0")
+    [entry] = sage(*run, "--logprobs", "2", "--prompt-logprobs", "0").json_lines
+    output = entry["outputs"][0]
+    for token_id, scored in zip(output["token_ids"], output["logprobs"], strict=True):
+        assert len(scored) == 2
+        assert scored[str(token_id)]["rank"] == 1
+    first, *scored = (next(iter(each.values())) if each else None for each in entry["prompt_logprobs"])
+    assert first is None
+    assert bytes(byte for each in scored for byte in each["token_bytes"]).decode() == " 🌊"
+    assert scored[-1]["decoded_token"] == "🌊"
+
+
 def test_a_repeated_prompt_is_cached_between_requests_of_one_run(sage, checkpoint):
     prompt = "the quick brown fox jumps over the lazy dog " * 4
     limits = ("--block-size", "8", "--max-num-seqs", "1")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import json
+import sys
 
 import pytest
 
 from sagellm.engines import SamplingParams
 from sagellm.engines.http.body_params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
-from sagellm.engines.http.body_schema import CompletionBody
-from sagellm.engines.http.completion_shape import CompletionShape
+from sagellm.engines.http.body_schema import ChatBody, CompletionBody
 from sagellm.engines.http.errors import APIError
+from sagellm.engines.http.parsing import parse_now
 from sagellm.engines.http.prompt_encoder import PromptEncoder
 
 
@@ -25,7 +26,29 @@ def test_log_probabilities_of_a_prompt_are_bounded():
         check_budget(SamplingParams(prompt_logprobs=20), 1, 100_000, 200_000)
     assert told(caught, "prompt_logprobs") == (
         "prompt_logprobs: 20 and the token itself for 100000 prompt tokens are 2100000 log-probabilities; "
-        f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs, or send fewer or shorter prompts"
+        f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs or n, or send fewer or shorter "
+        "prompts"
+    )
+
+
+def test_log_probabilities_of_a_prompt_and_of_the_output_have_one_budget():
+    params = SamplingParams(prompt_logprobs=9, logprobs=9, max_tokens=100_000)
+    check_budget(params, 1, 100_000, 200_000)
+    with pytest.raises(APIError) as caught:
+        check_budget(params, 1, 110_000, 200_000, scored_by="logprobs")
+    assert told(caught, "logprobs") == (
+        "logprobs: 9 and the token itself for 110000 prompt tokens are 1100000 log-probabilities, and up to "
+        f"1000000 of the output; there may be at most {MAX_LOGPROB_ENTRIES}: lower logprobs or n, or send "
+        "fewer or shorter prompts"
+    )
+
+
+def test_log_probabilities_of_a_prompt_count_for_each_continuation():
+    check_budget(SamplingParams(prompt_logprobs=20), 1, 8000, 9000)
+    with pytest.raises(APIError) as caught:
+        check_budget(SamplingParams(prompt_logprobs=20, n=100), 1, 8000, 9000)
+    assert told(caught, "prompt_logprobs").startswith(
+        "prompt_logprobs: 20 and the token itself for 8000 prompt tokens, 100 times are 16800000 log-prob"
     )
 
 
@@ -46,6 +69,49 @@ def test_fields_that_exclude_each_other_are_both_named(fields, param, advice):
     assert told(caught, param).endswith(advice)
 
 
+def num_calls(function, *arguments):
+    """How many functions of Python are called or resumed, which takes time without giving it to others."""
+    count = 0
+
+    def profile(_frame, event, _argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        result = function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return count, result
+
+
+@pytest.mark.parametrize(
+    ("message", "number"),
+    [
+        ({"content": [{"type": "text", "text": "a"}] * 250}, 96),
+        ({"content": [{"type": "text", "text": "a"}] * 250, "reasoning": "ignored"}, 96),
+        ({"content": "a"}, 4000),
+        ({}, 4000),
+    ],
+)
+def test_messages_are_read_in_a_few_calls_each_however_many_parts_they_have(message, number):
+    messages = [{"role": "user", **message}] * number
+    data = json.dumps({"messages": messages}).encode()
+    count, parsed = num_calls(parse_now, data, ChatBody, None)
+    assert count < 30 * number
+    text = "\n".join(["a"] * 250) if isinstance(message.get("content"), list) else message.get("content", "")
+    assert [each.text for each in parsed.body.messages] == [text] * number
+    assert num_calls(lambda: [each.text for each in parsed.body.messages])[0] <= number + 2
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": 7}], [{"type": "text"}], [{"text": "a"}]])
+def test_a_part_that_is_wrong_is_named_among_many(content):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 200 + content}]
+    with pytest.raises(APIError) as caught:
+        parse_now(json.dumps({"messages": messages}).encode(), ChatBody)
+    assert caught.value.param.startswith("messages[0].content[200].")
+
+
 @pytest.mark.parametrize(
     ("prompt", "advice"),
     [
@@ -62,28 +128,3 @@ def test_a_prompt_of_the_wrong_length_is_told_what_is_allowed(prompt, advice):
     with pytest.raises(APIError) as caught:
         asyncio.run(encoder.encode_completion(CompletionBody(prompt=prompt)))
     assert told(caught, "prompt").startswith(advice)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": [[5, 6, 7, 8] * 4] * 20, "prompt_logprobs": 3},
-        {"prompt": [[5, 6, 7, 8] * 4] * 20, "logprobs": 3, "echo": True},
-    ],
-)
-def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
-    server, complete, monkeypatch, fields
-):
-    """With the most that may be asked for it took 2.7 s, in which nobody else was answered."""
-    writers, real = [], CompletionShape.encoded
-
-    def encoded(self, requests):
-        writers.append(threading.get_ident())
-        return real(self, requests)
-
-    monkeypatch.setattr(CompletionShape, "encoded", encoded)
-    choices = complete(max_tokens=1, **fields)["choices"]
-    (few,) = complete(max_tokens=1, **(fields | {"prompt": [5, 6, 7, 8] * 4}))["choices"]
-    assert len(choices) == 20
-    assert all({**each, "index": 0} == few for each in choices)
-    assert writers[0] != server.thread.ident == writers[1]

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from sagellm.core import ConfigError, EngineDeadError, EngineError, SampledToken, TokenOutput
+from sagellm.core import ConfigError, EngineDeadError, EngineError, PromptScores, SampledToken, TokenOutput
 from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.queued_request import QueuedRequest
@@ -101,8 +101,9 @@ def core_frames(scripted) -> list[bytes]:
     """Frames of each message that a core sends, about sequences that the front has."""
     limits = scripted._engine.driver.input.limits
     token = SampledToken(7, -0.5, [(7, -0.5), (8, -1.5)], 1)
+    scores = PromptScores(2, bytes(4), bytes(24), bytes(8))
     outputs = [
-        TokenOutput("a#0", [7], num_cached_tokens=2, logprobs=[token], prompt_scores=[token], scheduled_ns=5),
+        TokenOutput("a#0", [7], num_cached_tokens=2, logprobs=[token], prompt_scores=scores, scheduled_ns=5),
         TokenOutput("a#0", [9, 8], "stop", 8),
         TokenOutput("b#1", finish_reason="error", error="KeyError: x"),
     ]

@@ -109,8 +109,8 @@ _NAMES = {
         Checkpoint CheckpointFormatProtocol NullCheckpointFormat Shard StoredTensor WHOLE WeightSource
     """,
     "protocols.engine": """
-        EngineInfo EngineMetrics EngineProtocol EngineSequence NullEngine RequestLimits STEP_TOKEN_BOUNDS
-        SampledToken TokenOutput
+        EngineInfo EngineMetrics EngineProtocol EngineSequence NullEngine PromptScore PromptScores
+        RequestLimits STEP_TOKEN_BOUNDS SampledToken TokenOutput
     """,
     "protocols.eviction": """
         CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol NullEvictionPolicy

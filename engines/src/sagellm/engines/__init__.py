@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from sagellm.engines.engine_client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
     from sagellm.engines.llm_engine import LLMEngine as LLMEngine
+    from sagellm.engines.logprobs import Logprob as Logprob
     from sagellm.engines.output_stream import OutputStream as OutputStream
     from sagellm.engines.outputs import (
         CompletionOutput as CompletionOutput,
-        Logprob as Logprob,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
@@ -36,7 +36,7 @@ _MODULE_OF = {
     "InProcessClient": ".engine_client",
     "InputProcessor": ".input_processor",
     "LLMEngine": ".llm_engine",
-    "Logprob": ".outputs",
+    "Logprob": ".logprobs",
     "OutputStream": ".output_stream",
     "RequestMetrics": ".outputs",
     "RequestOutput": ".outputs",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
-from sagellm.engines.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from sagellm.engines.logprobs import Logprobs, PendingScores, PromptLogprobs
+from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
-from sagellm.engines.text.detokenizer import Decoder, IncrementalDetokenizer, decoder_of
-from sagellm.engines.text.guarded_tokenizer import decode
+from sagellm.engines.text.detokenizer import Decoders, IncrementalDetokenizer, TokenwiseDetokenizer
 
 if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ class _Continuation:
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
     matcher: StopStringMatcher | None
+    pending: PendingScores | None  # if log-probabilities are reported
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +53,7 @@ class OutputProcessor:
     """Knows every live request and its sequences, but nothing about how they are computed."""
 
     def __init__(self, tokenizer: Tokenizer | None, runtime: Runtime) -> None:
-        self._tokenizer = tokenizer
-        self._decoders: dict[bool, Decoder] = {}  # by whether they skip special tokens
-        self._texts: dict[int, str] = {}  # of tokens with reported log-probabilities
+        self._decoders = Decoders(tokenizer)
         self._clock = runtime.clock
         self._live: dict[RequestId, _Live] = {}
         self._owner: dict[SequenceId, RequestId] = {}
@@ -147,7 +146,10 @@ class OutputProcessor:
             if token_output.num_cached_tokens > live.output.num_cached_tokens:
                 live.output.num_cached_tokens = token_output.num_cached_tokens
             if token_output.prompt_scores is not None and output.index == 0:
-                self._set_prompt_logprobs(live, token_output.prompt_scores)
+                decoders = self._decoders if live.processed.params.detokenize else Decoders(None)
+                live.output.prompt_logprobs = PromptLogprobs(
+                    live.output.prompt_token_ids, token_output.prompt_scores, decoders
+                )
             num_before = len(output.token_ids)
             matched = self._take_tokens(live, continuation, token_output)
             num_tokens = len(output.token_ids)
@@ -174,13 +176,17 @@ class OutputProcessor:
         logprobs = token_output.logprobs or repeat(None)
         last = len(token_output.token_ids) - 1
         for index, (token_id, scored) in enumerate(zip(token_output.token_ids, logprobs, strict=False)):
-            self._append(continuation.output, token_id, scored)
+            continuation.output.token_ids.append(token_id)
             is_stop_token = token_output.finish_reason == "stop" and index == last
-            if continuation.detokenizer is None or (is_stop_token and not params.include_stop_str_in_output):
-                continue  # the text of a stop token is not part of the output
+            is_left_out = is_stop_token and not params.include_stop_str_in_output
+            if continuation.pending is not None:
+                _add_score(continuation, token_id, scored, is_left_out=is_left_out)
+            if continuation.detokenizer is None or is_left_out:
+                continue
             text = continuation.detokenizer.append([token_id])
             if (matched := self._match(continuation, text, params.min_tokens)) is not None:
                 return matched
+        _take_settled(continuation)
         return None
 
     def _match(self, continuation: _Continuation, text: str, min_tokens: int) -> str | None:
@@ -208,6 +214,9 @@ class OutputProcessor:
                 reason, stop_reason = "stop", matched
             elif continuation.matcher is not None:
                 output.text += continuation.matcher.finish()
+        elif continuation.detokenizer is not None and continuation.pending is not None:
+            continuation.detokenizer.finish()  # the text is complete, what its last tokens add may not be
+        _take_settled(continuation, is_finished=True)
         output.finish_reason, output.stop_reason = reason, stop_reason
         del self._owner[sequence_id]
         live.num_open -= 1
@@ -216,45 +225,43 @@ class OutputProcessor:
             live.output.metrics.finished_ns = self._clock.now_ns()
             del self._live[live.output.request_id]
 
-    def _append(self, output: CompletionOutput, token_id: int, scored: SampledToken | None) -> None:
-        output.token_ids.append(token_id)
-        if output.logprobs is None or scored is None or scored.logprob is None:
-            return
-        output.logprobs.append(self._logprobs_of(scored))
-        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scored.logprob
-
-    def _set_prompt_logprobs(self, live: _Live, scores: Sequence[SampledToken]) -> None:
-        if live.processed.params.prompt_logprobs is not None:
-            live.output.prompt_logprobs = [None, *(self._logprobs_of(score) for score in scores)]
-
-    def _logprobs_of(self, token: SampledToken) -> dict[int, Logprob]:
-        """Return the token itself, first, and the most likely ones, best first."""
-        ranked = [(token.token_id, token.logprob or 0.0, token.rank)]
-        ranked += [(*pair, rank) for rank, pair in enumerate(token.top_logprobs or [], start=1)]
-        return {token_id: Logprob(value, rank, self._text_of(token_id)) for token_id, value, rank in ranked}
-
-    def _text_of(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return ""
-        if token_id not in self._texts:
-            self._texts[token_id] = decode(self._tokenizer, [token_id])
-        return self._texts[token_id]
-
-    def _decoder(self, *, skip_special_tokens: bool) -> Decoder:
-        decoder = self._decoders.get(skip_special_tokens)
-        if decoder is None:
-            decoder = decoder_of(self._tokenizer, skip_special_tokens=skip_special_tokens)
-            self._decoders[skip_special_tokens] = decoder
-        return decoder
-
     def _continuation(self, processed: QueuedRequest, index: int) -> _Continuation:
         params = processed.params
-        logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        output = CompletionOutput(index=index, logprobs=logprobs)
-        if self._tokenizer is None or not params.detokenize:
-            return _Continuation(output, None, None)
-        detokenizer = IncrementalDetokenizer(self._decoder(skip_special_tokens=params.skip_special_tokens))
+        is_scored = params.logprobs is not None
+        output = CompletionOutput(index=index, logprobs=Logprobs() if is_scored else None)
+        decoder = self._decoders.get(skip_special_tokens=params.skip_special_tokens)
+        if decoder is None or not params.detokenize:
+            return _Continuation(output, None, None, PendingScores(None) if is_scored else None)
         matcher = None
         if params.stop:
             matcher = StopStringMatcher(tuple(params.stop), include_stop=params.include_stop_str_in_output)
-        return _Continuation(output, detokenizer, matcher)
+        if not is_scored:
+            return _Continuation(output, IncrementalDetokenizer(decoder), matcher, None)
+        detokenizer = TokenwiseDetokenizer(decoder)
+        return _Continuation(output, detokenizer, matcher, PendingScores(detokenizer))
+
+
+def _add_score(
+    continuation: _Continuation, token_id: int, scored: SampledToken | None, *, is_left_out: bool
+) -> None:
+    """Take a token's log-probabilities, before the token itself."""
+    assert continuation.pending is not None, "they are reported"
+    if scored is None or scored.logprob is None:
+        continuation.pending.add((token_id,), (), None, is_left_out=is_left_out)
+        return
+    top = scored.top_logprobs or ()
+    token_ids = [token_id, *(each for each, _ in top)]
+    values = [scored.logprob, *(value for _, value in top)]
+    continuation.pending.add(token_ids, values, scored.rank, is_left_out=is_left_out)
+    output = continuation.output
+    output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scored.logprob
+
+
+def _take_settled(continuation: _Continuation, *, is_finished: bool = False) -> None:
+    """Add the log-probabilities whose texts have become known, all of them if the sequence has finished."""
+    pending, logprobs = continuation.pending, continuation.output.logprobs
+    if pending is None or logprobs is None:
+        return
+    for position in pending.finish() if is_finished else pending.settled():
+        if position.values:
+            logprobs.append(position)

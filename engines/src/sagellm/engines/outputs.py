@@ -6,18 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 
 from sagellm.core import FinishReason, RequestId, tpot_s, ttft_s
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Log-probability of one token, natural logarithm, and the token's text.
-
-    `rank` is 1 for the most likely token; listed tokens of equal probability are ordered by id.
-    """
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str = ""
+from sagellm.engines.logprobs import Logprobs, PromptLogprobs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +14,8 @@ class CompletionOutput:
     """One continuation of the prompt. `text` and `token_ids` hold everything so far.
 
     `logprobs` has a mapping per token, with the sampled one and the most likely ones, if the request asked
-    for them. `stop_reason` is the stop token id or stop string that ended it.
+    for them; until the output is finished, the last tokens lack one while their text is not known, as when a
+    character is incomplete. `stop_reason` is the stop token id or stop string that ended it.
     """
 
     index: int
@@ -33,7 +23,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Logprobs | None = None
     cumulative_logprob: float | None = None
     error: str | None = None  # what went wrong, when finish_reason is "error"
 
@@ -118,12 +108,16 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose KV was reused, the maximum over continuations
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def snapshot(self) -> RequestOutput:
         """Return a copy that later steps do not change."""
         outputs = [
-            replace(output, token_ids=output.token_ids.copy(), logprobs=copy(output.logprobs))
+            replace(
+                output,
+                token_ids=output.token_ids.copy(),
+                logprobs=None if output.logprobs is None else output.logprobs.snapshot(),
+            )
             for output in self.outputs
         ]
         return replace(self, outputs=outputs, metrics=copy(self.metrics))

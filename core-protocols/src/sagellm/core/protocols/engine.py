@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from struct import unpack_from
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from sagellm.core.errors import EngineError
+from sagellm.core.errors import EngineError, InvalidInputError
 from sagellm.core.ids import SequenceId
 from sagellm.core.protocols.logits_processor import ExtraArg
 from sagellm.core.request import FinishReason, Request
@@ -56,13 +57,59 @@ class SampledToken(NamedTuple):
     rank: int | None = None
 
 
+class PromptScore(NamedTuple):
+    """Log-probabilities at one token of a prompt: its own, then those of the most likely ones, best first."""
+
+    values: tuple[float, ...]  # (1 + top,)
+    rank: int  # of the token, as a SampledToken's
+    top_ids: tuple[int, ...]  # (top,)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The PromptScore of consecutive tokens, packed: a request may have millions of log-probabilities."""
+
+    num_top: int
+    ranks: bytes  # (tokens,) int32
+    values: bytes  # (tokens, 1 + num_top) float64
+    top_ids: bytes  # (tokens, num_top) int32
+
+    def __post_init__(self) -> None:
+        num_bytes = len(self.ranks), len(self.values), len(self.top_ids)
+        if num_bytes != (4 * len(self), 8 * len(self) * (1 + self.num_top), 4 * len(self) * self.num_top):
+            raise InvalidInputError(
+                f"prompt scores have {num_bytes} bytes of ranks, values and ids, which are not those of the "
+                f"same tokens with {self.num_top} others each"
+            )
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    def __getitem__(self, index: int) -> PromptScore:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no score {index} of {len(self)}")
+        num_top = self.num_top
+        values = unpack_from(f"={1 + num_top}d", self.values, 8 * index * (1 + num_top))
+        top_ids = unpack_from(f"={num_top}i", self.top_ids, 4 * index * num_top)
+        return PromptScore(values, unpack_from("=i", self.ranks, 4 * index)[0], top_ids)
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptScores]) -> Self:
+        """Return the scores of consecutive parts of a prompt, which have the same `num_top`."""
+        num_top = parts[0].num_top if parts else 0
+        if any(part.num_top != num_top for part in parts):
+            raise InvalidInputError(f"prompt scores have {[part.num_top for part in parts]} others each")
+        columns = ("ranks", "values", "top_ids")
+        return cls(num_top, *(b"".join(getattr(part, name) for part in parts) for name in columns))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
     """One step's effect on one sequence: a run of new tokens, its end, or both.
 
     `logprobs` has an entry for each token, if the request asked for them. The first tokens come with the
-    time at which the sequence was first scheduled, and with the prompt's log-probabilities, if requested:
-    one entry for each token but the first, which follows no other.
+    time at which the sequence was first scheduled, and with the prompt's log-probabilities, if requested,
+    of each token but the first, which follows no other.
     """
 
     sequence_id: SequenceId
@@ -72,7 +119,7 @@ class TokenOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     logprobs: Sequence[SampledToken] | None = None
-    prompt_scores: Sequence[SampledToken] | None = None
+    prompt_scores: PromptScores | None = None
     scheduled_ns: int | None = None  # of the clock that all processes of a machine share
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId, SequenceId
+from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.tokens import TokenIds
 
 if TYPE_CHECKING:
@@ -138,14 +139,15 @@ class StepOutput:
 
     A sampled row has the tokens drawn at the last token known and at each draft that was accepted: one
     more than `num_accepted`. `logprobs` has a row only if it asked for them, one entry for each of its
-    tokens. A row in `errors` has no tokens; its computation may be repeated.
+    tokens; `scores` has the rows of `scored`. A row in `errors` has no tokens; its computation may be
+    repeated.
     """
 
     step: int
     tokens: Runs
     num_accepted: Ints  # (rows,) drafts
     logprobs: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
-    scores: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)  # of prompt tokens
+    scores: Mapping[int, PromptScores] = field(default_factory=dict)
     errors: Mapping[int, BaseException] = field(default_factory=dict)
 
     @classmethod
@@ -223,6 +225,8 @@ def _check_rows(found: Mapping[int, Any], what: str, num_rows: int) -> None:
             )
         if what == "error" and not isinstance(value, BaseException):
             raise _BrokenRule("an error is an exception", f"that of row {row} is {value!r}")
+        if what == "scores" and not isinstance(value, PromptScores):
+            raise _BrokenRule("scores are PromptScores", f"those of row {row} are {type(value).__name__}")
 
 
 def _check_tokens(step: StepInput, output: StepOutput, vocab_size: int) -> None:

@@ -35,7 +35,9 @@ def print_json_line(value: object) -> None:
 
 
 def _plain(value: object) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, Sequence) else str(value)  # log-probabilities, and their bytes
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -29,6 +29,7 @@ from sagellm.core import (
     PluginError,
     PluginRegistry,
     PredictionRequest,
+    PromptScores,
     RequestRecord,
     RequestStatus,
     Runtime,
@@ -326,7 +327,7 @@ class EngineCore(EngineProtocol):
             outputs.add(self._fail(sequence.sequence_id, error))
         for seat, scores in result.scores.items():
             sequence = self._seats.sequences[seat]
-            sequence.prompt_scores += scores
+            sequence.prompt_scores.append(scores)
             sequence.num_scored += len(scores)
             if sequence.num_scored >= sequence.num_to_score:
                 self._seats.scored.discard(seat)
@@ -355,7 +356,9 @@ class EngineCore(EngineProtocol):
             sequence.first_token_ns = self._clock.now_ns()
             self._trace.mark_async("first token", sequence.sequence_id)
             self.kv.share_computed(sequence)
-            prompt_scores, sequence.prompt_scores = sequence.prompt_scores, []
+            if sequence.params.prompt_logprobs is not None:
+                prompt_scores = PromptScores.joined(sequence.prompt_scores)
+                sequence.prompt_scores.clear()
             scheduled_ns = sequence.scheduled_ns
         reason = stop_reason = None
         if result.is_over[row]:

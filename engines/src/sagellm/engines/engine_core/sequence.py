@@ -10,9 +10,9 @@ from sagellm.core import (
     BlockId,
     EngineSequence,
     PrefixMatch,
+    PromptScores,
     Request,
     RequestStatus,
-    SampledToken,
     Seat,
     SequenceId,
     TokenIds,
@@ -49,7 +49,7 @@ class Sequence:
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability
     num_scored: int = 0  # of those, the positions that are done
-    prompt_scores: list[SampledToken] = field(default_factory=list)  # until the first token is returned
+    prompt_scores: list[PromptScores] = field(default_factory=list)  # until the first token is returned
 
     def __post_init__(self) -> None:
         self.key = hash_of(self.sequence_id)

@@ -16,6 +16,7 @@ from sagellm.core import (
     CopyBlocks,
     ExecutorProtocol,
     KVOp,
+    PromptScores,
     ReadBlocks,
     Runs,
     SampledToken,
@@ -56,7 +57,7 @@ class StepResult:
     is_over: Bools  # (rows,) whether the last of these tokens ends it
     had_drafts: Seq[int] = ()  # seats for which drafts were verified
     logprobs: Mapping[Seat, Seq[SampledToken]] = field(default_factory=dict)  # of those tokens
-    scores: Mapping[Seat, Seq[SampledToken]] = field(default_factory=dict)
+    scores: Mapping[Seat, PromptScores] = field(default_factory=dict)
     errors: Mapping[Seat, BaseException] = field(default_factory=dict)
 
 

@@ -69,8 +69,18 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     return _made(defaults, given)
 
 
-def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, max_model_len: int) -> None:
-    """Raise APIError if the product of valid parts is out of range; `params.n` is best_of, if given."""
+def check_budget(
+    params: SamplingParams,
+    num_prompts: int,
+    prompt_tokens: int,
+    max_model_len: int,
+    *,
+    scored_by: str = "prompt_logprobs",
+) -> None:
+    """Raise APIError if the product of valid parts is out of range; `params.n` is best_of, if given.
+
+    `scored_by` is the parameter that asks for log-probabilities of the prompt.
+    """
     num_sequences = num_prompts * params.n
     if num_sequences > MAX_SEQUENCES:
         raise invalid(
@@ -92,13 +102,16 @@ def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, m
             f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; "
             f"lower max_tokens or logprobs",
         )
-    entries = 0 if params.prompt_logprobs is None else prompt_tokens * (params.prompt_logprobs + 1)
-    if entries > MAX_LOGPROB_ENTRIES:
+    # Each continuation is written with them.
+    scores = 0 if params.prompt_logprobs is None else params.n * prompt_tokens * (params.prompt_logprobs + 1)
+    if scores and entries + scores > MAX_LOGPROB_ENTRIES:
+        times = f", {params.n} times" if params.n > 1 else ""
+        others = f", and up to {entries} of the output" if entries else ""
         raise invalid(
-            "prompt_logprobs",
-            f"prompt_logprobs: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt "
-            f"tokens are {entries} log-probabilities; there may be at most {MAX_LOGPROB_ENTRIES}: lower "
-            f"prompt_logprobs, or send fewer or shorter prompts",
+            scored_by,
+            f"{scored_by}: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens"
+            f"{times} are {scores} log-probabilities{others}; there may be at most {MAX_LOGPROB_ENTRIES}: "
+            f"lower {scored_by} or n, or send fewer or shorter prompts",
         )
 
 

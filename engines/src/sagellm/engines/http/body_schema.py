@@ -90,6 +90,7 @@ class SamplingBody(_Numbers, kw_only=True):
     allowed_token_ids: TokenIdList | None = None
     bad_words: ShortTexts | None = None
     prompt_logprobs: NumLogprobs | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -127,7 +128,7 @@ class Message(msgspec.Struct, frozen=True):
         """The content as one text; parts are joined by line ends, as vLLM does."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join([part.text for part in self.content])
 
 
 class ChatBody(SamplingBody, kw_only=True):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from sagellm.engines.http.answer_ids import CHAT
 from sagellm.engines.http.logprobs import chat_logprobs, prompt_logprobs
 from sagellm.engines.http.reply import encode_json
-from sagellm.engines.http.shape import Cursor, Shape, end_of, prompt_entries, raise_if_failed
+from sagellm.engines.http.shape import Cursor, Shape, end_of
 from sagellm.engines.outputs import CompletionOutput, RequestOutput
 
 
@@ -19,39 +18,37 @@ class ChatShape(Shape):
     chunk_name = "chat.completion.chunk"
     id_prefix = CHAT
 
-    def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
-        """Return a finished continuation."""
-        raise_if_failed(output)
-        logprobs = None
-        if output.logprobs is not None:
-            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.job.params.logprobs or 0)
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+    def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> Iterator[bytes]:
+        """Yield a finished continuation."""
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        yield b'{"index":%d,"message":%b,"logprobs":' % (index, encode_json(message))
+        yield from self._logprobs(output, 0)
+        yield end_of(output).removesuffix(b"]")
 
-    def extras(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the prompt's log-probabilities, if requested."""
-        if self.job.params.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(prompt_entries(requests[0]))}
+    def extras(self, requests: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the prompt's log-probabilities, if requested."""
+        if (scored := requests[0].prompt_logprobs) is not None:
+            yield b',"prompt_logprobs":'
+            yield from prompt_logprobs(scored.positions())
+
+    def _logprobs(self, output: CompletionOutput, start: int) -> Iterator[bytes]:
+        """Yield the log-probabilities of the tokens from one on."""
+        if output.logprobs is None:
+            return iter((b"null",))
+        num_top, as_ids = self.job.params.logprobs or 0, self.job.shows_tokens_as_ids
+        return chat_logprobs(output.logprobs.positions(start), num_top, as_ids=as_ids)
 
     def render(self, cursor: Cursor, output: CompletionOutput) -> bytes:
         """Return an event with the new text, preceded the first time by one with the role."""
         text = output.text[cursor.num_characters :]
-        token_ids = output.token_ids[cursor.num_tokens :] if output.logprobs is not None else ()
-        if not text and not token_ids and output.finish_reason is None and cursor.has_started:
+        num_scored = 0 if output.logprobs is None else len(output.logprobs)
+        is_empty = not text and num_scored == cursor.num_scored and output.finish_reason is None
+        if is_empty and cursor.has_started:
             return b""
         end = end_of(output)
         cursor.num_characters = len(output.text)
-        logprobs = b"null"
-        if output.logprobs is not None:
-            new = output.logprobs[cursor.num_tokens :]
-            logprobs = encode_json(chat_logprobs(token_ids, new, self.job.params.logprobs or 0))
-            cursor.num_tokens += len(token_ids)
+        logprobs = b"".join(self._logprobs(output, cursor.num_scored))
+        cursor.num_scored = num_scored
         first = b""
         if not cursor.has_started:
             cursor.has_started = True
@@ -62,7 +59,7 @@ class ChatShape(Shape):
                     self.tail(cursor, 0),
                 )
             )
-            if not text and not token_ids and output.finish_reason is None:
+            if is_empty:
                 return first
         return b"".join(
             (

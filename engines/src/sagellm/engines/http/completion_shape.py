@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from sagellm.engines.http.answer_ids import COMPLETION
-from sagellm.engines.http.logprobs import completion_logprobs, prompt_logprobs
+from sagellm.engines.http.logprobs import (
+    Placed,
+    completion_logprobs,
+    placed,
+    placed_in_prompt,
+    prompt_logprobs,
+)
+from sagellm.engines.http.prompt_encoder import EncodedPrompt
 from sagellm.engines.http.reply import encode_json
-from sagellm.engines.http.shape import Cursor, Shape, end_of, prompt_entries, raise_if_failed
+from sagellm.engines.http.shape import Cursor, Shape, end_of, raise_if_failed
 from sagellm.engines.outputs import CompletionOutput, RequestOutput
 
 _HIDDEN_END = b',"finish_reason":"length","stop_reason":null}]'
@@ -20,42 +27,41 @@ class CompletionShape(Shape):
     object_name = chunk_name = "text_completion"
     id_prefix = COMPLETION
 
-    def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
-        """Return a finished continuation."""
-        raise_if_failed(output)
+    def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> Iterator[bytes]:
+        """Yield a finished continuation."""
         job = self.job
-        prompt = job.prompts[index // job.num_choices]
-        echoed = (prompt.text or "") if job.echoes else ""
-        written = {
-            "index": index,
-            "text": echoed if job.hides_output else echoed + output.text,
-            "logprobs": self._logprobs(output, request),
-            "finish_reason": "length" if job.hides_output else output.finish_reason,
-            "stop_reason": None if job.hides_output else output.stop_reason,
-        }
+        echoed = self._prompt(index).text or "" if job.echoes else ""
+        text = echoed if job.hides_output else echoed + output.text
+        yield b'{"index":%d,"text":%b,"logprobs":' % (index, encode_json(text))
+        if output.logprobs is None or job.hides_logprobs:
+            yield b"null"
+        else:
+            yield from self._logprobs(index, output, request)
+        yield (_HIDDEN_END if job.hides_output else end_of(output)).removesuffix(b"}]")
         if job.returns_token_ids:
-            written["prompt_token_ids"] = list(request.prompt_token_ids)
-            written["token_ids"] = [] if job.hides_output else list(output.token_ids)
-        if job.params.prompt_logprobs is not None:
-            written["prompt_logprobs"] = prompt_logprobs(prompt_entries(request))
-        return written
+            token_ids = [] if job.hides_output else output.token_ids
+            yield b',"prompt_token_ids":' + encode_json(request.prompt_token_ids)
+            yield b',"token_ids":' + encode_json(token_ids)
+        if job.params.prompt_logprobs is not None and request.prompt_logprobs is not None:
+            yield b',"prompt_logprobs":'
+            yield from prompt_logprobs(request.prompt_logprobs.positions())
+        yield b"}"
 
     def render(self, cursor: Cursor, output: CompletionOutput) -> bytes:
         """Return an event with the new text."""
         if self.job.hides_output and output.finish_reason is None:
             return b""
         text = "" if self.job.hides_output else output.text[cursor.num_characters :]
-        shows_logprobs = output.logprobs is not None and not self.job.hides_output
         shows_ids = self.job.returns_token_ids and not self.job.hides_output
-        token_ids = output.token_ids[cursor.num_tokens :] if shows_logprobs or shows_ids else ()
-        if not text and not token_ids and output.finish_reason is None:
+        token_ids = output.token_ids[cursor.num_tokens :] if shows_ids else ()
+        num_scored = 0 if output.logprobs is None or self.job.hides_output else len(output.logprobs)
+        is_scored = num_scored > cursor.num_scored
+        if not text and not token_ids and not is_scored and output.finish_reason is None:
             return b""
         raise_if_failed(output)
         end = _HIDDEN_END if self.job.hides_output else end_of(output)
         cursor.num_characters = len(output.text)
-        logprobs = b"null"
-        if shows_logprobs:
-            logprobs = self._streamed_logprobs(cursor, output, token_ids)
+        logprobs = self._new_logprobs(cursor, output)
         if self.job.returns_token_ids:
             logprobs += self._token_ids(cursor, token_ids)
         cursor.num_tokens += len(token_ids)
@@ -72,22 +78,32 @@ class CompletionShape(Shape):
             return new
         return new + b',"prompt_token_ids":' + encode_json(list(cursor.prompt.token_ids))
 
-    def _streamed_logprobs(self, cursor: Cursor, output: CompletionOutput, token_ids: Sequence[int]) -> bytes:
-        assert output.logprobs is not None
-        num_top = self.job.params.logprobs or 0
-        new = output.logprobs[cursor.num_tokens :]
-        written = completion_logprobs(token_ids, new, num_top, offset=cursor.offset)
-        cursor.offset += sum(map(len, written["tokens"]))
-        return encode_json(written)
+    def _new_logprobs(self, cursor: Cursor, output: CompletionOutput) -> bytes:
+        """Return the log-probabilities of tokens whose text has become known."""
+        if output.logprobs is None or self.job.hides_output:
+            return b"null"
+        new = list(placed(output.logprobs.positions(cursor.num_scored), cursor.offset))
+        if new:
+            last, offset = new[-1]
+            cursor.offset = offset + last.texts[0].num_characters
+            cursor.num_scored += len(new)
+        return b"".join(self._written(new))
 
-    def _logprobs(self, output: CompletionOutput, request: RequestOutput) -> dict[str, Any] | None:
-        if output.logprobs is None or self.job.hides_logprobs:
-            return None
-        token_ids: list[int] = [] if self.job.hides_output else list(output.token_ids)
-        entries: list[Any] = [] if self.job.hides_output else list(output.logprobs)
-        num_top = self.job.params.logprobs or 0
-        if not self.job.echoes:
-            return completion_logprobs(token_ids, entries, num_top)
-        token_ids = list(request.prompt_token_ids) + token_ids
-        entries = [*prompt_entries(request), *entries]
-        return completion_logprobs(token_ids, entries, num_top, text_of=self.job.text_of)
+    def _logprobs(self, index: int, output: CompletionOutput, request: RequestOutput) -> Iterator[bytes]:
+        """Return the log-probabilities of a finished continuation, after those of an echoed prompt."""
+        assert output.logprobs is not None, "they were requested"
+        own = iter(()) if self.job.hides_output else output.logprobs.positions()
+        if not self.job.echoes or request.prompt_logprobs is None:
+            return self._written(placed(own))
+        prompt = self._prompt(index)
+        text = prompt.text or ""
+        # The text of a prompt of token ids has its special tokens.
+        echoed = request.prompt_logprobs.positions(skip_special_tokens=not prompt.is_decoded)
+        return self._written(chain(placed_in_prompt(echoed, text), placed(own, len(text))))
+
+    def _written(self, tokens: Iterable[Placed | None]) -> Iterator[bytes]:
+        num_top, as_ids = self.job.params.logprobs or 0, self.job.shows_tokens_as_ids
+        return completion_logprobs(tokens, num_top, as_ids=as_ids)
+
+    def _prompt(self, index: int) -> EncodedPrompt:
+        return self.job.prompts[index // self.job.num_choices]

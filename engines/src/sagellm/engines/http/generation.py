@@ -17,7 +17,7 @@ from sagellm.engines.http.errors import as_api_error, deadline_exceeded, invalid
 from sagellm.engines.http.job_streams import ClientGoneError, JobStreams, running
 from sagellm.engines.http.metrics import RequestTimer
 from sagellm.engines.http.prompt_encoder import EncodedPrompt
-from sagellm.engines.http.reply import EventReply, send_bytes
+from sagellm.engines.http.reply import EventReply, JSONReply
 from sagellm.engines.http.service import Service
 from sagellm.engines.http.shape import Job, Shape
 from sagellm.engines.input_processor import RequestOptions
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=Body)
 
-_MANY_SCORED = 256
-"""Tokens with log-probabilities above which an answer is encoded on another thread."""
+_SLICE_PARTS = 64
+"""Parts of an answer that are written before others have a turn: milliseconds of seconds that it may take."""
 
 logger = get_logger(__name__)
 
@@ -55,7 +55,8 @@ class Generation(ABC, Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; all of its errors are handled here."""
         arrived = time.perf_counter()
-        reply = EventReply(send)
+        reply: EventReply | JSONReply
+        reply = whole = JSONReply(send)
         tenant: Tenant = scope["state"]["tenant"]
         try:
             with self.service.admission.seat(tenant.name) as seat:
@@ -80,11 +81,12 @@ class Generation(ABC, Generic[B]):
                 async with running(receive, timers, options["deadline_ms"]) as run:
                     seat.stop = run.stop
                     await run.open(self.service.front, job, options)
-                    rest = await (_stream(run, shape, reply) if job.is_streamed else _whole(run, shape))
-                if job.is_streamed:
-                    await reply.finish(rest)
-                else:
-                    await send_bytes(send, rest)
+                    if job.is_streamed:
+                        reply = EventReply(send)
+                        rest = await _stream(run, shape, reply)
+                    else:
+                        rest = await _write(run, shape, whole)
+                await reply.finish(rest)
         except ClientGoneError:
             return
         except Exception as error:
@@ -111,7 +113,13 @@ class Generation(ABC, Generic[B]):
         params = await service.encoder.with_tokens(self.params(body, service.front.default_params))
         prompts = await self.prompts(body)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        check_budget(params, len(prompts), num_tokens, service.front.max_model_len)
+        check_budget(
+            params,
+            len(prompts),
+            num_tokens,
+            service.front.max_model_len,
+            scored_by="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",  # by an echo
+        )
         options = body.stream_options or StreamOptions()
         is_ranked = isinstance(body, CompletionBody) and body.best_of is not None
         return Job(
@@ -126,7 +134,7 @@ class Generation(ABC, Generic[B]):
             returns_token_ids=isinstance(body, CompletionBody) and bool(body.return_token_ids),
             hides_output=body.max_tokens == 0,
             hides_logprobs=is_ranked and body.logprobs is None,
-            text_of=service.encoder.text_of,
+            shows_tokens_as_ids=bool(body.return_tokens_as_token_ids),
             id=request_id,
         )
 
@@ -173,17 +181,14 @@ def _left_ms(deadline_ms: float | None, arrived: float) -> float | None:
     return left_ms
 
 
-async def _whole(run: JobStreams, shape: Shape) -> bytes:
-    """Return the complete answer."""
-    last = await _last_outputs(run)
-    if sum(map(_num_scored, last)) > _MANY_SCORED:  # seconds of work for the largest allowed request
-        return await asyncio.to_thread(shape.encoded, last)
-    return shape.encoded(last)
-
-
-def _num_scored(request: RequestOutput) -> int:
-    """Return for how many tokens an answer has log-probabilities."""
-    return len(request.prompt_logprobs or ()) + sum(len(output.logprobs or ()) for output in request.outputs)
+async def _write(run: JobStreams, shape: Shape, reply: JSONReply) -> bytes:
+    """Write the complete answer, giving others their turns; return what is left to send at the end."""
+    for number, part in enumerate(shape.parts(await _last_outputs(run)), start=1):
+        await reply.write(part)
+        if number % _SLICE_PARTS == 0:
+            await asyncio.sleep(0)
+            run.raise_if_stopped()
+    return b""
 
 
 async def _last_outputs(run: JobStreams) -> Sequence[RequestOutput]:

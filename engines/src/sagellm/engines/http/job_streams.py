@@ -42,8 +42,7 @@ class JobStreams:
             own = options | RequestOptions(request_id=request_id)
             stream = await front.add_request(prompt.token_ids, job.params, **own)
             self._streams.append(stream)
-            if self._stopped is not None:
-                raise self._stopped
+            self.raise_if_stopped()
             await asyncio.sleep(0)  # thousands of prompts must not block other requests
 
     def stop(self, error: Exception) -> None:
@@ -52,6 +51,11 @@ class JobStreams:
             self._stopped = error
         for stream in self._streams:
             stream.close()
+
+    def raise_if_stopped(self) -> None:
+        """Raise ClientGoneError if the client has disconnected, or the error of `stop`."""
+        if self._stopped is not None:
+            raise self._stopped
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield the position of a prompt and its cumulative output, until all are finished."""
@@ -64,9 +68,8 @@ class JobStreams:
             if output.finished:
                 still_open.remove(index)
             yield index, output
-        if self._stopped is not None and still_open:
-            raise self._stopped
         if still_open:
+            self.raise_if_stopped()
             raise EngineError("a stream ended before its request")
 
     async def close(self, reason: str) -> None:

@@ -1,66 +1,105 @@
-"""Log-probabilities in OpenAI's two shapes: of completions and of chats."""
+"""Log-probabilities in OpenAI's two shapes, of completions and of chats, and in vLLM's, of prompts.
+
+Each is JSON in parts, usually one per token, since an answer may have millions of log-probabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sagellm.engines.outputs import Logprob
+from sagellm.engines.http.reply import encode_json
+from sagellm.engines.logprobs import Position
+from sagellm.engines.text.detokenizer import TokenText
 
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's number
-Entry = dict[int, Logprob]
+_PART_BYTES = 64 << 10
+_SPACES = re.compile(r"\s+")
+
+Placed = tuple[Position, int]
+"""A position, and where its token begins in the text of the answer."""
 
 
-def completion_logprobs(
-    token_ids: Sequence[int],
-    entries: Sequence[Entry | None],
-    num_top: int,
-    *,
-    offset: int = 0,
-    text_of: Callable[[int], str] | None = None,
-) -> dict[str, Any]:
-    """Write the log-probabilities of completions; `offset` is where the first token's text begins.
+def placed(positions: Iterable[Position], offset: int = 0) -> Iterator[Placed]:
+    """Yield positions of an output whose text begins at this offset."""
+    for position in positions:
+        yield position, offset
+        offset += position.texts[0].num_characters
 
-    The first token of a prompt has none: its entry is None, and `text_of` returns its text.
+
+def placed_in_prompt(positions: Iterable[Position | None], prompt: str) -> Iterator[Placed | None]:
+    """Yield positions of a prompt, or None as they do.
+
+    Each token is looked for where the one before ends. Special tokens that the tokenizer added are not in the
+    text; around those that the caller wrote, the text of tokens may have more spaces, or fewer.
     """
-    tokens: list[str] = []
-    offsets: list[int] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        text = _text(token_id, entry, text_of)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
-        values.append(None if entry is None else finite(entry[token_id].logprob))
-        tops.append(None if entry is None else _top_texts(token_id, entry, num_top))
-    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+    end = 0
+    for position in positions:
+        if position is None:
+            yield None
+        else:
+            start, end = _find(position.texts[0], prompt, end)
+            yield position, start
 
 
-def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], num_top: int) -> dict[str, Any]:
-    """Write the log-probabilities of chats."""
-    content = [
-        {**_chat_token(entry[token_id]), "top_logprobs": [_chat_token(one) for one in _top(entry, num_top)]}
-        for token_id, entry in zip(token_ids, entries, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+def _find(token: TokenText, prompt: str, offset: int) -> tuple[int, int]:
+    """Return where a token's text begins in a prompt and where it ends."""
+    if prompt.startswith(token.text, offset):
+        return offset, offset + len(token.text)
+    spaces = _SPACES.match(prompt, offset)
+    for start in (offset, spaces.end() if spaces else offset):
+        for text in (token.text, token.text.lstrip()):
+            if text and prompt.startswith(text, start):
+                return start, start + len(text)
+    # It is not there: a special token, a space, or a text that the tokenizer has changed.
+    num_characters = 0 if token.text.isspace() else token.num_characters
+    return offset, min(offset + num_characters, len(prompt))
 
 
-def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | None]:
-    """Write the log-probabilities of a prompt as vLLM does: by token id."""
-    return [
-        None
-        if entry is None
-        else {
-            str(token_id): {
-                "logprob": finite(one.logprob),
-                "rank": one.rank,
-                "decoded_token": one.decoded_token,
-            }
-            for token_id, one in entry.items()
-        }
-        for entry in entries
-    ]
+def completion_logprobs(tokens: Iterable[Placed | None], num_top: int, *, as_ids: bool) -> Iterator[bytes]:
+    """Yield the log-probabilities of a completion. With `as_ids`, tokens are `token_id:` and a number."""
+    texts, values, offsets = bytearray(), bytearray(), bytearray()
+    yield b'{"top_logprobs":['
+    for each in tokens:
+        if each is None:
+            yield b""
+            continue
+        position, offset = each
+        separator = b"," if texts else b""
+        texts += separator + encode_json(_name(position.token_ids[0], position.texts[0], as_ids=as_ids))
+        values += separator + (encode_json(finite(position.values[0])) if position.values else b"null")
+        offsets += separator + b"%d" % offset
+        yield separator + encode_json(_by_name(position, num_top, as_ids=as_ids))
+    for name, column in (b"tokens", texts), (b"token_logprobs", values), (b"text_offset", offsets):
+        yield b'],"%b":[' % name
+        for start in range(0, len(column), _PART_BYTES):
+            yield bytes(column[start : start + _PART_BYTES])
+    yield b"]}"
+
+
+def chat_logprobs(positions: Iterable[Position], num_top: int, *, as_ids: bool) -> Iterator[bytes]:
+    """Yield the log-probabilities of a chat. With `as_ids`, tokens are `token_id:` and a number."""
+    separator = b""
+    yield b'{"content":['
+    for position in positions:
+        columns = zip(position.token_ids, position.values, position.texts, strict=True)
+        token, *others = [_chat_token(*each, as_ids=as_ids) for each in columns]
+        yield separator + encode_json({**token, "top_logprobs": others[:num_top]})
+        separator = b","
+    yield b'],"refusal":null}'
+
+
+def prompt_logprobs(positions: Iterable[Position | None]) -> Iterator[bytes]:
+    """Yield the log-probabilities of a prompt as vLLM has them: by token id."""
+    separator = b"["
+    for position in positions:
+        if position is None:
+            yield b""
+            continue
+        yield separator + encode_json(_by_id(position))
+        separator = b","
+    yield b"]"
 
 
 def finite(logprob: float) -> float:
@@ -68,26 +107,42 @@ def finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST else _LOWEST
 
 
-def _text(token_id: int, entry: Entry | None, text_of: Callable[[int], str] | None) -> str:
-    if entry is not None:
-        return entry[token_id].decoded_token
-    return "" if text_of is None else text_of(token_id)
+def _name(token_id: int, text: TokenText, *, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else text.text
 
 
-def _top(entry: Entry, num_top: int) -> Iterable[Logprob]:
-    return sorted(entry.values(), key=lambda one: -one.logprob)[:num_top]
+def _by_name(position: Position, num_top: int, *, as_ids: bool) -> dict[str, float] | None:
+    """Return the token itself and the most likely ones; where two have one text, the second has its id."""
+    if not position.values:
+        return None
+    named: dict[str, float] = {}
+    columns = zip(position.token_ids, position.values, position.texts, strict=True)
+    for index, (token_id, value, text) in enumerate(columns):
+        if index > num_top:
+            break
+        if index and token_id == position.token_ids[0]:
+            continue
+        name = _name(token_id, text, as_ids=as_ids)
+        named[f"token_id:{token_id}" if name in named else name] = finite(value)
+    return named
 
 
-def _top_texts(token_id: int, entry: Entry, num_top: int) -> dict[str, float]:
-    """Return the most likely tokens and the chosen one."""
-    texts: dict[str, float] = {}
-    for one in (entry[token_id], *_top(entry, num_top)):
-        texts.setdefault(one.decoded_token, finite(one.logprob))  # tokens may have the same text
-    return texts
+def _by_id(position: Position) -> dict[str, Any] | None:
+    if not position.values:
+        return None
+    return {
+        str(token_id): {
+            "logprob": finite(one.logprob),
+            "rank": one.rank,
+            "decoded_token": one.decoded_token,
+        }
+        for token_id, one in position.by_id().items()
+    }
 
 
-def _chat_token(one: Logprob) -> dict[str, Any]:
-    text = one.decoded_token
-    # A token that is not a whole character decodes to a replacement, whose bytes differ from its own.
-    raw = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-    return {"token": text, "logprob": finite(one.logprob), "bytes": raw}
+def _chat_token(token_id: int, value: float, text: TokenText, *, as_ids: bool) -> dict[str, Any]:
+    return {
+        "token": _name(token_id, text, as_ids=as_ids),
+        "logprob": finite(value),
+        "bytes": list(text.raw),
+    }

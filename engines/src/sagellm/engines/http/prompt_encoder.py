@@ -15,7 +15,6 @@ from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render, TextRunner
 from sagellm.engines.text.errors import ForeignTextError, TextBusyError, TextLimitError
-from sagellm.engines.text.guarded_tokenizer import decode
 from sagellm.engines.text.limits import max_characters_of
 from sagellm.engines.text.local import LONG_TEXT, LocalTextRunner
 
@@ -31,6 +30,7 @@ class EncodedPrompt:
 
     token_ids: Sequence[int]
     text: str | None = None
+    is_decoded: bool = False  # the text is that of the tokens, special ones included
 
 
 class PromptEncoder:
@@ -91,7 +91,8 @@ class PromptEncoder:
         """Return a prompt with its text. Raises APIError."""
         if prompt.text is not None:
             return prompt
-        return replace(prompt, text=await self._decode(list(prompt.token_ids), "prompt"))
+        text = await self._decode(list(prompt.token_ids), "prompt")
+        return replace(prompt, text=text, is_decoded=True)
 
     async def with_tokens(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with bad words as tokens instead of text. Raises APIError."""
@@ -145,10 +146,6 @@ class PromptEncoder:
     def unread(self, options: Mapping[str, Any]) -> list[str]:
         """Return the names of variables that the model's template does not read."""
         return [name for name in options if not self._template.reads(name)]
-
-    def text_of(self, token_id: int) -> str:
-        """Return the text of one token. Raises TokenizerError."""
-        return "" if self._tokenizer is None else decode(self._tokenizer, [token_id])
 
     def _check_length(self, num_characters: int, param: str) -> None:
         if num_characters > self._max_characters:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 JSON = b"application/json"
 encode_json = msgspec.json.Encoder().encode
+_JSON_HEADERS = [(b"content-type", JSON), (b"x-content-type-options", b"nosniff")]
+_CHUNK_BYTES = 64 << 10
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -37,13 +39,41 @@ async def send_bytes(
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
     """Answer with bytes."""
-    own = [
-        (b"content-type", JSON),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-content-type-options", b"nosniff"),
-    ]
+    own = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": own + (headers or [])})
     await send({"type": "http.response.body", "body": body})
+
+
+class JSONReply:
+    """Sends JSON that comes in parts: a short answer as a whole, a long one in chunks as they fill."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held = bytearray()
+        self._has_started = False
+
+    async def write(self, part: bytes) -> None:
+        """Take a part; sends, and so waits for a client that reads slowly, once per chunk."""
+        self._held += part
+        if len(self._held) >= _CHUNK_BYTES:
+            if not self._has_started:
+                self._has_started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
+            held, self._held = bytes(self._held), bytearray()
+            await self._send({"type": "http.response.body", "body": held, "more_body": True})
+
+    async def finish(self, part: bytes = b"") -> None:
+        """Send what is left, and a last part."""
+        rest = bytes(self._held) + part
+        if self._has_started:
+            await self._send({"type": "http.response.body", "body": rest})
+        else:
+            await send_bytes(self._send, rest)
+
+    async def fail(self, error: APIError) -> None:
+        """Send an error if nothing was sent yet; else the connection is closed amid the answer."""
+        if not self._has_started:
+            await send_error(self._send, error)
 
 
 class EventReply:

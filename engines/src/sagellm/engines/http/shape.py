@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Raw
-
 from sagellm.core import EngineError
 from sagellm.engines.http.errors import APIError, deadline_exceeded
-from sagellm.engines.http.logprobs import Entry
 from sagellm.engines.http.prompt_encoder import EncodedPrompt
 from sagellm.engines.http.reply import encode_json
 from sagellm.engines.outputs import CompletionOutput, RequestOutput
@@ -35,7 +32,7 @@ class Job:
     returns_token_ids: bool = False
     hides_output: bool = False  # max_tokens was 0
     hides_logprobs: bool = False  # they serve only for ranking
-    text_of: Callable[[int], str] = str
+    shows_tokens_as_ids: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -59,6 +56,7 @@ class Cursor:
     prompt: EncodedPrompt
     num_characters: int = 0
     num_tokens: int = 0
+    num_scored: int = 0
     offset: int = 0  # where the next token's text begins, for log-probabilities
     has_started: bool = False
     is_finished: bool = False
@@ -89,8 +87,8 @@ class Shape(ABC):
         )
 
     @abstractmethod
-    def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> dict[str, Any]:
-        """Return a finished continuation as it appears in a complete answer."""
+    def choice(self, index: int, output: CompletionOutput, request: RequestOutput) -> Iterator[bytes]:
+        """Yield a finished continuation, which has not failed, as it appears in a complete answer."""
 
     @abstractmethod
     def render(self, cursor: Cursor, output: CompletionOutput) -> bytes:
@@ -109,26 +107,27 @@ class Shape(ABC):
             for which in range(num)
         ]
 
-    def encoded(self, requests: Sequence[RequestOutput]) -> bytes:
-        """Return the complete answer as JSON; each choice is encoded separately, as it may have megabytes."""
-        num = self.job.num_choices
-        choices = [
-            Raw(encode_json(self.choice(position * num + rank, output, request)))
-            for position, request in enumerate(requests)
-            for rank, output in enumerate(likeliest(request.outputs, num))
-        ]
-        return encode_json(
-            {
-                **self._head(self.object_name),
-                "choices": choices,
-                "usage": usage(requests, self.job),
-                **self.extras(requests),
-            }
-        )
+    def parts(self, requests: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the complete answer as JSON, in parts: it may have 100 MB. Each takes little time.
 
-    def extras(self, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the further fields of a complete answer."""
-        return {}
+        Raises EngineError or APIError for a continuation that failed, before the first part.
+        """
+        num = self.job.num_choices
+        choices = [(request, output) for request in requests for output in likeliest(request.outputs, num)]
+        for _, output in choices:
+            raise_if_failed(output)
+        head = encode_json({**self._head(self.object_name), "usage": usage(requests, self.job)})
+        yield head.removesuffix(b"}") + b',"choices":['
+        for index, (request, output) in enumerate(choices):
+            yield b"," if index else b""
+            yield from self.choice(index, output, request)
+        yield b"]"
+        yield from self.extras(requests)
+        yield b"}"
+
+    def extras(self, requests: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the further members of a complete answer."""
+        return iter(())
 
     def usage_event(self, requests: Sequence[RequestOutput]) -> bytes:
         """Return the last event of a stream that includes its usage."""
@@ -181,11 +180,6 @@ def end_of(output: CompletionOutput) -> bytes:
         return b',"finish_reason":null}]'
     raise_if_failed(output)
     return b',"finish_reason":"%b","stop_reason":%b}]' % (reason.encode(), encode_json(output.stop_reason))
-
-
-def prompt_entries(request: RequestOutput) -> Sequence[Entry | None]:
-    """Return the log-probabilities of a prompt's tokens; the first one has none."""
-    return request.prompt_logprobs or [None] * len(request.prompt_token_ids)
 
 
 def raise_if_failed(output: CompletionOutput) -> None:

@@ -79,7 +79,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "prompt_embeds": Refusal("tensors are not read"),
     "repetition_detection": Refusal(),
     "request_id": Refusal("send it as the header X-Request-Id"),
-    "return_tokens_as_token_ids": Refusal("", (False,)),
     "spaces_between_special_tokens": Refusal("", (True,)),
     "structural_tag": Refusal(_GRAMMAR),
     "structured_outputs": Refusal(_GRAMMAR),

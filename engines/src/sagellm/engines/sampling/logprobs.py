@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.core.protocols.engine import PromptScores
 from sagellm.engines.sampling.inverse_cdf import block_masses, softmax_into
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.selection import first_argmax, largest
@@ -50,3 +51,17 @@ def with_logprobs(token_id: int, columns: npt.NDArray[np.float64], num_top: int)
         ((int(token), float(value)) for token, value in top), key=lambda entry: (-entry[1], entry[0])
     )
     return SampledToken(token_id, float(columns[0]), best_first, int(columns[1]))
+
+
+def packed(columns: npt.NDArray[np.float64]) -> PromptScores:
+    """Return rows of `token_logprobs`, packed; the most likely tokens come best first, equal ones by id."""
+    num_top = (columns.shape[1] - 2) // 2
+    values, ids = columns[:, 2 : 2 + num_top], columns[:, 2 + num_top :].astype(np.int32)
+    order = np.lexsort((ids, -values))
+    best = np.take_along_axis(values, order, axis=1)
+    return PromptScores(
+        num_top,
+        columns[:, 1].astype(np.int32).tobytes(),
+        np.concatenate((columns[:, :1], best), axis=1).tobytes(),
+        np.take_along_axis(ids, order, axis=1).tobytes(),
+    )

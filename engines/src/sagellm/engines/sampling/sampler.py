@@ -11,12 +11,13 @@ import torch
 
 from sagellm.core.errors import EngineError
 from sagellm.core.plugins.failure import plugin_failure
+from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.protocols.logits_processor import ExtraArg, LogitsProcessorProtocol, LogitsRequest
 from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
 from sagellm.engines.sampling.draws import Draw, filters_of, neighbours
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into
-from sagellm.engines.sampling.logprobs import token_logprobs, width, with_logprobs
+from sagellm.engines.sampling.logprobs import packed, token_logprobs, width, with_logprobs
 from sagellm.engines.sampling.method import SamplingMethod, choose_method
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.penalties import apply_penalties
@@ -140,8 +141,8 @@ class Sampler:
             for result, count in zip(results, wanted, strict=True)
         ]
 
-    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-        """Return given tokens, one per row of logits (rows, vocab), with their log-probabilities.
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> PromptScores:
+        """Return the log-probabilities of given tokens, one per row of logits (rows, vocab).
 
         Raises BadLogitsError, which names the rows, for NaN or infinity.
         """
@@ -154,7 +155,7 @@ class Sampler:
         bad = np.flatnonzero(np.isnan(results[:, 0]))
         if bad.size:
             raise BadLogitsError(bad.tolist())
-        return [with_logprobs(*each, num_top) for each in zip(token_ids, results, strict=True)]
+        return packed(results)
 
     def _run(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], num_top: int, *, exhaustive: bool

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from sagellm.engines.text.guarded_tokenizer import decode
 
@@ -15,6 +16,27 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG = 32
 _KEPT = 8
 """Pending tokens above which the window is shortened, and how many remain; a character has at most four."""
+_MAX_SHARED_TEXTS = 1 << 18
+
+
+class TokenText(NamedTuple):
+    """What one token adds to a text: the characters that end with it, and its own bytes.
+
+    A character whose bytes are spread over several tokens belongs to the last of them. Tokens of byte-level
+    vocabularies and byte tokens have bytes of their own, those of others are their text in UTF-8. A token
+    that is left out of the text has no bytes, and `text` is how the vocabulary spells it.
+    """
+
+    text: str
+    raw: bytes
+
+    @property
+    def num_characters(self) -> int:
+        """How many characters of the text are this token's."""
+        return len(self.text) if self.raw else 0
+
+
+NO_TEXT = TokenText("", b"")
 
 
 class Decoder(ABC):
@@ -25,6 +47,9 @@ class Decoder(ABC):
 
     def __init__(self) -> None:
         self._ends_text: dict[int, bool] = {}
+        self._raw: dict[int, bytes | None] = {}
+        self._first: dict[int, TokenText] = {}
+        self._shared: dict[tuple[str, bytes], TokenText] = {}
 
     @abstractmethod
     def decode(self, token_ids: list[int]) -> str:
@@ -37,6 +62,39 @@ class Decoder(ABC):
     @abstractmethod
     def is_silent(self, token_id: int) -> bool:
         """Say whether a token has no text."""
+
+    @abstractmethod
+    def spelling(self, token_id: int) -> str:
+        """Return how the vocabulary spells a token, "" for an id that it does not have."""
+
+    def raw(self, token_id: int) -> bytes | None:
+        """Return a token's own bytes, None if they are those of its text."""
+        if token_id not in self._raw:
+            byte = self.spelling(token_id)[3:5] if self.is_byte(token_id) else None
+            self._raw[token_id] = None if byte is None else bytes.fromhex(byte)
+        return self._raw[token_id]
+
+    def text_of(self, token_id: int, text: str) -> TokenText:
+        """Return this text as a token's; equal ones are one object, as millions may be kept."""
+        raw = self.raw(token_id)
+        key = text, text.encode() if raw is None else raw
+        known = self._shared.get(key)
+        if known is None:
+            if len(self._shared) == _MAX_SHARED_TEXTS:
+                self._shared.clear()
+            known = self._shared[key] = TokenText(*key)
+        return known
+
+    def first(self, token_id: int) -> TokenText:
+        """Return what a token adds that follows nothing, without a character that it begins."""
+        known = self._first.get(token_id)
+        if known is None:
+            if self.is_silent(token_id):
+                known = TokenText(self.spelling(token_id), b"")
+            else:
+                known = self.text_of(token_id, self.decode([token_id]).removesuffix(REPLACEMENT))
+            self._first[token_id] = known
+        return known
 
     def ends_text(self, token_id: int) -> bool:
         """Say whether text that ends with this token is final, except for an incomplete character."""
@@ -67,6 +125,7 @@ class IncrementalDetokenizer:
         self._read = 0
         self._num_returned = 0
         self._num_final = 0  # ids whose text is final, except for an incomplete character
+        self._is_whole = True  # that text does not end within a character
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens and return the text that became final, usually but not always theirs."""
@@ -83,7 +142,8 @@ class IncrementalDetokenizer:
         certain = text.removesuffix(REPLACEMENT)
         piece = certain[self._num_returned :]
         self._num_returned = max(self._num_returned, len(certain))
-        if certain == text and piece:
+        self._is_whole = certain == text
+        if self._is_whole and piece:
             self._move()
         elif num_final - self._read > _LONG:
             self._shorten()
@@ -121,6 +181,158 @@ class IncrementalDetokenizer:
             self._read = border - self._read
 
 
+class TokenwiseDetokenizer(IncrementalDetokenizer):
+    """An IncrementalDetokenizer that also says what each token adds. Those texts joined are the text.
+
+    Usually that is known at once. A token that ends within a character waits for the next one, and byte
+    tokens for the end of their run.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        super().__init__(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._settled: list[Iterable[TokenText]] = []
+        self._waiting: list[_Waiting] = []
+        self._loose = ""  # returned text that belongs to waiting tokens
+        self._run: list[int] = []  # byte tokens at the end of the window
+        self._incomplete: bytes | None = b""  # character at the end of that run; None: the run is malformed
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that became final, usually but not always theirs."""
+        return "".join([self._append(int(token_id)) for token_id in token_ids])
+
+    def finish(self) -> str:
+        """Return the rest; no more tokens will come."""
+        piece = super().finish()
+        self._loose += piece
+        self._settle()
+        return piece
+
+    def settled(self) -> Iterator[TokenText]:
+        """Yield what tokens add, in order, of which this became known since the last call; to be read whole.
+
+        A run of byte tokens may be long, and is divided while this is read.
+        """
+        settled, self._settled = self._settled, []
+        return chain.from_iterable(settled)
+
+    def instead(self, token_ids: Iterable[int]) -> list[TokenText]:
+        """Return what each of these would add as the next token, without a character that it begins.
+
+        Decodes a few tokens for each, however much is pending.
+        """
+        decoder, known = self._decoder, self._num_returned
+        prefix = self._ids[: self._num_final] + self._run[:1]
+        if not prefix and decoder.joins_texts:
+            return [decoder.first(token_id) for token_id in token_ids]
+        pending = decoder.decode(prefix)[known:] if self._waiting else ""
+        texts = []
+        for token_id in token_ids:
+            if not decoder.ends_text(token_id):
+                texts.append(self._byte_instead(token_id, is_first=not prefix))
+            elif not prefix:
+                texts.append(decoder.first(token_id))
+            else:
+                rest = decoder.decode([*prefix, token_id])[known:]
+                piece = rest.removesuffix(REPLACEMENT)
+                texts.append(decoder.text_of(token_id, piece[_start(piece, rest, pending) :]))
+        return texts
+
+    def _byte_instead(self, token_id: int, *, is_first: bool) -> TokenText:
+        """Return what a byte token would add to the run, or a silent token, which adds nothing."""
+        if self._decoder.is_silent(token_id):
+            return self._decoder.first(token_id)
+        if is_first and not self._decoder.decode([token_id]):
+            return NO_TEXT  # a space, which is stripped from the front
+        text, _ = _add_byte(self._incomplete, self._decoder.raw(token_id))
+        return self._decoder.text_of(token_id, text)
+
+    def _append(self, token_id: int) -> str:
+        if not self._decoder.ends_text(token_id):
+            self._wait(token_id)
+            return super().append((token_id,))
+        waiting = self._waiting
+        pending = self._decoder.decode(self._ids)[self._num_returned :] if waiting else ""
+        piece = own = super().append((token_id,))
+        if waiting:
+            start = _start(piece, piece if self._is_whole else piece + REPLACEMENT, pending)
+            self._loose += piece[:start]
+            own = piece[start:]
+            self._settle()
+        if self._is_whole:
+            self._settled.append((self._decoder.text_of(token_id, own),))
+        else:
+            self._waiting.append(_Waiting(token_id))
+            self._loose = own
+        return piece
+
+    def _wait(self, token_id: int) -> None:
+        if not self._decoder.is_silent(token_id):
+            text, self._incomplete = _add_byte(self._incomplete, self._decoder.raw(token_id))
+            self._run.append(token_id)
+            self._waiting.append(_Waiting(token_id, len(text), is_byte=True))
+        elif self._waiting:
+            self._waiting.append(_Waiting(token_id))
+        else:
+            self._settled.append((self._decoder.first(token_id),))
+
+    def _settle(self) -> None:
+        """Give the loose text to the waiting tokens."""
+        is_valid = self._incomplete == b""  # else tokenizers has replaced each byte
+        lengths = [each.length if is_valid else int(each.is_byte) for each in self._waiting]
+        self._settled.append(self._divided(self._loose, self._waiting, lengths))
+        self._waiting, self._loose, self._run, self._incomplete = [], "", [], b""
+
+    def _divided(
+        self, loose: str, waiting: Sequence[_Waiting], lengths: Sequence[int]
+    ) -> Iterator[TokenText]:
+        # What is no byte's is the first token's; what is missing was stripped from the front.
+        end = len(loose) - sum(lengths)
+        start = 0
+        for each, length in zip(waiting, lengths, strict=True):
+            end += length
+            text = loose[start : max(start, end)]
+            start += len(text)
+            if not each.is_byte and self._decoder.is_silent(each.token_id):
+                yield self._decoder.first(each.token_id)
+            elif len(text) < length:
+                yield NO_TEXT
+            else:
+                yield self._decoder.text_of(each.token_id, text)
+
+
+class _Waiting(NamedTuple):
+    """A token whose text is not known yet."""
+
+    token_id: int
+    length: int = 0  # of what it adds to a run of byte tokens, if all of that is valid
+    is_byte: bool = False
+
+
+def _start(piece: str, shown: str, pending: str) -> int:
+    """Return where a token's own text begins in a piece.
+
+    `pending` is what the tokens before it would have added at the end of a text. They do add it if `shown`,
+    the piece with the character that it ends within, goes on from there; if not, the token completes a
+    character of theirs.
+    """
+    return min(len(pending), len(piece)) if shown.startswith(pending) else 0
+
+
+def _add_byte(incomplete: bytes | None, byte: bytes | None) -> tuple[str, bytes | None]:
+    """Return what a byte adds to the text of a run, and the incomplete character that the run then ends with.
+
+    That is None for a malformed run.
+    """
+    if incomplete is None or byte is None:
+        return REPLACEMENT, None
+    try:
+        return (incomplete + byte).decode(), b""
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            return "", incomplete + byte
+        return REPLACEMENT, None
+
+
 class _BackendDecoder(Decoder):
     """A `tokenizers.Tokenizer`, which most transformers tokenizers wrap."""
 
@@ -137,11 +349,14 @@ class _BackendDecoder(Decoder):
         return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip)
 
     def is_byte(self, token_id: int) -> bool:
-        token = self._tokenizer.id_to_token(token_id)
-        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+        token = self.spelling(token_id)
+        return _BYTE_TOKEN.fullmatch(token) is not None and self.decode([token_id]) != token
 
     def is_silent(self, token_id: int) -> bool:
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def spelling(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
 
 
 class _ByteLevelDecoder(_BackendDecoder):
@@ -155,6 +370,12 @@ class _ByteLevelDecoder(_BackendDecoder):
 
     def decode(self, token_ids: list[int]) -> str:
         return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
+
+    def is_byte(self, token_id: int) -> bool:
+        return False
+
+    def raw(self, token_id: int) -> bytes:
+        return self._bytes_of(token_id)
 
     def _bytes_of(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
@@ -189,11 +410,15 @@ class _PythonDecoder(Decoder):
         return decode(self._tokenizer, token_ids, **self._options)
 
     def is_byte(self, token_id: int) -> bool:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        return isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) is not None
+        token = self.spelling(token_id)
+        return _BYTE_TOKEN.fullmatch(token) is not None and self.decode([token_id]) != token
 
     def is_silent(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def spelling(self, token_id: int) -> str:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token if isinstance(token, str) else ""
 
 
 def decoder_of(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:
@@ -206,3 +431,18 @@ def decoder_of(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:
             return _ByteLevelDecoder(backend, skip_special_tokens=skip_special_tokens)
         return _BackendDecoder(backend, skip_special_tokens=skip_special_tokens)
     return _PythonDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class Decoders:
+    """The decoders of one tokenizer; without a tokenizer there are none."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._decoders: dict[bool, Decoder] = {}  # by whether they skip special tokens
+
+    def get(self, *, skip_special_tokens: bool) -> Decoder | None:
+        """Return a decoder, the same one each time."""
+        if self._tokenizer is not None and skip_special_tokens not in self._decoders:
+            made = decoder_of(self._tokenizer, skip_special_tokens=skip_special_tokens)
+            self._decoders[skip_special_tokens] = made
+        return self._decoders.get(skip_special_tokens)

@@ -17,6 +17,7 @@ from sagellm.core import (
     CopyBlocks,
     KVOp,
     LogitsRequest,
+    PromptScores,
     ReadBlocks,
     Runs,
     SampledToken,
@@ -244,8 +245,8 @@ class Worker:
             rows.append(row)
         return rows
 
-    def _score(self, step: StepInput, logits: torch.Tensor) -> dict[int, list[SampledToken]]:
-        scores: dict[int, list[SampledToken]] = {}
+    def _score(self, step: StepInput, logits: torch.Tensor) -> dict[int, PromptScores]:
+        scores: dict[int, PromptScores] = {}
         begin = 0
         for row, start, stop, num_top in ((e.row, e.start, e.stop, e.num_top) for e in step.scored):
             end = begin + stop - start
