@@ -145,10 +145,10 @@ class AccessControl:
         """
         hosts = _values(scope, b"host")
         if self._hosts is not None and (len(hosts) != 1 or _without_port(hosts[0]) not in self._hosts):
-            named = _shown(hosts[0]) if len(hosts) == 1 else f"{len(hosts)} names"
+            named = f"the host {_shown(hosts[0])}" if len(hosts) == 1 else "no host"
             raise APIError(
                 403,
-                f"the Host header has {named}, which is not a host of this server; if it should be one, "
+                f"the request is for {named}, which is not a host of this server; if it should be one, "
                 f"start the server with --allowed-hosts",
                 code="bad_host",
             )
