@@ -8,7 +8,12 @@ import threading
 import pytest
 
 from sagellm.engines import SamplingParams
-from sagellm.engines.http.body_params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
+from sagellm.engines.http.body_params import (
+    MAX_LOGPROB_ENTRIES,
+    MAX_PARAMETER_TOKENS,
+    check_budget,
+    completion_params,
+)
 from sagellm.engines.http.body_schema import CompletionBody
 from sagellm.engines.http.completion_shape import CompletionShape
 from sagellm.engines.http.errors import APIError
@@ -26,6 +31,35 @@ def test_log_probabilities_of_a_prompt_are_bounded():
     assert told(caught, "prompt_logprobs") == (
         "prompt_logprobs: 20 and the token itself for 100000 prompt tokens are 2100000 log-probabilities; "
         f"there may be at most {MAX_LOGPROB_ENTRIES}: lower prompt_logprobs, or send fewer or shorter prompts"
+    )
+
+
+WORDS = {"bad_words_token_ids": [[7] * 500] * 128, "logit_bias": {9: 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "told_sizes"),
+    [
+        (WORDS, "bad_words", "64001 tokens in bad_words, logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1024), 1.0)}, "logit_bias", "1024 tokens in logit_bias"),
+        ({"allowed_token_ids": range(5000)}, "allowed_token_ids", "5000 tokens in allowed_token_ids"),
+        ({"stop_token_ids": range(1024)}, "stop_token_ids", "1024 tokens in stop_token_ids"),
+    ],
+)
+def test_the_tokens_of_parameters_are_bounded_by_continuations(given, param, told_sizes):
+    """400 prompts with 64 bad words of 1,024 letters once kept another key waiting for half a minute."""
+    params = SamplingParams(max_tokens=1, n=2, **given)
+    size = int(told_sizes.split()[0])
+    most = MAX_PARAMETER_TOKENS // size // 2
+    check_budget(params, min(most, 512), 1, 100)
+    if most > 512:
+        return  # as many continuations as there may be have no more than that
+    with pytest.raises(APIError) as caught:
+        check_budget(params, most + 1, 1, 100)
+    num = 2 * (most + 1)
+    assert told(caught, param) == (
+        f"{param}: {num} continuations × {told_sizes} are {num * size}; there may be at most "
+        f"{MAX_PARAMETER_TOKENS}: shorten {param}, lower n, or send fewer prompts"
     )
 
 

@@ -11,17 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, SampledToken, TokenOutput
 from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote import CoreServer, RemoteEngine
 from sagellm.engines.remote.core_process import listen
 from sagellm.engines.remote.heartbeat import Heartbeat
-from sagellm.engines.remote.messages import Failed, Hello, Reply, Step, encode
+from sagellm.engines.remote.messages import Add, Failed, Hello, Reply, Step, encode
 from sagellm.engines.remote.operations import core_operations
 from sagellm.engines.remote.supervisor import Supervisor
 from sagellm.engines.serve import serve
@@ -83,11 +83,9 @@ class Scripted(RemoteEngine):
     def __init__(self, engine) -> None:
         super().__init__(engine.config, None, tokenizer=engine.tokenizer)
         self._engine = engine
-        self.said = []
-        self.supervisor.wait_until_ready = self._wait
-        self.supervisor.send = self.said.append
+        self.supervisor.wait_until_ready = self.supervisor.reach = self._wait
 
-    async def _wait(self) -> None:
+    async def _wait(self, *_) -> None:
         pass
 
 
@@ -123,13 +121,18 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.is_closed = True
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    pause_reading = resume_reading = lambda self: None
+
 
 async def attack(scripted: Scripted, frames) -> tuple[int, int]:
     """Give links frames as if a core had sent them, about requests that are under way.
 
     Return how many frames ended their link, and how many requests they ended. Nothing else may happen.
     """
-    from sagellm.engines.remote.supervisor import _Link
+    from sagellm.engines.remote.links import Link
 
     def receive(message):
         if isinstance(message, Hello):
@@ -149,7 +152,7 @@ async def attack(scripted: Scripted, frames) -> tuple[int, int]:
             if request_id not in scripted._driver:
                 streams[request_id] = await scripted.add_request([5, 6, 7], params, request_id=request_id)
                 num_requests += 1
-        link, transport = _Link(receive), Transport()
+        link, transport = Link(receive, asyncio.get_running_loop().create_future()), Transport()
         link.connection_made(transport)
         link.first.set_result(None)
         link.data_received(frame)
@@ -163,7 +166,7 @@ async def attack(scripted: Scripted, frames) -> tuple[int, int]:
 @pytest.fixture
 def _quiet(monkeypatch):
     """Keep the thousands of warnings from being collected."""
-    monkeypatch.setattr(logging.getLogger("sagellm.engines.remote.supervisor"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("sagellm.engines.remote.links"), "disabled", True)
 
 
 @pytest.mark.usefixtures("_quiet")
@@ -197,14 +200,13 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
     from sagellm.core import InvalidRequestError
 
     async def use():
-        scripted.supervisor.send = encode_it
+        scripted.supervisor.core = SimpleNamespace(links=SimpleNamespace(add=encode_it, abort=print))
         with pytest.raises(InvalidRequestError, match="cannot be sent"):
             await scripted.add_request([5], LONG)
         assert scripted.num_live == 0
 
-    def encode_it(message) -> None:
-        too_large = 1 << 70  # as a plugin's own parameters may have it
-        encode([message, too_large] if isinstance(message, QueuedRequest) else message)
+    def encode_it(requests) -> None:
+        encode([Add.of(requests), 1 << 70])  # as a plugin's own parameters may have it
 
     scripted._greet(Hello({}, scripted._engine.driver.input.limits, SamplingParams(), 7))
     asyncio.run(use())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -190,6 +191,8 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
+            gc.collect()
+            gc.freeze()  # a full collection would visit all that was loaded, and all streams would wait
             _log_start(front)
             enter("ready")
         await serving

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody, SamplingBody
@@ -14,6 +15,7 @@ from sagellm.engines.sampling.params import SamplingParams
 MAX_SEQUENCES = 1024
 MAX_OUTPUT_TOKENS = 1 << 21
 MAX_LOGPROB_ENTRIES = 1 << 21
+MAX_PARAMETER_TOKENS = 1 << 21
 MAX_EXTRA_BYTES = 64 << 10
 
 _COMPLETION_TOKENS = 16  # as OpenAI documents
@@ -69,37 +71,63 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     return _made(defaults, given)
 
 
+class _Budget(NamedTuple):
+    """A product of valid parts, and the most that it may be."""
+
+    param: str
+    amount: int
+    most: int
+    told: str  # how the amount comes about
+    advice: str
+
+
 def check_budget(params: SamplingParams, num_prompts: int, prompt_tokens: int, max_model_len: int) -> None:
     """Raise APIError if the product of valid parts is out of range; `params.n` is best_of, if given."""
-    num_sequences = num_prompts * params.n
-    if num_sequences > MAX_SEQUENCES:
-        raise invalid(
-            "n",
-            f"n: {num_prompts} prompts × n or best_of {params.n} exceed {MAX_SEQUENCES} continuations; "
-            f"lower n or best_of, or send fewer prompts",
-        )
+    for param, amount, most, told, advice in _budgets(params, num_prompts, prompt_tokens, max_model_len):
+        if amount > most:
+            raise invalid(param, f"{param}: {told}; there may be at most {most}: {advice}")
+
+
+def _budgets(
+    params: SamplingParams, num_prompts: int, prompt_tokens: int, max_model_len: int
+) -> Iterator[_Budget]:
+    num = num_prompts * params.n
+    told = f"{num_prompts} prompts × {params.n} (n or best_of) are {num} continuations"
+    yield _Budget("n", num, MAX_SEQUENCES, told, "lower n or best_of, or send fewer prompts")
     longest = min(params.max_tokens or max_model_len, max_model_len)
-    if num_sequences * longest > MAX_OUTPUT_TOKENS:
-        raise invalid(
-            "max_tokens",
-            f"max_tokens: {num_sequences} continuations of up to {longest} tokens are more than "
-            f"{MAX_OUTPUT_TOKENS} tokens; lower max_tokens or n",
+    told = f"{num} continuations × {longest} are {num * longest} tokens"
+    yield _Budget("max_tokens", num * longest, MAX_OUTPUT_TOKENS, told, "lower max_tokens or n")
+    sizes = {name: size for name, size in _parameter_sizes(params).items() if size}
+    if sizes:
+        size, largest = sum(sizes.values()), max(sizes, key=lambda name: sizes[name])
+        told = f"{num} continuations × {size} tokens in {', '.join(sizes)} are {num * size}"
+        advice = f"shorten {largest}, lower n, or send fewer prompts"
+        yield _Budget(largest, num * size, MAX_PARAMETER_TOKENS, told, advice)
+    if params.logprobs is not None:
+        entries = num * longest * (params.logprobs + 1)
+        told = (
+            f"{params.logprobs} and the token itself for {num} continuations × {longest} tokens are "
+            f"{entries} log-probabilities"
         )
-    entries = 0 if params.logprobs is None else num_sequences * longest * (params.logprobs + 1)
-    if entries > MAX_LOGPROB_ENTRIES:
-        raise invalid(
-            "logprobs",
-            f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; "
-            f"lower max_tokens or logprobs",
+        yield _Budget("logprobs", entries, MAX_LOGPROB_ENTRIES, told, "lower max_tokens or logprobs")
+    if params.prompt_logprobs is not None:
+        entries = prompt_tokens * (params.prompt_logprobs + 1)
+        told = (
+            f"{params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens are "
+            f"{entries} log-probabilities"
         )
-    entries = 0 if params.prompt_logprobs is None else prompt_tokens * (params.prompt_logprobs + 1)
-    if entries > MAX_LOGPROB_ENTRIES:
-        raise invalid(
-            "prompt_logprobs",
-            f"prompt_logprobs: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt "
-            f"tokens are {entries} log-probabilities; there may be at most {MAX_LOGPROB_ENTRIES}: lower "
-            f"prompt_logprobs, or send fewer or shorter prompts",
-        )
+        advice = "lower prompt_logprobs, or send fewer or shorter prompts"
+        yield _Budget("prompt_logprobs", entries, MAX_LOGPROB_ENTRIES, told, advice)
+
+
+def _parameter_sizes(params: SamplingParams) -> dict[str, int]:
+    """Return how many tokens each parameter has that the engine looks at for each continuation."""
+    return {
+        "bad_words": sum(map(len, params.bad_words_token_ids)),
+        "logit_bias": len(params.logit_bias or ()),
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "stop_token_ids": len(params.stop_token_ids or ()),
+    }
 
 
 def _given(body: SamplingBody) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
 from sagellm.core import EngineMetrics
@@ -32,7 +33,7 @@ class Stream(Protocol):
 class EngineFront(Protocol):
     """Takes requests, only from the server's event loop.
 
-    `add_request` keeps nothing if it raises InvalidRequestError. `metrics` answers between two steps, which
+    `add_job` keeps nothing if it raises InvalidRequestError. `metrics` answers between two steps, which
     may take long; `is_responsive` says at any time whether the engine is alive.
     """
 
@@ -76,13 +77,15 @@ class EngineFront(Protocol):
         """How often the engine was restarted because it had ended or made no progress."""
         ...
 
-    async def add_request(
+    async def add_job(
         self,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
+        *,
+        request_ids: Sequence[str | None] = (),
         **options: Unpack[RequestOptions],
-    ) -> Stream:
-        """Queue a request. Raises InvalidRequestError, EngineError."""
+    ) -> Sequence[Stream]:
+        """Queue requests with the same parameters and options. Raises InvalidRequestError, EngineError."""
         ...
 
     async def metrics(self) -> EngineMetrics:

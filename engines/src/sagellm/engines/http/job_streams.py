@@ -31,20 +31,17 @@ class JobStreams:
     """A job's requests in the engine. Reading raises ClientGoneError when the client disconnects."""
 
     def __init__(self, receive: Receive, timers: Sequence[RequestTimer]) -> None:
-        self._streams: list[Stream] = []
+        self._streams: Sequence[Stream] = ()
         self._timers = timers
         self._stopped: Exception | None = None
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def open(self, front: EngineFront, job: Job, options: RequestOptions) -> None:
         """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
-        for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
-            own = options | RequestOptions(request_id=request_id)
-            stream = await front.add_request(prompt.token_ids, job.params, **own)
-            self._streams.append(stream)
-            if self._stopped is not None:
-                raise self._stopped
-            await asyncio.sleep(0)  # thousands of prompts must not block other requests
+        prompts = [each.token_ids for each in job.prompts]
+        self._streams = await front.add_job(prompts, job.params, request_ids=job.request_ids, **options)
+        if self._stopped is not None:
+            raise self._stopped
 
     def stop(self, error: Exception) -> None:
         """End the reading with an error, even if outputs are missing."""

@@ -70,7 +70,7 @@ def listen(path: Path) -> socket.socket:
         listener.bind(str(path))
     finally:
         os.umask(mask)
-    listener.listen(64)
+    listener.listen(256)
     return flaky_socket("core.socket", listener)
 
 

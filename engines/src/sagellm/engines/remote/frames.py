@@ -58,6 +58,13 @@ class FrameReader:
         """Add received bytes."""
         self._pending += data
 
+    @property
+    def has_next(self) -> bool:
+        """Whether `next` would return a message, or raise."""
+        claimed = int.from_bytes(self._pending[:_LENGTH_BYTES], "little")
+        enough = _LENGTH_BYTES + (claimed if claimed <= MAX_FRAME_BYTES else 0)
+        return len(self._pending) >= enough
+
     def next(self) -> Any | None:
         """Return the next complete message, or None.
 

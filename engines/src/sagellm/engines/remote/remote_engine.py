@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -27,6 +28,9 @@ from sagellm.engines.text.local import LONG_TEXT
 
 if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
+
+_CHECKED_AT_ONCE = 32
+"""Requests of a job that are checked before other tasks have their turn."""
 
 
 class RemoteEngine:
@@ -125,16 +129,38 @@ class RemoteEngine:
 
         Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if the core is gone.
         """
-        await self.supervisor.wait_until_ready()
-        process = partial(self._driver.input.process_request, prompt, params, **options)
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            request = await asyncio.to_thread(process)
-            await self.supervisor.wait_until_ready()
-        else:
-            request = process()
-        self._driver.add(request, prompt)
-        stream = self._streams[request.request_id] = OutputStream(request.request_id, self._drop)
+        request_id = options.pop("request_id", None)
+        (stream,) = await self.add_job([prompt], params, request_ids=[request_id], **options)
         return stream
+
+    async def add_job(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        request_ids: Sequence[str | None] = (),
+        **options: Unpack[RequestOptions],
+    ) -> list[OutputStream]:
+        """Check and send requests with the same parameters and options, and return their streams.
+
+        They are sent when the core has read nearly all earlier ones of this tenant. Raises as `add_request`
+        does, and then none is sent.
+        """
+        await self.supervisor.wait_until_ready()
+        checking = self._driver.input.process_job(prompts, params, request_ids, **options)
+        requests = []
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+                requests.append(await asyncio.to_thread(next, checking))
+            else:
+                requests.append(next(checking))
+                if len(requests) % _CHECKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        await self.supervisor.reach(requests[0].request.tenant.name)
+        self._driver.add(requests, prompts)
+        streams = [OutputStream(each.request_id, self._drop) for each in requests]
+        self._streams.update({each.request_id: each for each in streams})
+        return streams
 
     async def abort_request(self, request_id: str) -> None:
         """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
@@ -145,7 +171,7 @@ class RemoteEngine:
         await self.supervisor.wait_until_ready()
         self._num_calls += 1
         future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
-        self.supervisor.send(Call(self._num_calls, operation, arguments))
+        self.supervisor.call(Call(self._num_calls, operation, arguments))
         return await future
 
     async def metrics(self) -> EngineMetrics:

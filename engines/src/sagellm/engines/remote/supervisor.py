@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from sagellm.core import (
     SequenceId,
     get_logger,
 )
-from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import EngineClient
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote.core_handle import CoreHandle, Spawn, Stall, start_process
 from sagellm.engines.remote.heartbeat import RESPONSIVE_S
-from sagellm.engines.remote.messages import Abort, Failed, FrameReader, FromCore, Hello, ToCore
+from sagellm.engines.remote.messages import Call, Failed, FromCore, Hello
 
 logger = get_logger(__name__)
 
@@ -96,21 +95,34 @@ class Supervisor(EngineClient):
         if self._failure is not None:
             raise EngineDeadError(f"the engine is not running: {self._failure}")
 
-    def add(self, request: QueuedRequest) -> None:
-        """Send a request. Raises InvalidRequestError if it has values that cannot be sent."""
+    async def reach(self, tenant: str) -> None:
+        """Wait until the running core takes requests of a tenant. Raises as `wait_until_ready` does."""
+        while True:
+            await self.wait_until_ready()
+            core = self.core
+            assert core is not None, "it is ready"
+            await core.links.reach(tenant)
+            if core is self.core and self.is_ready:
+                return
+
+    def add(self, requests: Sequence[QueuedRequest]) -> None:
+        """Send requests of one tenant. Raises InvalidRequestError if they have values that cannot be sent."""
+        if self.core is None:
+            return
         try:
-            self.send(request)
+            self.core.links.add(requests)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in values that only plugins check
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """Have the core end sequences."""
-        self.send(Abort(list(sequence_ids), finish_reason))
-
-    def send(self, message: ToCore) -> None:
-        """Send a message to the running core; if there is none, it is lost."""
         if self.core is not None:
-            self.core.send(message)
+            self.core.links.abort(sequence_ids, finish_reason)
+
+    def call(self, call: Call) -> None:
+        """Send a call to the running core; if there is none, it is lost."""
+        if self.core is not None:
+            self.core.links.calls.send(call)
 
     async def close(self, *, at_once: bool = False) -> None:
         """End the core; a cancellation kills it."""
@@ -171,12 +183,14 @@ class Supervisor(EngineClient):
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
-        link = _Link(self._on_message)
-        core = self.core = await CoreHandle.start(self.config, self._socket, link, spawn=self._spawn)
+        core = self.core = await CoreHandle.start(
+            self.config, self._socket, self._on_message, spawn=self._spawn
+        )
+        links = core.links
         reason = _DIED
         try:
-            stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
-            first = None if stalled else await link.first
+            stalled = await self._watch(core, links.calls.first, lambda: core.num_cpu_ticks)
+            first = None if stalled else await links.calls.first
             if isinstance(first, Failed):
                 raise (WrongSettingError if first.is_usage_error else EngineError)(first.message)
             if isinstance(first, Hello):
@@ -186,7 +200,7 @@ class Supervisor(EngineClient):
                 if self.num_restarts:
                     away_s = asyncio.get_running_loop().time() - self._ended_s
                     logger.warning("the engine takes requests again, after %.1f s", away_s)
-                stalled = await self._watch(core, link.lost, lambda: core.heartbeat.last_ns)
+                stalled = await self._watch(core, links.lost, lambda: core.heartbeat.last_ns)
             reason = stalled or reason
         finally:
             self._ended_s = asyncio.get_running_loop().time()
@@ -209,39 +223,3 @@ class Supervisor(EngineClient):
                 logger.error("%s; it was process %d (server.frozen_after_s)", reason, core.pid)
                 return reason
         return None
-
-
-class _Link(asyncio.Protocol):
-    """One connection to a core: its first message, all others, and its end."""
-
-    def __init__(self, receive: Callable[[FromCore], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[FromCore | None] = loop.create_future()
-        self.lost: asyncio.Future[None] = loop.create_future()
-        self._reader = FrameReader(FromCore)
-        self._receive = receive
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    @in_pieces("front.receive", lambda self: self._transport.is_closing())
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._reader.feed(data):
-                if not self.first.done():
-                    self.first.set_result(message)
-                else:
-                    self._receive(message)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # the panic of an extension module is not an Exception
-            logger.exception("the engine sent an invalid message")
-            assert self._transport is not None
-            self._transport.close()
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        if not self.first.done():
-            self.first.set_result(None)
-        if not self.lost.done():
-            self.lost.set_result(None)
