@@ -164,6 +164,7 @@ class ScriptedFront:
         self.script = script
         self.is_ready = self.is_responsive = True
         self.closed = self.num_restarts = 0
+        self.status, self.pause_s = "ready", 0.0
         self.requests: list[dict[str, Any]] = []
         self.metrics_error: Exception | None = None
 

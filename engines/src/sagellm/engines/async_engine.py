@@ -125,6 +125,18 @@ class AsyncLLMEngine:
         return not self._closed and not is_late
 
     @property
+    def status(self) -> str:
+        """ "ready", "unresponsive" or "closed"."""
+        if self._closed:
+            return "closed"
+        return "ready" if self.is_responsive else "unresponsive"
+
+    @property
+    def pause_s(self) -> float:
+        """0: it lives in this process, and is never restarted."""
+        return 0.0
+
+    @property
     def num_restarts(self) -> int:
         """0: it lives in this process, and is never restarted."""
         return 0

@@ -48,6 +48,11 @@ class RequestDriver:
         return len(self._output)
 
     @property
+    def live_requests(self) -> list[QueuedRequest]:
+        """The live requests, as they were queued."""
+        return self._output.requests
+
+    @property
     def input(self) -> InputProcessor:
         """The processor that checks and tokenizes."""
         assert self._input is not None, "begin is called first"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Stream(Protocol):
     """The outputs of one request, each cumulative and possibly the same growing object.
 
-    Iterating ends after the last output. It raises EngineDeadError when the engine's process is gone,
+    Iterating ends after the last output. It raises EngineDeadError when the engine's process is gone
     and EngineError for any other failure of the engine as a whole.
     """
 
@@ -70,6 +70,16 @@ class EngineFront(Protocol):
     @property
     def is_responsive(self) -> bool:
         """Whether the engine has made progress within the last 4 s, even inside a long step. Never waits."""
+        ...
+
+    @property
+    def status(self) -> str:
+        """What the engine does, in a word or two: "ready", or why it is not. Never waits."""
+        ...
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which requests are refused, until the engine is started again; 0 at most times."""
         ...
 
     @property

@@ -78,7 +78,7 @@ class Generation(ABC, Generic[B]):
                 scope["state"]["timers"] = timers  # for the access log
                 shape = self.shape(job)
                 async with running(receive, timers, options["deadline_ms"]) as run:
-                    seat.stop = run.stop
+                    seat.run(run.stop)
                     await run.open(self.service.front, job, options)
                     rest = await (_stream(run, shape, reply) if job.is_streamed else _whole(run, shape))
                 if job.is_streamed:

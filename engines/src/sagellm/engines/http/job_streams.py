@@ -34,19 +34,28 @@ class JobStreams:
         self._streams: Sequence[Stream] = ()
         self._timers = timers
         self._stopped: Exception | None = None
+        self._opening: asyncio.Future[Sequence[Stream]] | None = None
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def open(self, front: EngineFront, job: Job, options: RequestOptions) -> None:
         """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
         prompts = [each.token_ids for each in job.prompts]
-        self._streams = await front.add_job(prompts, job.params, request_ids=job.request_ids, **options)
+        adding = front.add_job(prompts, job.params, request_ids=job.request_ids, **options)
+        self._opening = asyncio.ensure_future(adding)  # which may wait for the engine to start
+        try:
+            self._streams = await self._opening
+        except asyncio.CancelledError:
+            if self._stopped is None:
+                raise
         if self._stopped is not None:
             raise self._stopped
 
     def stop(self, error: Exception) -> None:
-        """End the reading with an error, even if outputs are missing."""
+        """End opening or reading with an error, even if outputs are missing."""
         if self._stopped is None:
             self._stopped = error
+        if self._opening is not None:
+            self._opening.cancel()
         for stream in self._streams:
             stream.close()
 

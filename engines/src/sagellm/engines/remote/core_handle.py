@@ -99,7 +99,7 @@ class CoreHandle:
     """One process of the core and the connections to it."""
 
     def __init__(self, spawned: Spawned, links: Links) -> None:
-        self._process, self.heartbeat, self._num_cpu_ticks = spawned
+        self._process, self.heartbeat, self.read_cpu_ticks = spawned
         self.links = links
 
     @property
@@ -113,11 +113,6 @@ class CoreHandle:
         code = self._process.returncode
         assert code is not None, "`stop` waits for the end"
         return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-
-    @property
-    def num_cpu_ticks(self) -> int | None:
-        """The process's CPU time, as it does not beat while it loads; None if unknown."""
-        return self._num_cpu_ticks()
 
     @classmethod
     @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)

@@ -30,6 +30,11 @@ def _decode_other(kind: type, value: object) -> TokenIds:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 
 
+def packed(value: object) -> bytes:
+    """Return any value that may be part of a message in MessagePack."""
+    return _encoder.encode(value)
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return a message as a frame."""
     frame = bytearray(_LENGTH_BYTES)

@@ -26,9 +26,12 @@ from sagellm.engines.remote.messages import Call, Failed, FromCore, Hello
 
 logger = get_logger(__name__)
 
-_MAX_RESTARTS = 3
-_RESTARTS_WITHIN_S = 60.0
-_RETRY_S = 2.0
+_MAX_FIRST_STARTS = 4
+"""Starts without success after which the first core is given up."""
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before the restart after the first death, the second, …; further ones are like the last."""
+_CALM_S = 60.0
+"""A core that was ready for so long begins the pauses anew with its death."""
 _TICK_S = 0.5
 
 _DIED = "the engine's process died"
@@ -39,9 +42,10 @@ class WrongSettingError(EngineError, ConfigError):
 
 
 class Supervisor(EngineClient):
-    """Reports the core's messages and deaths. After four deaths within a minute it is not restarted.
+    """Reports the core's messages and deaths, and starts it again, after pauses that grow with each death.
 
-    A core without a heartbeat for `server.frozen_after_s` is killed, which counts as a death.
+    It never gives up once a core was ready. A core without a heartbeat for `server.frozen_after_s` is
+    killed, which counts as a death, as does a start that fails.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class Supervisor(EngineClient):
     ) -> None:
         self.config = config  # with the core's choices for "auto", so that a restarted one keeps them
         self.num_restarts = 0
-        self._ended_s = 0.0
+        self._num_deaths = 0  # since a core was calm
+        self._was_ready = False  # a core, at any time
+        self._ended_s = self._resumes_s = 0.0
         self.core: CoreHandle | None = None
         self._ending = " ended"
         self._socket, self._spawn = socket, spawn
@@ -76,19 +82,39 @@ class Supervisor(EngineClient):
         """Whether that core has made progress within the last 4 s, between two steps or inside one."""
         return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
 
+    @property
+    def pause_s(self) -> float:
+        """Seconds until a core is started; 0 if there is one, or one is being started."""
+        return max(0.0, self._resumes_s - asyncio.get_running_loop().time())
+
+    @property
+    def status(self) -> str:
+        """What is going on, in a word for people and probes."""
+        if self._is_closing:
+            return "closing"
+        if self.is_ready:
+            return "ready" if self.is_responsive else "unresponsive"
+        if self.pause_s:
+            return "waiting to restart"
+        return "restarting" if self.num_restarts else "starting"
+
     async def start(self) -> None:
         """Start the core and wait until its model is loaded.
 
         Raises EngineError with the core's reason: a WrongSettingError if it is a setting.
         """
         self._watching = asyncio.create_task(self._keep_running())
-        await self._ready.wait()
+        while not (self._ready.is_set() or self._is_closing):
+            await self._ready.wait()
         if self._failure is not None:
             raise self._failure
 
     async def wait_until_ready(self) -> None:
-        """Wait for a core that is being started. Raises EngineDeadError if there will be none."""
-        if not self._is_closing:
+        """Wait for a core that is being started. Raises EngineDeadError if none is, or it dies."""
+        while not (self._is_closing or self._ready.is_set()):
+            if pause_s := self.pause_s:
+                told = "the engine's process ended several times, and its next start is delayed"
+                raise EngineDeadError(told, retry_after_s=pause_s)
             await self._ready.wait()
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
@@ -139,76 +165,80 @@ class Supervisor(EngineClient):
         self._socket.unlink(missing_ok=True)
 
     async def _keep_running(self) -> None:
-        deaths: list[float] = []
         while True:
             failed = await self._attempt()
             if self._is_closing:
                 return
-            now = asyncio.get_running_loop().time()
-            deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
-            if failed is not None and not self.num_restarts:  # reported to the caller of the first start
-                self._failure = failed
-            elif len(deaths) > _MAX_RESTARTS:
-                why = f"its process failed {len(deaths)} times within a minute"
-                self._failure = EngineDeadError(why if failed is None else f"{why}, at last: {failed}")
-                logger.error("the engine's process%s", self._ending)
-            if self._failure is not None:
-                if self.num_restarts:  # a failure of the first start is raised there
-                    logger.error("the engine stays down: %s; start the server again", self._failure)
+            if not self._was_ready and (failed is not None or self._num_deaths >= _MAX_FIRST_STARTS):
+                self._failure = failed or EngineDeadError(f"its process ended {self._num_deaths} times")
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
+            when = f" in {self.pause_s:.0f} s" if self.pause_s else ""
             if failed is None:
-                logger.error("the engine's process%s and is restarted", self._ending)
+                logger.error("the engine's process%s and is restarted%s", self._ending, when)
             else:  # the missing memory or folder may be back soon
-                logger.error("the engine cannot start: %s; trying again", failed)
-                await asyncio.sleep(_RETRY_S)
+                logger.error("the engine cannot start: %s; trying again%s", failed, when)
+            await asyncio.sleep(self.pause_s)
 
     async def _attempt(self) -> EngineError | None:
         """Run a core until it is gone; return the error if it could not start."""
-        while True:
-            try:
-                await self._run_once()
-            except EngineError as error:
-                return error
-            except OSError as error:  # no memory or descriptors for a process
-                if not self.num_restarts:
-                    return EngineError(f"its process cannot be started: {error}")
-                logger.error("the engine's process cannot be started again yet: %s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            except Exception:  # it sent something invalid
-                logger.exception("the engine's process sent an invalid message")
-            return None
+        try:
+            await self._run_once()
+        except EngineError as error:
+            return error
+        except OSError as error:  # no memory or descriptors for a process
+            return EngineError(f"its process cannot be started: {error}")
+        except Exception:  # it sent something invalid
+            logger.exception("the engine's process sent an invalid message")
+        return None
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
-        core = self.core = await CoreHandle.start(
-            self.config, self._socket, self._on_message, spawn=self._spawn
-        )
-        links = core.links
-        reason = _DIED
+        core: CoreHandle | None = None
+        ready_s, reason = None, _DIED
         try:
-            stalled = await self._watch(core, links.calls.first, lambda: core.num_cpu_ticks)
+            core = self.core = await CoreHandle.start(
+                self.config, self._socket, self._on_message, spawn=self._spawn
+            )
+            links, heartbeat = core.links, core.heartbeat
+            stalled = await self._watch(core, links.calls.first, core.read_cpu_ticks)
             first = None if stalled else await links.calls.first
             if isinstance(first, Failed):
                 raise (WrongSettingError if first.is_usage_error else EngineError)(first.message)
             if isinstance(first, Hello):
                 self.config = self.config.with_values(first.config)
                 self._on_hello(first)
-                self._ready.set()
-                if self.num_restarts:
-                    away_s = asyncio.get_running_loop().time() - self._ended_s
-                    logger.warning("the engine takes requests again, after %.1f s", away_s)
-                stalled = await self._watch(core, links.lost, lambda: core.heartbeat.last_ns)
+                ready_s = self._take_up()
+                stalled = await self._watch(core, links.lost, lambda: heartbeat.last_ns)
             reason = stalled or reason
         finally:
-            self._ended_s = asyncio.get_running_loop().time()
-            self._ready.clear()
-            if not self._is_closing:
-                self._on_death(EngineDeadError(f"{reason}; send the request again"))
-            await core.stop()
-            self._ending = f" {core.pid} ended ({core.ending})"
+            self._count_death(ready_s)
+            if core is not None:
+                if not self._is_closing:
+                    told = f"{reason}; send the request again"
+                    self._on_death(EngineDeadError(told, retry_after_s=self.pause_s))
+                await core.stop()
+                self._ending = f" {core.pid} ended ({core.ending})"
+
+    def _take_up(self) -> float:
+        """Let requests go to the core, which is ready, and return the time."""
+        now_s = asyncio.get_running_loop().time()
+        self._was_ready = True
+        self._ready.set()
+        if self.num_restarts:
+            logger.warning("the engine takes requests again, after %.1f s", now_s - self._ended_s)
+        return now_s
+
+    def _count_death(self, ready_s: float | None) -> None:
+        """Set the pause before the next start; `ready_s` is when this core became ready, if it did."""
+        self._ended_s = now_s = asyncio.get_running_loop().time()
+        if ready_s is not None and now_s - ready_s >= _CALM_S:
+            self._num_deaths = 0
+        self._resumes_s = now_s + _PAUSES_S[min(self._num_deaths, len(_PAUSES_S) - 1)]
+        self._num_deaths += 1
+        self._ready.set()  # requests that wait look again: a pause is not waited for
+        self._ready.clear()
 
     async def _watch(
         self, core: CoreHandle, awaited: asyncio.Future[Any], progress: Callable[[], int | None]
