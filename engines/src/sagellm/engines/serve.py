@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -55,6 +56,7 @@ def serve(
     `serve`, for a port or name in use, and the errors of loading the model.
     """
     _check_extra()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # also for all children: a dump would hold users' texts
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
         engine = RunningEngine(
@@ -66,12 +68,23 @@ def serve(
         )
         _check_socket_path(engine)
         with EngineLock(engine.name) as lock:
-            engine.announce()
+            _announce(engine)
             with _ended_by_signals(lock, lambda: on_state(replace(engine, state="stopped"))):
                 tokenizer = _prepare(config)
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
                 runner.run(serving)
+
+
+def _announce(engine: RunningEngine) -> None:
+    """Write an engine's first entry. Raises ConfigError."""
+    try:
+        engine.announce()
+    except OSError as error:
+        raise ConfigError(
+            f"the engine's entry, {error.filename2 or error.filename}, cannot be written: {error.strerror}; "
+            f"remove it, or name another runtime folder in {VARIABLE}"
+        ) from error
 
 
 def _check_extra() -> None:
