@@ -1,6 +1,6 @@
 """Whether one API key can take the engine from another: `python benchmarks/tenants.py`.
 
-On the server itself, `sage llm serve` with the embedded model and a key file, in processes of its own. Three
+On the server itself, `sage llm serve` with the embedded model and a key file, in processes of its own. Four
 bars, and the exit status is 1 if one of them fails:
 
 (a) One key floods: 8 streams with `priority: -1000`, then 2 requests with `n: 128`. The other key's time to
@@ -9,7 +9,9 @@ median. The step is the mean one during the flood: seconds ÷ steps, by the engi
 (b) Five keys of weights 1 to 5 always have more waiting than they can run. Jain's index over service ÷
 weight is at least 0.95, where the service is output tokens, by the engine's count, in a window in which all
 five have a backlog.
-(c) A key that exceeds its quotas gets 429, with the code of the quota; another key, meanwhile, only 200.
+(c) One key sends jobs of a costly shape, one after another: parameters that are much larger than the prompts,
+up to what one job may have and beyond, or answers that are. For each, the bar of (a) holds for the other key.
+(d) A key that exceeds its quotas gets 429, with the code of the quota; another key, meanwhile, only 200.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,6 +42,7 @@ FLOOD, OTHER = "sk-flood", "sk-other"
 WEIGHTS = (1, 2, 3, 4, 5)
 LEAST_INDEX = 0.95
 _WAIT_S = 60.0
+_SEEDS = count(100)  # of the other key's prompts
 
 
 @dataclass(frozen=True)
@@ -149,39 +153,83 @@ async def _until(condition: Callable[[], bool], tasks: list[asyncio.Task[None]])
         await asyncio.sleep(0.02)
 
 
-async def flooded(http: httpx.AsyncClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the other key's time to the first token alone and beside the flood."""
-    other = Client(http, OTHER)
-    seeds = iter(range(100, 10**6))
+async def first_tokens(http: httpx.AsyncClient, options: argparse.Namespace) -> list[float]:
+    """Return the other key's times to the first token, in ms, each of another prompt."""
+    other, found = Client(http, OTHER), []
+    for _ in range(options.requests):
+        body = {"prompt": prompt(next(_SEEDS), options.prompt_len), "max_tokens": 4}
+        found.append(1e3 * await other.ttft_s(**body))
+        await asyncio.sleep(options.pause_s)
+    return found
 
-    async def times(num: int) -> list[float]:
-        found = []
-        for _ in range(num):
-            found.append(
-                1e3 * await other.ttft_s(prompt=prompt(next(seeds), options.prompt_len), max_tokens=4)
-            )
-            await asyncio.sleep(options.pause_s)
-        return found
 
-    await times(5)
-    alone = await times(options.requests)
-    async with flood(Client(http, FLOOD), options):
-        before, started = await metrics(http), time.perf_counter()
-        beside = await times(options.requests)
-        after, ended = await metrics(http), time.perf_counter()
+async def beside(http: httpx.AsyncClient, options: argparse.Namespace, alone: list[float]) -> dict[str, Any]:
+    """Measure the other key's times to the first token beside a load, and compare them with those alone."""
+    before, started = await metrics(http), time.perf_counter()
+    found = await first_tokens(http, options)
+    after, ended = await metrics(http), time.perf_counter()
     num_steps = total(after, "iteration_tokens_total_count") - total(before, "iteration_tokens_total_count")
     step_ms = 1e3 * (ended - started) / num_steps
-    alone_ms, beside_ms = spread(alone, 2), spread(beside, 2)
+    alone_ms, beside_ms = spread(alone, 2), spread(found, 2)
     bar_ms = 2 * alone_ms["median"] + step_ms
     return {
         "ttft_alone_ms": alone_ms,
-        "ttft_beside_flood_ms": beside_ms,
+        "ttft_beside_ms": beside_ms,
         "step_ms": round(step_ms, 2),
         "bar_ms": round(bar_ms, 2),
         "num_preemptions": total(after, "num_preemptions_total") - total(before, "num_preemptions_total"),
         "holds_at_p99": beside_ms["p99"] < 2 * alone_ms["p99"] + step_ms,
         "holds": beside_ms["median"] < bar_ms,
     }
+
+
+async def flooded(http: httpx.AsyncClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the other key's time to the first token alone and beside the flood."""
+    await first_tokens(http, argparse.Namespace(**{**vars(options), "requests": 5}))
+    alone = await first_tokens(http, options)
+    async with flood(Client(http, FLOOD), options):
+        return await beside(http, options, alone)
+
+
+def letters(seed: int, length: int) -> str:
+    """Return random letters, which no tokenizer shortens much."""
+    return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=length))
+
+
+def shapes() -> dict[str, dict[str, Any]]:
+    """Return the bodies of jobs that cost much in one place or another."""
+    words = [letters(seed, 1024) for seed in range(64)]
+    many = [[5 + each % 400] for each in range(500)]
+    return {
+        "bad words × 400 prompts": {"prompt": ["a"] * 400, "bad_words": words, "max_tokens": 1},
+        "bad words × 16 prompts": {"prompt": ["a"] * 16, "bad_words": words, "max_tokens": 1},
+        "biases": {"prompt": many, "logit_bias": {str(each): 1 for each in range(1024)}, "max_tokens": 1},
+        "stop strings": {"prompt": many, "stop": words, "max_tokens": 1},
+        "allowed tokens": {"prompt": many, "allowed_token_ids": [*range(5, 405)], "max_tokens": 1},
+        "continuations": {"prompt": many[:4], "n": 125, "max_tokens": 1, "temperature": 1.0},
+        "scored prompts": {"prompt": [prompt(each, 1500) for each in range(8)], "prompt_logprobs": 20},
+    }
+
+
+async def shaped(http: httpx.AsyncClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the other key's time to the first token alone and beside each shape of job."""
+    client, found = Client(http, FLOOD), {}
+    for name, body in shapes().items():
+
+        async def attack(statuses: Counter[int], body: dict[str, Any] = body) -> None:
+            while True:
+                status, _, _ = await client.status(**body)
+                statuses[status] += 1
+
+        statuses: Counter[int] = Counter()
+        alone = await first_tokens(http, options)
+        attacking = asyncio.create_task(attack(statuses))
+        found[name] = await beside(http, options, alone)
+        attacking.cancel()
+        found[name]["answers"] = dict(statuses)
+        found[name]["holds"] &= not attacking.done()
+        await asyncio.gather(attacking, return_exceptions=True)
+    return {**found, "holds": all(each["holds"] for each in found.values())}
 
 
 async def shared(http: httpx.AsyncClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -257,7 +305,7 @@ async def limited(http: httpx.AsyncClient, _: argparse.Namespace) -> dict[str, A
     }
 
 
-PARTS = {"flood": flooded, "shares": shared, "quotas": limited}
+PARTS = {"flood": flooded, "shares": shared, "shapes": shaped, "quotas": limited}
 
 
 async def measure(url: str, part: str, options: argparse.Namespace) -> dict[str, Any]:

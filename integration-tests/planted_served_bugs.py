@@ -310,6 +310,24 @@ def requests_of_a_front_that_is_gone() -> None:
         pass
 
 
+@bug("What ended two processes of the core is tried again all the same.", part="link")
+def a_deadly_request_tried_for_ever() -> None:
+    from sagellm.engines.remote import suspects
+
+    suspects._MAX_DEATHS = 1 << 30
+
+
+@bug("Suspects of a death begin all at once, so that the next one is blamed on all of them.", part="link")
+def suspects_that_begin_together() -> None:
+    from sagellm.engines.remote.suspects import Suspects
+
+    @change(Suspects, "wait_for_turn")
+    async def wait_for_turn(original: Any, self: Any, requests: Any) -> None:
+        self._beginning.clear()
+        await original(self, requests)
+        self._beginning.clear()
+
+
 # -- the core
 
 

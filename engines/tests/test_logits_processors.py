@@ -102,6 +102,12 @@ def test_the_last_token_of_a_word_is_forbidden_after_the_others(output, expected
     assert forbidden(BadWords(10), output, bad_words_token_ids=words) == expected
 
 
+def test_the_words_of_a_job_are_not_copied_for_each_of_its_sequences():
+    words = (tuple(range(9)), (3,))
+    states = [BadWords(10).start(LogitsRequest(bad_words_token_ids=words)) for _ in range(2)]
+    assert all(state.longer[0] is words[0] for state in states)
+
+
 def test_a_prompt_does_not_begin_a_word():
     from sagellm.core import pack
 

@@ -9,10 +9,9 @@ from sagellm.core import EngineError, ExtraArg, Namespace, PromptScores, Runtime
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
 from sagellm.engines.engine_core import TokenOutput
 from sagellm.engines.input_processor import RequestLimits
-from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote.frames import FrameReader, encode
-from sagellm.engines.remote.messages import Hello, Step
-from sagellm.engines.request_checks import check_request
+from sagellm.engines.remote.messages import Add, Hello, Step
+from sagellm.engines.request_checks import check_request, check_shared
 from sagellm.engines.testing import make_tokenizer
 
 LIMITS = RequestLimits(
@@ -48,7 +47,9 @@ def test_a_request_arrives_as_it_was(options):
     request = processor.process_request(
         [5, 6, 7], SamplingParams(**options), namespace=Namespace("t", "s"), priority=-3
     )
-    arrived = over_the_wire(request, QueuedRequest)
+    job = over_the_wire(Add.of([request]), Add)
+    check_shared(job.params, job.stop_token_ids, LIMITS)
+    [arrived] = job.requests()
     check_request(arrived, LIMITS)
     assert arrived == request
     assert arrived.sequences == request.sequences

@@ -164,21 +164,20 @@ class ScriptedFront:
         self.script = script
         self.is_ready = self.is_responsive = True
         self.closed = self.num_restarts = 0
+        self.status, self.pause_s = "ready", 0.0
         self.requests: list[dict[str, Any]] = []
         self.metrics_error: Exception | None = None
 
-    async def add_request(
-        self,
-        prompt: Any,
-        params: Any = None,
-        *,
-        request_id: Any = None,
-        **options: Any,
-    ) -> ScriptedStream:
+    async def add_job(
+        self, prompts: Any, params: Any = None, *, request_ids: Any = (), **options: Any
+    ) -> list[ScriptedStream]:
         if self.script and self.script[0] == "refuse":
             raise self.script[1]
-        self.requests.append({"params": params, **options})
-        return ScriptedStream(self, request_id, list(prompt))
+        self.requests += [{"params": params, **options}] * len(prompts)
+        return [
+            ScriptedStream(self, request_id, list(prompt))
+            for request_id, prompt in zip(request_ids, prompts, strict=True)
+        ]
 
     async def metrics(self) -> EngineMetrics:
         if self.metrics_error is not None:

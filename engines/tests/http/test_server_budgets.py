@@ -9,7 +9,12 @@ import sys
 import pytest
 
 from sagellm.engines import SamplingParams
-from sagellm.engines.http.body_params import MAX_LOGPROB_ENTRIES, check_budget, completion_params
+from sagellm.engines.http.body_params import (
+    MAX_LOGPROB_ENTRIES,
+    MAX_PARAMETER_TOKENS,
+    check_budget,
+    completion_params,
+)
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody
 from sagellm.engines.http.errors import APIError
 from sagellm.engines.http.parsing import parse_now
@@ -49,6 +54,35 @@ def test_log_probabilities_of_a_prompt_count_for_each_continuation():
         check_budget(SamplingParams(prompt_logprobs=20, n=100), 1, 8000, 9000)
     assert told(caught, "prompt_logprobs").startswith(
         "prompt_logprobs: 20 and the token itself for 8000 prompt tokens, 100 times are 16800000 log-prob"
+    )
+
+
+WORDS = {"bad_words_token_ids": [[7] * 500] * 128, "logit_bias": {9: 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "told_sizes"),
+    [
+        (WORDS, "bad_words", "64001 tokens in bad_words, logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1024), 1.0)}, "logit_bias", "1024 tokens in logit_bias"),
+        ({"allowed_token_ids": range(5000)}, "allowed_token_ids", "5000 tokens in allowed_token_ids"),
+        ({"stop_token_ids": range(1024)}, "stop_token_ids", "1024 tokens in stop_token_ids"),
+    ],
+)
+def test_the_tokens_of_parameters_are_bounded_by_continuations(given, param, told_sizes):
+    """400 prompts with 64 bad words of 1,024 letters once kept another key waiting for half a minute."""
+    params = SamplingParams(max_tokens=1, n=2, **given)
+    size = int(told_sizes.split()[0])
+    most = MAX_PARAMETER_TOKENS // size // 2
+    check_budget(params, min(most, 512), 1, 100)
+    if most > 512:
+        return  # as many continuations as there may be have no more than that
+    with pytest.raises(APIError) as caught:
+        check_budget(params, most + 1, 1, 100)
+    num = 2 * (most + 1)
+    assert told(caught, param) == (
+        f"{param}: {num} continuations × {told_sizes} are {num * size}; there may be at most "
+        f"{MAX_PARAMETER_TOKENS}: shorten {param}, lower n, or send fewer prompts"
     )
 
 

@@ -12,12 +12,18 @@ import httpx
 import openai
 import pytest
 
-from sagellm.core import EngineError
+from sagellm.core import DeadlyRequestError, EngineDeadError, EngineError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
+from sagellm.engines.http.admission import Admission
+from sagellm.engines.http.errors import APIError
 from sagellm.engines.http.request_parser import MAX_HEADER_BYTES
 
 BODY = {"prompt": [1, 2], "max_tokens": 5}
 SLOW = {"prompt": "The river", "max_tokens": 300, "ignore_eos": True}
+RAW = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 15\r\n\r\n{"prompt": [1]}'
+)
 
 
 class Pending:
@@ -48,10 +54,7 @@ def busy(scripted, until):
         server = scripted(None, **settings)
         for _ in range(num):
             connection = socket.create_connection(("127.0.0.1", server.port))
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                b'Content-Length: 15\r\n\r\n{"prompt": [1]}'
-            )
+            connection.sendall(RAW)
             connections.append(connection)
         until(lambda: server.app.state.admission.num_live == num)
         return server, connections
@@ -284,9 +287,9 @@ def test_a_client_that_does_not_read_counts_as_gone(scripted, until, monkeypatch
 def test_health_says_whether_the_engine_makes_progress(scripted):
     server = scripted()
     assert server.http.get("/health").status_code == 200
-    server.front.is_responsive = False
+    server.front.is_responsive, server.front.status = False, "unresponsive"
     answer = server.http.get("/health")
-    assert (answer.status_code, answer.text) == (503, "")
+    assert (answer.status_code, answer.json()) == (503, {"status": "unresponsive"})
 
 
 def test_health_asks_nothing_of_an_engine_that_computes_a_long_step(scripted):
@@ -351,11 +354,91 @@ def test_what_outlasts_the_drain_ends_with_an_error(scripted, until):
     until(lambda: not server.thread.is_alive(), timeout_s=10)
 
 
+def test_a_drain_does_not_wait_for_an_engine_that_makes_no_progress(scripted, until):
+    """A frozen core once kept a server from ending for 30 s, though it could answer nobody."""
+    server = scripted("a", None, shutdown_timeout=3600.0)
+    streamed = Pending(server, [{"prompt": [1], "stream": True}])
+    until(lambda: server.app.state.admission.num_live == 1)
+    server.server.drain()
+    server.front.is_responsive = False
+    (events,) = streamed.join()
+    assert '"code":"shutting_down"' in events.text.replace(" ", "")
+    until(lambda: not server.thread.is_alive())
+
+
+def test_a_drain_does_not_wait_for_requests_that_wait_for_the_engine_to_start(scripted, until):
+    server = scripted(shutdown_timeout=3600.0)
+    waiting = threading.Event()
+
+    async def wait(*_, **__):
+        waiting.set()
+        await asyncio.Event().wait()
+
+    server.front.add_job, server.front.is_responsive = wait, False
+    whole = Pending(server, [BODY])
+    assert waiting.wait(30)
+    server.server.drain()
+    (answer,) = whole.join()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    until(lambda: not server.thread.is_alive())
+
+
+def test_a_client_that_leaves_while_the_engine_starts_frees_its_seat(scripted, until):
+    server = scripted()
+    waiting = threading.Event()
+
+    async def wait(*_, **__):
+        waiting.set()
+        await asyncio.Event().wait()
+
+    server.front.add_job = wait
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(RAW)
+        assert waiting.wait(30)
+    until(lambda: server.app.state.admission.num_live == 0)
+
+
+def test_a_request_that_begins_to_run_when_all_were_ended_ends_too():
+    admission = Admission(4)
+    with admission.seat() as seat:
+        admission.stop_all()
+        with pytest.raises(APIError, match="shutting down"):
+            seat.run(print)
+
+
 def test_ready_is_what_the_engine_says(scripted):
     server = scripted()
-    assert server.http.get("/ready").status_code == 200
+    answer = server.http.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
     server.front.is_ready = False
     assert server.http.get("/ready").status_code == 503
+
+
+def test_probes_say_what_the_engine_does_and_when_it_is_started_again(scripted):
+    server = scripted()
+    server.front.is_ready = server.front.is_responsive = False
+    server.front.status, server.front.pause_s = "waiting to restart", 7.2
+    for path in ("/health", "/ready"):
+        answer = server.http.get(path)
+        assert (answer.status_code, answer.json()) == (503, {"status": "waiting to restart"})
+        assert answer.headers["retry-after"] == "8"
+
+
+@pytest.mark.parametrize(("retry_after_s", "told"), [(None, "1"), (0.0, "1"), (16.4, "17")])
+def test_requests_are_told_when_the_engine_is_started_again(scripted, retry_after_s, told):
+    server = scripted("refuse", EngineDeadError("it is gone", retry_after_s=retry_after_s))
+    answer = server.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    assert answer.headers["retry-after"] == told
+
+
+def test_a_request_that_ended_the_engine_twice_is_not_to_be_sent_again(scripted):
+    server = scripted("refuse", DeadlyRequestError("the engine ended 2 times while it had this request"))
+    answer = server.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_died_twice")
+    assert answer.json()["error"]["message"].endswith("; do not send it again")
+    assert answer.headers["x-should-retry"] == "false"
+    assert "retry-after" not in answer.headers
 
 
 def test_a_long_prompt_does_not_stop_the_others(scripted):

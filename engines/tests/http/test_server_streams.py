@@ -97,13 +97,14 @@ def test_one_of_many_that_fails_ends_all(scripted):
 
 def test_one_of_many_that_fails_does_not_wait_for_the_others(scripted):
     server = scripted(None)
-    add_request, scripts = server.front.add_request, iter([(None,), (EngineError("broken"),), (None,)])
+    add_job = server.front.add_job
 
     async def add(*args, **options):
-        server.front.script = next(scripts)
-        return await add_request(*args, **options)
+        streams = await add_job(*args, **options)
+        streams[1]._steps = iter([EngineError("broken")])
+        return streams
 
-    server.front.add_request = add
+    server.front.add_job = add
     assert server.http.post("/v1/completions", json={**BODY, "prompt": [[1], [2], [3]]}).status_code == 500
     assert server.front.closed == 3
 

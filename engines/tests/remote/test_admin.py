@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
 from sagellm.core.runtime_folder import VARIABLE
-from sagellm.engines.remote import AdminClient, EngineLock, RunningEngine
+from sagellm.engines import EngineConfig
+from sagellm.engines.remote import AdminClient, EngineLock, RunningEngine, core_process
 from sagellm.engines.remote.frames import encode
 from sagellm.engines.remote.messages import Failed
+from sagellm.engines.serve import serve
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "run"))
+    (tmp_path / "run").mkdir(mode=0o700)
     return tmp_path / "run"
 
 
@@ -143,3 +151,129 @@ def test_asking_whether_an_engine_is_alive_keeps_none_from_starting(folder):
     finally:
         is_done.set()
         asking.join()
+
+
+GOOD = {"name": "x", "pid": 7, "url": "-", "model": "m"}
+
+
+def entry(**changes) -> bytes:
+    return json.dumps(GOOD | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[1, 2]",
+        b'{"name": "x"}',
+        b"\xff\xfe",
+        entry(pid="7"),
+        entry(pid=-1),
+        entry(pid=0),
+        entry(url=5),
+        entry(model=None),
+        entry(state="dancing"),
+        entry(started_s="now"),
+        entry(name="y"),
+        b"[" * 60_000,
+        entry(model="m" * 100_000),
+    ],
+    ids=lambda content: content[:40].decode("latin-1"),
+)
+def test_a_file_that_is_no_entry_is_named_once_and_then_removed(folder, caplog, content):
+    path = folder / "x.json"
+    path.write_bytes(content)
+    with EngineLock("one"):
+        RunningEngine(name="one", pid=1, url="-", model="m").announce()
+        for _ in range(2):
+            assert [engine.name for engine in RunningEngine.all()] == ["one"]
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"{path} is no engine's file and is ignored: ")
+        assert RunningEngine.withdraw_dead() == []
+        assert sorted(each.name for each in folder.iterdir()) == ["one.json", "one.lock"]
+
+
+def test_an_entry_of_a_running_engine_is_kept_even_if_it_cannot_be_read(folder):
+    """A newer version may have written it."""
+    with EngineLock("x"):
+        (folder / "x.json").write_bytes(b"{}")
+        assert (RunningEngine.all(), RunningEngine.withdraw_dead()) == ([], [])
+        assert (folder / "x.json").exists()
+
+
+def make_foreign(path: Path, kind: str, elsewhere: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    elif kind == "link":
+        elsewhere.write_bytes(entry())
+        path.symlink_to(elsewhere)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "somebody else's":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a file to somebody else")
+        path.write_bytes(entry())
+        os.chown(path, 12345, 12345)
+
+
+FOREIGN = ["pipe", "folder", "socket", "link", "endless", "somebody else's"]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_not_our_file_is_named_once_and_stays(folder, tmp_path, caplog, kind):
+    make_foreign(folder / "x.json", kind, tmp_path / "elsewhere")
+    for _ in range(2):
+        assert RunningEngine.all() == []
+        assert RunningEngine.withdraw_dead() == []
+    assert len(caplog.records) == 1
+    assert [each.name for each in folder.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "endless"])
+def test_what_is_no_lock_keeps_its_name_from_engines_and_stops_no_other(folder, tmp_path, kind):
+    make_foreign(folder / "x.lock", kind, tmp_path / "elsewhere")
+    (folder / "x.json").write_bytes(entry())
+    with EngineLock("one"):
+        RunningEngine(name="one", pid=1, url="-", model="m").announce()
+        assert [engine.name for engine in RunningEngine.all()] == ["one"]
+        assert RunningEngine.withdraw_dead() == []
+    with pytest.raises(ConfigError, match=r"x\.lock cannot be locked .*; remove it"):
+        EngineLock("x")
+
+
+def test_a_name_that_can_be_no_engines_is_ignored(folder):
+    (folder / "bad name.json").write_bytes(entry(name="bad name"))
+    assert (RunningEngine.all(), RunningEngine.withdraw_dead()) == ([], [])
+
+
+def test_an_entry_is_written_over_what_stood_there_and_never_through_it(folder, tmp_path):
+    os.mkfifo(folder / "x.partial")
+    make_foreign(folder / "x.json", "link", tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+    with EngineLock("x"):
+        RunningEngine(name="x", pid=5, url="-", model="m").announce()
+        (engine,) = RunningEngine.all()
+        assert (engine.pid, (tmp_path / "elsewhere").read_bytes()) == (5, before)
+
+
+def test_an_entry_that_cannot_be_written_is_a_wrong_setting(folder):
+    (folder / "x.json").mkdir()
+    with pytest.raises(ConfigError, match=r"x\.json, cannot be written: .*another runtime folder in SAGELLM"):
+        serve(EngineConfig.from_flat(port=0), name="x", log_level="WARNING", on_state=print)
+
+
+def test_front_and_core_leave_no_memory_in_core_dumps(monkeypatch):
+    limits = []
+    monkeypatch.setattr("resource.setrlimit", lambda *limit: limits.append(limit))
+    with pytest.raises(ConfigError, match="the engine's name"):
+        serve(EngineConfig.from_flat(port=0), name="bad name", log_level="WARNING", on_state=print)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=BytesIO(b"no order")))
+    with pytest.raises(ValueError, match="Expecting value"):
+        core_process.main()
+    assert limits == [(resource.RLIMIT_CORE, (0, 0))] * 2

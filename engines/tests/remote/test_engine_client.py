@@ -73,7 +73,7 @@ def run(client: BlockingClient) -> dict[str, list[int]]:
 
 def add(client: BlockingClient, inputs: InputProcessor, prompt, params=GREEDY) -> list[str]:
     request = inputs.process_request(prompt, params)
-    client.add(request)
+    client.add([request])
     return request.sequence_ids
 
 

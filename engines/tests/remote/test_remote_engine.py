@@ -200,7 +200,7 @@ def test_a_restart_that_lacks_something_is_tried_again(with_front, monkeypatch):
         return real(*arguments, **options)
 
     async def use(front):
-        monkeypatch.setattr("sagellm.engines.remote.supervisor._RETRY_S", 0.1)
+        monkeypatch.setattr("sagellm.engines.remote.supervisor._PAUSES_S", (0.0, 0.0))
         monkeypatch.setattr("sagellm.engines.remote.core_handle.subprocess.Popen", refuse_once)
         os.kill(front.supervisor.core.pid, signal.SIGKILL)
         while front.is_ready:

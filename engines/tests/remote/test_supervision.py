@@ -11,20 +11,30 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from sagellm.core import ConfigError, EngineDeadError, EngineError, PromptScores, SampledToken, TokenOutput
+from sagellm.core import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    PromptScores,
+    SampledToken,
+    TokenOutput,
+    VirtualClock,
+)
 from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote import CoreServer, RemoteEngine
 from sagellm.engines.remote.core_process import listen
 from sagellm.engines.remote.heartbeat import Heartbeat
-from sagellm.engines.remote.messages import Failed, Hello, Reply, Step, encode
+from sagellm.engines.remote.messages import Add, Failed, Hello, Reply, Step, encode
 from sagellm.engines.remote.operations import core_operations
 from sagellm.engines.remote.supervisor import Supervisor
 from sagellm.engines.serve import serve
+from sagellm.engines.simulation.served.loop import VirtualLoop
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
@@ -83,11 +93,9 @@ class Scripted(RemoteEngine):
     def __init__(self, engine) -> None:
         super().__init__(engine.config, None, tokenizer=engine.tokenizer)
         self._engine = engine
-        self.said = []
-        self.supervisor.wait_until_ready = self._wait
-        self.supervisor.send = self.said.append
+        self.supervisor.wait_until_ready = self.supervisor.reach = self._wait
 
-    async def _wait(self) -> None:
+    async def _wait(self, *_) -> None:
         pass
 
 
@@ -124,13 +132,18 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.is_closed = True
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    pause_reading = resume_reading = lambda self: None
+
 
 async def attack(scripted: Scripted, frames) -> tuple[int, int]:
     """Give links frames as if a core had sent them, about requests that are under way.
 
     Return how many frames ended their link, and how many requests they ended. Nothing else may happen.
     """
-    from sagellm.engines.remote.supervisor import _Link
+    from sagellm.engines.remote.links import Link
 
     def receive(message):
         if isinstance(message, Hello):
@@ -150,7 +163,7 @@ async def attack(scripted: Scripted, frames) -> tuple[int, int]:
             if request_id not in scripted._driver:
                 streams[request_id] = await scripted.add_request([5, 6, 7], params, request_id=request_id)
                 num_requests += 1
-        link, transport = _Link(receive), Transport()
+        link, transport = Link(receive, asyncio.get_running_loop().create_future()), Transport()
         link.connection_made(transport)
         link.first.set_result(None)
         link.data_received(frame)
@@ -164,7 +177,7 @@ async def attack(scripted: Scripted, frames) -> tuple[int, int]:
 @pytest.fixture
 def _quiet(monkeypatch):
     """Keep the thousands of warnings from being collected."""
-    monkeypatch.setattr(logging.getLogger("sagellm.engines.remote.supervisor"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("sagellm.engines.remote.links"), "disabled", True)
 
 
 @pytest.mark.usefixtures("_quiet")
@@ -198,14 +211,13 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
     from sagellm.core import InvalidRequestError
 
     async def use():
-        scripted.supervisor.send = encode_it
+        scripted.supervisor.core = SimpleNamespace(links=SimpleNamespace(add=encode_it, abort=print))
         with pytest.raises(InvalidRequestError, match="cannot be sent"):
             await scripted.add_request([5], LONG)
         assert scripted.num_live == 0
 
-    def encode_it(message) -> None:
-        too_large = 1 << 70  # as a plugin's own parameters may have it
-        encode([message, too_large] if isinstance(message, QueuedRequest) else message)
+    def encode_it(requests) -> None:
+        encode([Add.of(requests), 1 << 70])  # as a plugin's own parameters may have it
 
     scripted._greet(Hello({}, scripted._engine.driver.input.limits, SamplingParams(), 7))
     asyncio.run(use())
@@ -293,7 +305,7 @@ def hello(**changes) -> bytes:
 def test_a_core_that_sends_nonsense_is_an_error_and_not_an_endless_wait(speak, said):
     async def use():
         supervisor, _ = speak(said)
-        with pytest.raises(EngineDeadError, match="4 times within a minute"):
+        with pytest.raises(EngineDeadError, match="its process ended 4 times"):
             await asyncio.wait_for(supervisor.start(), 60)
         await supervisor.close()
 
@@ -393,7 +405,7 @@ sys.stdin.read()
 @pytest.fixture
 def unlucky(speak, tmp_path, monkeypatch):
     """Start a supervisor of cores that start as the letters of a text say."""
-    monkeypatch.setattr("sagellm.engines.remote.supervisor._RETRY_S", 0.01)
+    monkeypatch.setattr("sagellm.engines.remote.supervisor._PAUSES_S", (0.0, 0.01))
     monkeypatch.setattr("sagellm.engines.remote.supervisor._TICK_S", 0.05)
 
     def start(starts: str, **settings):
@@ -411,9 +423,8 @@ async def replaced(supervisor) -> None:
     """Kill the core and wait for the next one."""
     before = supervisor.num_restarts
     supervisor.core.kill()
-    while supervisor.num_restarts == before:
+    while supervisor.num_restarts == before or not supervisor.is_ready:
         await asyncio.sleep(0.01)
-    await supervisor.wait_until_ready()
 
 
 @pytest.mark.parametrize("starts", ["sxxs", "sffs"], ids=["before it listens", "while it loads"])
@@ -430,15 +441,102 @@ def test_a_core_that_fails_to_start_again_is_tried_again(unlucky, starts):
     asyncio.run(asyncio.wait_for(use(), 60))
 
 
-def test_a_core_that_never_starts_again_stays_down_and_says_why(unlucky):
+def test_a_core_that_was_ready_once_is_tried_for_ever(unlucky, caplog):
+    """Once four deaths within a minute left a server down for good, and clients were told to retry."""
+
     async def use():
-        supervisor, _ = unlucky("sf")
+        supervisor, _ = unlucky("sffffffffs")
         await supervisor.start()
-        with pytest.raises(EngineDeadError, match="4 times within a minute, at last: no memory"):
-            await replaced(supervisor)
+        await replaced(supervisor)
+        assert supervisor.num_restarts == 9
+        told = [record.getMessage() for record in caplog.records]
+        assert sum("cannot start: no memory; trying again" in each for each in told) == 8
         await supervisor.close()
 
     asyncio.run(asyncio.wait_for(use(), 60))
+
+
+@pytest.fixture
+def virtual(tmp_path):
+    """Run a coroutine function with a supervisor on virtual time; `spawn` starts its processes."""
+
+    def run(use, spawn):
+        loop = VirtualLoop(VirtualClock())
+        loop.set_exception_handler(lambda _, context: pytest.fail(str(context)))
+        asyncio.set_event_loop(loop)
+
+        async def main():
+            deaths = []
+            supervisor = Supervisor(
+                EngineConfig(),
+                tmp_path / "core.sock",
+                on_hello=print,
+                on_message=print,
+                on_death=deaths.append,
+                spawn=spawn,
+            )
+            return await use(supervisor)
+
+        try:
+            return loop.run_until_complete(main())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+    return run
+
+
+def test_pauses_grow_with_each_death_and_requests_are_told_how_long(virtual):
+    starts, told = [], []
+
+    def refuse(_):
+        starts.append(asyncio.get_running_loop().time())
+        raise OSError(12, "Cannot allocate memory")
+
+    async def use(supervisor):
+        supervisor._was_ready = True
+        supervisor._watching = asyncio.create_task(supervisor._keep_running())
+        while len(starts) < 9:
+            try:
+                await supervisor.wait_until_ready()
+            except EngineDeadError as error:
+                told.append((supervisor.status, round(error.retry_after_s, 3)))
+                await asyncio.sleep(error.retry_after_s)
+        await supervisor.close()
+
+    virtual(use, refuse)
+    assert [round(later - sooner, 3) for sooner, later in pairwise(starts)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert told == [("waiting to restart", each) for each in (1, 2, 4, 8, 16, 30, 30)]
+
+
+@pytest.mark.parametrize(("ready_for_s", "pause_s"), [(59, 4), (61, 0)])
+def test_the_death_of_a_core_that_was_calm_is_a_first_one_again(virtual, ready_for_s, pause_s):
+    async def use(supervisor):
+        for _ in range(3):
+            supervisor._count_death(None)
+        ready_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(ready_for_s)
+        supervisor._count_death(ready_s)
+        return supervisor.pause_s
+
+    assert virtual(use, print) == pause_s
+
+
+def test_a_pause_is_not_waited_for_by_requests_that_waited_for_the_start_before(virtual):
+    def refuse(_):
+        raise OSError(12, "Cannot allocate memory")
+
+    async def use(supervisor):
+        waiting = asyncio.create_task(supervisor.wait_until_ready())
+        await asyncio.sleep(0)
+        supervisor._was_ready = True
+        supervisor._watching = asyncio.create_task(supervisor._keep_running())
+        with pytest.raises(EngineDeadError, match="next start is delayed") as caught:
+            await waiting
+        assert caught.value.retry_after_s == 1
+        await supervisor.close()
+
+    virtual(use, refuse)
 
 
 def test_a_core_that_is_frozen_while_it_starts_is_replaced(unlucky):

@@ -68,10 +68,10 @@ __version__ = "0.1.0"
 _NAMES = {
     "checks": "require_object",
     "errors": """
-        AuditError BlockError CheckpointError ConfigError DuplicateProviderError DuplicateRequestError
-        EngineDeadError EngineError InvalidInputError InvalidRequestError OutOfBlocksError OutOfMemoryError
-        PluginError PluginHookError PluginImportError PluginMethodError PluginVersionError SageLLMError
-        StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
+        AuditError BlockError CheckpointError ConfigError DeadlyRequestError DuplicateProviderError
+        DuplicateRequestError EngineDeadError EngineError InvalidInputError InvalidRequestError
+        OutOfBlocksError OutOfMemoryError PluginError PluginHookError PluginImportError PluginMethodError
+        PluginVersionError SageLLMError StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
         UnknownRequestError UnsupportedModelError nearest
     """,
     "execution_graph": "ExecutionGraph FORWARD_KINDS GraphNode NodeKind lower_step",

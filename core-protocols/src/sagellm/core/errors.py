@@ -22,7 +22,8 @@ SageLLMError
 │   ├── PluginHookError                   a misspelt hook, or a hook that returns something else
 │   └── DuplicateProviderError            two providers of one kind and name
 └── EngineError (RuntimeError)            the engine itself failed; the cause is chained
-    └── EngineDeadError                   its process is gone; the request may be sent again
+    ├── EngineDeadError                   its process is gone; the request may be sent again
+    └── DeadlyRequestError                its process ended twice with this request; it is not tried again
 AuditError (BaseException)                a prefix cache broke the order in which it calls its eviction policy
 """
 
@@ -126,7 +127,18 @@ class EngineError(SageLLMError, RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The process of the engine is gone, along with its requests. The same request may be sent again."""
+    """The process of the engine is gone, along with its requests. The same request may be sent again.
+
+    After a pause of `retry_after_s`, if that is known: until then no process is started.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlyRequestError(EngineError):
+    """The process of the engine ended twice while it had this request, which is therefore refused."""
 
 
 class AuditError(BaseException):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 from sagellm.core import (
@@ -124,6 +125,18 @@ class AsyncLLMEngine:
         return not self._closed and not is_late
 
     @property
+    def status(self) -> str:
+        """ "ready", "unresponsive" or "closed"."""
+        if self._closed:
+            return "closed"
+        return "ready" if self.is_responsive else "unresponsive"
+
+    @property
+    def pause_s(self) -> float:
+        """0: it lives in this process, and is never restarted."""
+        return 0.0
+
+    @property
     def num_restarts(self) -> int:
         """0: it lives in this process, and is never restarted."""
         return 0
@@ -157,6 +170,29 @@ class AsyncLLMEngine:
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_until_idle())
         return stream
+
+    async def add_job(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        request_ids: Sequence[str | None] = (),
+        **options: Unpack[RequestOptions],
+    ) -> list[OutputStream]:
+        """Queue requests with the same parameters and options, all or none, and return their streams.
+
+        Raises as `add_request` does.
+        """
+        streams: list[OutputStream] = []
+        try:
+            for prompt, request_id in zip(prompts, request_ids or repeat(None)):  # noqa: B905 - endless
+                own = options | RequestOptions(request_id=request_id)
+                streams.append(await self.add_request(prompt, params, **own))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
 
     async def generate(
         self,

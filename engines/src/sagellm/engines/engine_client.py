@@ -13,8 +13,8 @@ class EngineClient(ABC):
     """Sends requests to one engine; subclasses define how the results of its steps come back."""
 
     @abstractmethod
-    def add(self, request: QueuedRequest) -> None:
-        """Queue the sequences of a request."""
+    def add(self, requests: Sequence[QueuedRequest]) -> None:
+        """Queue the sequences of requests that have the same parameters, at least one."""
 
     @abstractmethod
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
@@ -54,10 +54,11 @@ class InProcessClient(BlockingClient):
     def __init__(self, core: EngineProtocol) -> None:
         self.core = core
 
-    def add(self, request: QueuedRequest) -> None:
+    def add(self, requests: Sequence[QueuedRequest]) -> None:
         """Add the sequences to the engine."""
-        for sequence in request.sequences:
-            self.core.add(sequence)
+        for request in requests:
+            for sequence in request.sequences:
+                self.core.add(sequence)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End the sequences at once."""

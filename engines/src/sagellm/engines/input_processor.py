@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, TypedDict, Unpack
 from uuid import uuid4
 
@@ -78,29 +79,44 @@ class InputProcessor:
         **options: Unpack[RequestOptions],
     ) -> QueuedRequest:
         """Check and tokenize one request, by default with `default_params`. Raises InvalidRequestError."""
+        request_id = options.pop("request_id", None)
+        return next(self.process_job([prompt], params, [request_id], **options))
+
+    def process_job(
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams | None = None,
+        request_ids: Seq[str | None] = (),
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[QueuedRequest]:
+        """Check the parameters, once, then check, tokenize and yield the requests one by one.
+
+        All of them have the same parameters and options; an id is generated for each that has none. Raises
+        InvalidRequestError.
+        """
         arrival_ns = self._clock.now_ns()
         params = self.default_params if params is None else params
-        request_id, deadline_ms = options.pop("request_id", None), options.pop("deadline_ms", None)
+        deadline_ms = options.pop("deadline_ms", None)
         given = RequestOptions(namespace=DEFAULT, tenant=DEFAULT_TENANT, priority=0) | options
-        _check_types(params, request_id, given)
+        _check_types(params, given)
         check_deadline_ms(deadline_ms)
-        token_ids = self._tokenize(prompt)
-        max_tokens = self._max_tokens(len(token_ids), params)
-        params = self._checked(params)
-        request_id = request_id or uuid4().hex
-        check_names(request_id, given["namespace"], given["tenant"])
-        request = Request(
-            request_id=RequestId(request_id),
-            token_ids=token_ids,
-            max_tokens=max_tokens,
-            arrival_ns=arrival_ns,
-            deadline_ns=None if deadline_ms is None else arrival_ns + int(deadline_ms * 1e6),
-            namespace=given["namespace"],
-            tenant=given["tenant"],
-            priority=given["priority"],
-        )
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return QueuedRequest(request, params, seed % (MAX_SEED + 1), stop_token_ids(params, self.limits))
+        deadline_ns = None if deadline_ms is None else arrival_ns + int(deadline_ms * 1e6)
+        checked = self._checked(params)
+        stop_ids = stop_token_ids(checked, self.limits)
+        for prompt, request_id in zip(prompts, request_ids or repeat(None)):  # noqa: B905 - endless
+            token_ids = self._tokenize(prompt)
+            request = Request(
+                request_id=_checked_id(request_id, given),
+                token_ids=token_ids,
+                max_tokens=self._max_tokens(len(token_ids), checked),
+                arrival_ns=arrival_ns,
+                deadline_ns=deadline_ns,
+                namespace=given["namespace"],
+                tenant=given["tenant"],
+                priority=given["priority"],
+            )
+            seed = self._seeds.getrandbits(63) if checked.seed is None else checked.seed
+            yield QueuedRequest(request, checked, seed % (MAX_SEED + 1), stop_ids)
 
     def process_requests(
         self, prompts: Seq[Prompt], params: Seq[SamplingParams], *, namespace: Namespace = DEFAULT
@@ -138,7 +154,7 @@ class InputProcessor:
         return encode(self._tokenizer, text)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with bad words as tokens; many prompts share one object."""
+        """Return the parameters with bad words as tokens; requests one by one may share one object, too."""
         last = self._last_checked
         if last is not None and last[0] is params:
             return last[1]
@@ -167,7 +183,16 @@ class InputProcessor:
         return max_tokens
 
 
-def _check_types(params: object, request_id: object, options: RequestOptions) -> None:
+def _checked_id(request_id: str | None, options: RequestOptions) -> RequestId:
+    """Return a request's id, or a new one. Raises InvalidRequestError, also for its other names."""
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
+    known = request_id or uuid4().hex
+    check_names(known, options["namespace"], options["tenant"])
+    return RequestId(known)
+
+
+def _check_types(params: object, options: RequestOptions) -> None:
     if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
         raise TypeError(
             f"a request has no {unknown[0]!r}; it has {', '.join(RequestOptions.__annotations__)}"
@@ -175,8 +200,6 @@ def _check_types(params: object, request_id: object, options: RequestOptions) ->
     namespace, tenant = options["namespace"], options["tenant"]
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params is {params!r}; it must be SamplingParams")
-    if request_id is not None and not (isinstance(request_id, str) and request_id):
-        raise InvalidRequestError(f"request_id is {request_id!r}; it must be a text that is not empty")
     # A cache key: an unhashable one would fail in the middle of a step.
     if not isinstance(namespace, Namespace) or not all(isinstance(part, str) for part in namespace):
         raise InvalidRequestError(

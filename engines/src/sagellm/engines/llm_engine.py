@@ -244,7 +244,7 @@ class LLMEngine:
     def _queue(self, request: QueuedRequest, prompt: Prompt) -> None:
         if self._is_closed:
             raise EngineError("the engine is closed")
-        self.driver.add(request, prompt)
+        self.driver.add([request], [prompt])
 
     def _run_to_end(
         self, requests: list[QueuedRequest], prompts: list[Prompt], *, progress: bool

@@ -69,6 +69,11 @@ class OutputProcessor:
         """The live requests."""
         return list(self._live)
 
+    @property
+    def requests(self) -> list[QueuedRequest]:
+        """The live requests, as they were added."""
+        return [live.processed for live in self._live.values()]
+
     def add(self, processed: QueuedRequest, prompt: str | None = None) -> None:
         """Start tracking a request whose prompt was this text."""
         request = processed.request

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
+from dataclasses import dataclass
 
 from sagellm.core import Request, RequestId, SequenceId
 from sagellm.engines.sampling.params import SamplingParams
@@ -25,15 +21,17 @@ class QueuedSequence:
     stop_token_ids: frozenset[int]
 
 
-class QueuedRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
     """A request that passed all checks: `InputProcessor` builds it, and an engine gets its sequences.
 
-    It is also the message that crosses the socket, so nothing is rebuilt on the other side.
+    The requests of one job have the same `params` object, in the core's process too: parameters may be a
+    thousand times larger than a prompt.
     """
 
     request: Request
     params: SamplingParams
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]  # of the first sequence; each further one adds 1
+    seed: int  # of the first sequence; each further one adds 1
     stop_token_ids: frozenset[int]  # the end of sequence included, unless the request ignores it
 
     @property
@@ -49,14 +47,11 @@ class QueuedRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     @property
     def sequences(self) -> list[QueuedSequence]:
         """One sequence per continuation; only the first scores the prompt, for all of them."""
-        params = others = self.params
-        if params.prompt_logprobs is not None and params.n > 1:
-            others = replace(params, prompt_logprobs=None)
         return [
             QueuedSequence(
                 sequence_id,
                 self.request,
-                others if index else params,
+                self.params.without_prompt_logprobs if index else self.params,
                 (self.seed + index) % (MAX_SEED + 1),
                 self.stop_token_ids,
             )

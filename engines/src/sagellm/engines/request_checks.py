@@ -99,7 +99,8 @@ def check_room(num_prompt: int, max_tokens: int, limits: RequestLimits) -> None:
 def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
     """Raise InvalidRequestError for a request that `InputProcessor` would not have produced.
 
-    So no queued sequence fails in the middle of a step because of another process's input.
+    Its parameters are checked by `check_shared`, once for all requests that have them. So no queued sequence
+    fails in the middle of a step because of another process's input.
     """
     asked = request.request
     num_prompt = len(asked.token_ids)
@@ -108,7 +109,6 @@ def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
     check_priority(asked.priority)
     check_token_ids(asked.token_ids, limits)
     check_room(num_prompt, asked.max_tokens, limits)
-    check_params(request.params, limits)
     if not 1 <= asked.max_tokens <= limits.max_model_len - num_prompt:
         raise InvalidRequestError(
             f"{asked.max_tokens} tokens are to be generated after a prompt of {num_prompt}; "
@@ -118,7 +118,12 @@ def check_request(request: QueuedRequest, limits: RequestLimits) -> None:
         raise InvalidRequestError(f"arrival_ns is {asked.arrival_ns}; it must not be negative")
     if asked.deadline_ns is not None:
         check_deadline_ms((asked.deadline_ns - asked.arrival_ns) / 1e6)
-    if unknown := request.stop_token_ids - stop_token_ids(request.params, limits):
+
+
+def check_shared(params: SamplingParams, given_stop_ids: frozenset[int], limits: RequestLimits) -> None:
+    """Raise InvalidRequestError for what `InputProcessor` would not have given the requests of one job."""
+    check_params(params, limits)
+    if unknown := given_stop_ids - stop_token_ids(params, limits):
         raise InvalidRequestError(
             f"stop token ids {shown(unknown)} are neither the request's nor the model's"
         )

@@ -48,25 +48,36 @@ class RequestDriver:
         return len(self._output)
 
     @property
+    def live_requests(self) -> list[QueuedRequest]:
+        """The live requests, as they were queued."""
+        return self._output.requests
+
+    @property
     def input(self) -> InputProcessor:
         """The processor that checks and tokenizes."""
         assert self._input is not None, "begin is called first"
         return self._input
 
-    def add(self, request: QueuedRequest, prompt: Prompt) -> None:
-        """Queue a processed request. If the engine refuses it, its error is raised and nothing is kept.
+    def add(self, requests: Sequence[QueuedRequest], prompts: Sequence[Prompt]) -> None:
+        """Queue processed requests with the same parameters, at least one.
 
-        Raises DuplicateRequestError.
+        If the engine refuses one, its error is raised and nothing is kept. Raises DuplicateRequestError.
         """
-        request_id = request.request_id
-        if request_id in self._output:
-            raise DuplicateRequestError(f"request id {request_id!r} is in use; give another one or none")
-        self._output.add(request, prompt if isinstance(prompt, str) else None)
+        added: list[QueuedRequest] = []
         try:
-            self._client.add(request)
+            for request, prompt in zip(requests, prompts, strict=True):
+                request_id = request.request_id
+                if request_id in self._output:
+                    raise DuplicateRequestError(
+                        f"request id {request_id!r} is in use; give another one or none"
+                    )
+                self._output.add(request, prompt if isinstance(prompt, str) else None)
+                added.append(request)
+            self._client.add(requests)
         except BaseException:
-            self._output.abort(request_id)
-            self._client.abort(request.sequence_ids)
+            for request in added:
+                self._output.abort(request.request_id)
+            self._client.abort([each for request in added for each in request.sequence_ids])
             raise
 
     def take(self, token_outputs: Sequence[TokenOutput]) -> list[RequestOutput]:

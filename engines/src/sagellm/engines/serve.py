@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -55,6 +57,7 @@ def serve(
     `serve`, for a port or name in use, and the errors of loading the model.
     """
     check_extra("serving")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # also for all children: a dump would hold users' texts
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
         engine = RunningEngine(
@@ -66,12 +69,23 @@ def serve(
         )
         _check_socket_path(engine)
         with EngineLock(engine.name) as lock:
-            engine.announce()
+            _announce(engine)
             with _ended_by_signals(lock, lambda: on_state(replace(engine, state="stopped"))):
                 tokenizer = _prepare(config)
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
                 runner.run(serving)
+
+
+def _announce(engine: RunningEngine) -> None:
+    """Write an engine's first entry. Raises ConfigError."""
+    try:
+        engine.announce()
+    except OSError as error:
+        raise ConfigError(
+            f"the engine's entry, {error.filename2 or error.filename}, cannot be written: {error.strerror}; "
+            f"remove it, or name another runtime folder in {VARIABLE}"
+        ) from error
 
 
 def check_extra(what: str) -> None:
@@ -191,6 +205,8 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
+            gc.collect()
+            gc.freeze()  # a full collection would visit all that was loaded, and all streams would wait
             _log_start(front)
             enter("ready")
         await serving

@@ -52,6 +52,7 @@ class Admission:
         self.limit = limit
         self.num_live = 0
         self.is_draining = False
+        self._stopped: APIError | None = None  # what all requests end with, once the time to drain is over
         given = quotas or {DEFAULT_TENANT.name: NO_QUOTA}
         self.tenants = {name: TenantUse(quota) for name, quota in given.items()}
         self._seats: set[Seat] = set()
@@ -116,10 +117,10 @@ class Admission:
 
     def stop_all(self) -> None:
         """End every live request: the time to drain is over."""
-        error = APIError(503, "the server is shutting down", code="shutting_down")
+        self._stopped = APIError(503, "the server is shutting down", code="shutting_down")
         for seat in self._seats:
             if seat.stop is not None:
-                seat.stop(error)
+                seat.stop(self._stopped)
 
     async def wait_idle(self) -> None:
         """Return when no request is live."""
@@ -133,6 +134,12 @@ class Seat:
         self._admission, self._use = admission, use
         self.num_held = self._num_tokens = 0
         self.stop: Callable[[Exception], None] | None = None  # ends the request, once it runs
+
+    def run(self, stop: Callable[[Exception], None]) -> None:
+        """Record how the request is ended, which begins to run. Raises APIError if all have been ended."""
+        if self._admission._stopped is not None:
+            raise self._admission._stopped
+        self.stop = stop
 
     def take(self, num_sequences: int, num_tokens: int = 0) -> None:
         """Hold this many in total. A request with more sequences than seats is admitted only when alone."""

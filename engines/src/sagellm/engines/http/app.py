@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import ceil
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -126,11 +127,18 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     probe = EngineProbe(service.front)
 
     async def health(_: Request) -> Response:
-        return Response(status_code=200 if service.front.is_responsive else 503)
+        return state(is_good=service.front.is_responsive)
 
     async def ready(_: Request) -> Response:
-        is_ready = service.front.is_ready and not service.admission.is_draining
-        return Response(status_code=200 if is_ready else 503)
+        return state(is_good=service.front.is_ready and not service.admission.is_draining)
+
+    def state(*, is_good: bool) -> Response:
+        front = service.front
+        status = "draining" if service.admission.is_draining else front.status
+        answer = _json({"status": status}, 200 if is_good else 503)
+        if front.pause_s:
+            answer.headers["retry-after"] = str(ceil(front.pause_s))
+        return answer
 
     async def version(_: Request) -> Response:
         return _json({"version": __version__})

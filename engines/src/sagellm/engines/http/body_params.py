@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody, SamplingBody
@@ -14,6 +15,7 @@ from sagellm.engines.sampling.params import SamplingParams
 MAX_SEQUENCES = 1024
 MAX_OUTPUT_TOKENS = 1 << 21
 MAX_LOGPROB_ENTRIES = 1 << 21
+MAX_PARAMETER_TOKENS = 1 << 21
 MAX_EXTRA_BYTES = 64 << 10
 
 _COMPLETION_TOKENS = 16  # as OpenAI documents
@@ -69,6 +71,16 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     return _made(defaults, given)
 
 
+class _Budget(NamedTuple):
+    """A product of valid parts, and the most that it may be."""
+
+    param: str
+    amount: int
+    most: int
+    told: str  # how the amount comes about
+    advice: str
+
+
 def check_budget(
     params: SamplingParams,
     num_prompts: int,
@@ -81,38 +93,64 @@ def check_budget(
 
     `scored_by` is the parameter that asks for log-probabilities of the prompt.
     """
-    num_sequences = num_prompts * params.n
-    if num_sequences > MAX_SEQUENCES:
-        raise invalid(
-            "n",
-            f"n: {num_prompts} prompts × n or best_of {params.n} exceed {MAX_SEQUENCES} continuations; "
-            f"lower n or best_of, or send fewer prompts",
+    num = num_prompts * params.n
+    num_tokens = num * min(params.max_tokens or max_model_len, max_model_len)
+    budgets = (
+        *_budgets(params, num_prompts, num, num_tokens),
+        *_logprob_budgets(params, prompt_tokens, num_tokens, scored_by),
+    )
+    for param, amount, most, told, advice in budgets:
+        if amount > most:
+            raise invalid(param, f"{param}: {told}; there may be at most {most}: {advice}")
+
+
+def _budgets(params: SamplingParams, num_prompts: int, num: int, num_tokens: int) -> Iterator[_Budget]:
+    """Yield what is bounded of `num` continuations with `num_tokens` in all."""
+    told = f"{num_prompts} prompts × {params.n} (n or best_of) are {num} continuations"
+    yield _Budget("n", num, MAX_SEQUENCES, told, "lower n or best_of, or send fewer prompts")
+    told = f"{num} continuations × {num_tokens // max(1, num)} are {num_tokens} tokens"
+    yield _Budget("max_tokens", num_tokens, MAX_OUTPUT_TOKENS, told, "lower max_tokens or n")
+    sizes = {name: size for name, size in _parameter_sizes(params).items() if size}
+    if sizes:
+        size, largest = sum(sizes.values()), max(sizes, key=lambda name: sizes[name])
+        told = f"{num} continuations × {size} tokens in {', '.join(sizes)} are {num * size}"
+        advice = f"shorten {largest}, lower n, or send fewer prompts"
+        yield _Budget(largest, num * size, MAX_PARAMETER_TOKENS, told, advice)
+
+
+def _logprob_budgets(
+    params: SamplingParams, prompt_tokens: int, num_tokens: int, scored_by: str
+) -> Iterator[_Budget]:
+    """Yield what is bounded of log-probabilities: those of the output, and those of prompt and output."""
+    entries = 0
+    if params.logprobs is not None:
+        entries = num_tokens * (params.logprobs + 1)
+        told = (
+            f"{params.logprobs} and the token itself for {num_tokens} tokens are {entries} log-probabilities"
         )
-    longest = min(params.max_tokens or max_model_len, max_model_len)
-    if num_sequences * longest > MAX_OUTPUT_TOKENS:
-        raise invalid(
-            "max_tokens",
-            f"max_tokens: {num_sequences} continuations of up to {longest} tokens are more than "
-            f"{MAX_OUTPUT_TOKENS} tokens; lower max_tokens or n",
-        )
-    entries = 0 if params.logprobs is None else num_sequences * longest * (params.logprobs + 1)
-    if entries > MAX_LOGPROB_ENTRIES:
-        raise invalid(
-            "logprobs",
-            f"logprobs: up to {entries} of them are more than {MAX_LOGPROB_ENTRIES}; "
-            f"lower max_tokens or logprobs",
-        )
-    # Each continuation is written with them.
-    scores = 0 if params.prompt_logprobs is None else params.n * prompt_tokens * (params.prompt_logprobs + 1)
-    if scores and entries + scores > MAX_LOGPROB_ENTRIES:
+        yield _Budget("logprobs", entries, MAX_LOGPROB_ENTRIES, told, "lower max_tokens or logprobs")
+    if params.prompt_logprobs is not None and prompt_tokens:
+        scores = (
+            params.n * prompt_tokens * (params.prompt_logprobs + 1)
+        )  # each continuation is written with them
         times = f", {params.n} times" if params.n > 1 else ""
         others = f", and up to {entries} of the output" if entries else ""
-        raise invalid(
-            scored_by,
-            f"{scored_by}: {params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens"
-            f"{times} are {scores} log-probabilities{others}; there may be at most {MAX_LOGPROB_ENTRIES}: "
-            f"lower {scored_by} or n, or send fewer or shorter prompts",
+        told = (
+            f"{params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens{times} are "
+            f"{scores} log-probabilities{others}"
         )
+        advice = f"lower {scored_by} or n, or send fewer or shorter prompts"
+        yield _Budget(scored_by, entries + scores, MAX_LOGPROB_ENTRIES, told, advice)
+
+
+def _parameter_sizes(params: SamplingParams) -> dict[str, int]:
+    """Return how many tokens each parameter has that the engine looks at for each continuation."""
+    return {
+        "bad_words": sum(map(len, params.bad_words_token_ids)),
+        "logit_bias": len(params.logit_bias or ()),
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "stop_token_ids": len(params.stop_token_ids or ()),
+    }
 
 
 def _given(body: SamplingBody) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
 from sagellm.core import EngineMetrics
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class Stream(Protocol):
     """The outputs of one request, each cumulative and possibly the same growing object.
 
-    Iterating ends after the last output. It raises EngineDeadError when the engine's process is gone,
+    Iterating ends after the last output. It raises EngineDeadError when the engine's process is gone
     and EngineError for any other failure of the engine as a whole.
     """
 
@@ -32,7 +33,7 @@ class Stream(Protocol):
 class EngineFront(Protocol):
     """Takes requests, only from the server's event loop.
 
-    `add_request` keeps nothing if it raises InvalidRequestError. `metrics` answers between two steps, which
+    `add_job` keeps nothing if it raises InvalidRequestError. `metrics` answers between two steps, which
     may take long; `is_responsive` says at any time whether the engine is alive.
     """
 
@@ -72,17 +73,29 @@ class EngineFront(Protocol):
         ...
 
     @property
+    def status(self) -> str:
+        """What the engine does, in a word or two: "ready", or why it is not. Never waits."""
+        ...
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which requests are refused, until the engine is started again; 0 at most times."""
+        ...
+
+    @property
     def num_restarts(self) -> int:
         """How often the engine was restarted because it had ended or made no progress."""
         ...
 
-    async def add_request(
+    async def add_job(
         self,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
+        *,
+        request_ids: Sequence[str | None] = (),
         **options: Unpack[RequestOptions],
-    ) -> Stream:
-        """Queue a request. Raises InvalidRequestError, EngineError."""
+    ) -> Sequence[Stream]:
+        """Queue requests with the same parameters and options. Raises InvalidRequestError, EngineError."""
         ...
 
     async def metrics(self) -> EngineMetrics:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 from typing import Any
 
 import msgspec
 
-from sagellm.core import EngineDeadError, InvalidRequestError, get_logger
+from sagellm.core import DeadlyRequestError, EngineDeadError, InvalidRequestError, get_logger
 
 logger = get_logger(__name__)
 
@@ -44,6 +45,7 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         is_final: bool = False,
+        retry_after_s: float = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -51,6 +53,7 @@ class APIError(Exception):
         self.param = None if param is None else printable(param)
         self.code = code
         self.is_final = is_final
+        self.retry_after_s = max(RETRY_AFTER_S, ceil(retry_after_s))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -69,7 +72,7 @@ class APIError(Exception):
         if self.is_final:
             return [(b"x-should-retry", b"false")]  # as OpenAI's clients understand it
         if self.status in (429, 503):
-            return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
+            return [(b"retry-after", b"%d" % self.retry_after_s)]
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
         return [(b"connection", b"close")] if self.status in (408, 413) else []
@@ -114,7 +117,13 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, EngineDeadError):
         logger.debug("the engine is gone: %s", error)  # its end was logged once, for all requests
         return APIError(
-            503, "the engine stopped, or is not running; send the request again", code="engine_dead"
+            503,
+            "the engine stopped, or is not running; send the request again",
+            code="engine_dead",
+            retry_after_s=error.retry_after_s or 0.0,
         )
+    if isinstance(error, DeadlyRequestError):
+        logger.warning("a request is refused: %s", error)
+        return APIError(500, f"{error}; do not send it again", code="engine_died_twice", is_final=True)
     logger.error("a request ends with an error", exc_info=error)
     return APIError(500, "the request failed inside the server", code="internal_error")

@@ -79,7 +79,7 @@ class Generation(ABC, Generic[B]):
                 scope["state"]["timers"] = timers  # for the access log
                 shape = self.shape(job)
                 async with running(receive, timers, options["deadline_ms"]) as run:
-                    seat.stop = run.stop
+                    seat.run(run.stop)
                     await run.open(self.service.front, job, options)
                     if job.is_streamed:
                         reply = EventReply(send)

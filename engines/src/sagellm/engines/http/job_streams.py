@@ -31,24 +31,30 @@ class JobStreams:
     """A job's requests in the engine. Reading raises ClientGoneError when the client disconnects."""
 
     def __init__(self, receive: Receive, timers: Sequence[RequestTimer]) -> None:
-        self._streams: list[Stream] = []
+        self._streams: Sequence[Stream] = ()
         self._timers = timers
         self._stopped: Exception | None = None
+        self._opening: asyncio.Future[Sequence[Stream]] | None = None
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def open(self, front: EngineFront, job: Job, options: RequestOptions) -> None:
         """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
-        for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
-            own = options | RequestOptions(request_id=request_id)
-            stream = await front.add_request(prompt.token_ids, job.params, **own)
-            self._streams.append(stream)
-            self.raise_if_stopped()
-            await asyncio.sleep(0)  # thousands of prompts must not block other requests
+        prompts = [each.token_ids for each in job.prompts]
+        adding = front.add_job(prompts, job.params, request_ids=job.request_ids, **options)
+        self._opening = asyncio.ensure_future(adding)  # which may wait for the engine to start
+        try:
+            self._streams = await self._opening
+        except asyncio.CancelledError:
+            if self._stopped is None:
+                raise
+        self.raise_if_stopped()
 
     def stop(self, error: Exception) -> None:
-        """End the reading with an error, even if outputs are missing."""
+        """End opening or reading with an error, even if outputs are missing."""
         if self._stopped is None:
             self._stopped = error
+        if self._opening is not None:
+            self._opening.cancel()
         for stream in self._streams:
             stream.close()
 

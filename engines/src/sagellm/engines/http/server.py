@@ -22,6 +22,7 @@ from sagellm.engines.http.listener import Listener
 
 _LAST_WORDS_S = 2.0
 """How long requests have to end with an error after the drain timeout."""
+_TICK_S = 0.1
 
 
 class HTTPServer(uvicorn.Server):
@@ -68,19 +69,27 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests finish; those that exceed the timeout end with an error."""
+        """Let requests finish; those that exceed the timeout, or whose engine hangs, end with an error."""
         timeout_s = self.config.timeout_graceful_shutdown or 0
         admission = self._admission
         if admission.num_live and self._on_drain is not None:
             self._on_drain()
-        timer = asyncio.get_running_loop().call_later(timeout_s - _LAST_WORDS_S, admission.stop_all)
+        ending = asyncio.create_task(self._stop_all(timeout_s - _LAST_WORDS_S))
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            ending.cancel()
         admission.stop_all()  # after a second signal some are still running
         with suppress(TimeoutError):
             await asyncio.wait_for(admission.wait_idle(), _LAST_WORDS_S)
+
+    async def _stop_all(self, timeout_s: float) -> None:
+        """End every request after a time, or as soon as the engine makes no progress: it answers nobody."""
+        front = self.config.app.state.service.front  # type: ignore[union-attr]
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while front.is_responsive and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(_TICK_S)
+        self._admission.stop_all()
 
     @property
     def _admission(self) -> Admission:

@@ -20,7 +20,8 @@ from sagellm.core.chaos import child_environment, flaky
 from sagellm.core.runtime_folder import own_folder
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.remote.heartbeat import RESPONSIVE_S, Heartbeat
-from sagellm.engines.remote.messages import ToCore, encode
+from sagellm.engines.remote.links import Links
+from sagellm.engines.remote.messages import FromCore
 
 _POLL_S = 0.02
 _STOP_S = 10.0
@@ -95,11 +96,11 @@ class Stall:
 
 
 class CoreHandle:
-    """One process of the core and the connection to it."""
+    """One process of the core and the connections to it."""
 
-    def __init__(self, spawned: Spawned, transport: asyncio.Transport) -> None:
-        self._process, self.heartbeat, self._num_cpu_ticks = spawned
-        self._transport = transport
+    def __init__(self, spawned: Spawned, links: Links) -> None:
+        self._process, self.heartbeat, self.read_cpu_ticks = spawned
+        self.links = links
 
     @property
     def pid(self) -> int:
@@ -113,15 +114,10 @@ class CoreHandle:
         assert code is not None, "`stop` waits for the end"
         return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
-    @property
-    def num_cpu_ticks(self) -> int | None:
-        """The process's CPU time, as it does not beat while it loads; None if unknown."""
-        return self._num_cpu_ticks()
-
     @classmethod
     @flaky("core.spawn", errno.ENOMEM, errno.EMFILE, rate=10, num_spared=1)
     async def start(
-        cls, config: EngineConfig, socket: Path, protocol: asyncio.Protocol, *, spawn: Spawn
+        cls, config: EngineConfig, socket: Path, receive: Callable[[FromCore], None], *, spawn: Spawn
     ) -> CoreHandle:
         """Start a core and connect to it; it sends Hello or Failed once its model is loaded or has failed.
 
@@ -135,14 +131,13 @@ class CoreHandle:
         values = {key: value for key, value in config.values().items() if not key.startswith("server.")}
         spawned = spawn({"config": values, "socket": str(socket)})
         process = spawned.process
-        loop = asyncio.get_running_loop()
+        links = Links(socket, receive)
         stall = Stall(config.server.frozen_after_s, _POLL_S)
         try:
             while True:
                 with suppress(OSError):
-                    connect = flaky("core.connect", errno.ECONNREFUSED, rate=10)(loop.create_unix_connection)
-                    transport, _ = await connect(lambda: protocol, str(socket))
-                    return cls(spawned, transport)
+                    await links.open()
+                    return cls(spawned, links)
                 if process.poll() is not None:
                     raise EngineDeadError(
                         f"the engine's process ended at its start, with {process.returncode}"
@@ -155,19 +150,13 @@ class CoreHandle:
             process.wait()
             raise
 
-    @flaky("front.send")
-    def send(self, message: ToCore) -> None:
-        """Send a message; it is lost if the core is dead."""
-        if not self._transport.is_closing():
-            self._transport.write(encode(message))
-
     def kill(self) -> None:
         """Kill the process, even a suspended one."""
         self._process.kill()
 
     async def stop(self) -> None:
         """Terminate the process; kill it if it is unresponsive, takes 10 s, or this is cancelled."""
-        self._transport.close()
+        self.links.close()
         if self.heartbeat.age_s > RESPONSIVE_S:  # it would not handle SIGTERM
             self.kill()
         self._process.terminate()

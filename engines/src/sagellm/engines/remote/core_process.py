@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -39,6 +40,7 @@ _WARM_UP_TOKENS = 16
 
 def main() -> None:
     """Listen, load, serve. Exit code 1 if the model cannot be loaded."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump would hold users' texts
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     configure(order["log_level"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is handled by the front
@@ -84,7 +86,7 @@ def listen(path: Path) -> socket.socket:
         listener.bind(str(path))
     finally:
         os.umask(mask)
-    listener.listen(64)
+    listener.listen(256)
     return flaky_socket("core.socket", listener)
 
 

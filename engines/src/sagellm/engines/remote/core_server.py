@@ -25,6 +25,7 @@ from sagellm.core.chaos import flaky_selector
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote.messages import (
     Abort,
+    Add,
     Call,
     FrameReader,
     Hello,
@@ -33,14 +34,12 @@ from sagellm.engines.remote.messages import (
     ToCore,
     encode,
 )
-from sagellm.engines.request_checks import check_request
+from sagellm.engines.request_checks import check_request, check_shared
 
 logger = get_logger(__name__)
 
 _MAX_CONNECTIONS = 256
 _READ_BYTES = 1 << 20
-_TURN_MESSAGES = 32
-"""Messages of one connection that are handled before the next connection's turn."""
 _TURN_NS = 5_000_000
 """Time for messages between two steps; the current one is finished, the others wait for the next turn."""
 _PAUSE_BYTES = 1 << 20
@@ -52,11 +51,12 @@ Operation = Callable[..., Any]
 
 
 class _Connection:
-    """One peer: its partly received messages, unsent bytes, and the sequences that it owns."""
+    """One peer: its unhandled messages, unsent bytes, and the sequences that it owns."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
         self.reader = FrameReader(ToCore)
+        self.arriving: Iterator[QueuedRequest] = iter(())  # of a job, those that are not queued yet
         self.unsent = bytearray()
         self.sequence_ids: dict[SequenceId, None] = {}  # in order, so that a run can be replayed
 
@@ -76,8 +76,8 @@ class CoreServer:
     sequences end. When the file `lifeline` reaches its end, serving ends.
 
     An invalid message, or any exception while handling one, closes that peer's connection and nothing else.
-    Between two steps peers take turns of `_TURN_MESSAGES` messages, for `_TURN_NS` in all, so that none
-    delays the others' requests or the next step.
+    Between two steps peers take turns, each with one message or one request of its job, for `_TURN_NS` in
+    all, so that none delays the others' requests or the next step.
 
     `beat` is called in each turn, for each message, and by the core inside its steps. A subclass may bring
     another clock or selector.
@@ -209,35 +209,42 @@ class CoreServer:
         self._backlog[connection] = None
 
     def _handle_backlog(self) -> None:
-        """Handle messages in turns, for at most `_TURN_NS`; a connection without any leaves the backlog."""
+        """Let connections take turns, for at most `_TURN_NS`; one without messages leaves the backlog."""
         deadline_ns = self.now_ns() + _TURN_NS
         while self._backlog and self.now_ns() < deadline_ns:
             connection = next(iter(self._backlog))
             del self._backlog[connection]
             with self._closing_on_error(connection):
-                if self._handle_some(connection, deadline_ns) and not connection.is_closed:
+                if self._handle_next(connection) and not connection.is_closed:
                     self._backlog[connection] = None
-
-    def _handle_some(self, connection: _Connection, deadline_ns: int) -> bool:
-        """Handle a connection's next messages; say whether it stays in the backlog."""
-        for _ in range(_TURN_MESSAGES):
-            if connection.is_closed or connection.is_paused:
-                return False
-            message = connection.reader.next()
-            if message is None:
-                return False
-            match message:
-                case QueuedRequest():
-                    self._add(connection, message)
-                case Abort():
-                    own = [each for each in message.sequence_ids if each in connection.sequence_ids]
-                    self._abort(own, message.finish_reason)
-                case Call():
-                    self._send(connection, self._call(message))
             self._beat()
-            if self.now_ns() >= deadline_ns:
-                break
+
+    def _handle_next(self, connection: _Connection) -> bool:
+        """Queue a connection's next request, or handle its next message; say if there may be more."""
+        if connection.is_closed or connection.is_paused:
+            return False
+        if self._add_next(connection):
+            return True
+        match connection.reader.next():
+            case None:
+                return False
+            case Add() as job:
+                check_shared(job.params, job.stop_token_ids, self._limits)
+                connection.arriving = job.requests()
+                self._add_next(connection)
+            case Abort() as abort:
+                own = [each for each in abort.sequence_ids if each in connection.sequence_ids]
+                self._abort(own, abort.finish_reason)
+            case Call() as call:
+                self._send(connection, self._call(call))
         return True
+
+    def _add_next(self, connection: _Connection) -> bool:
+        """Queue the next request of a connection's job, if one is left."""
+        request = next(connection.arriving, None)
+        if request is not None:
+            self._add(connection, request)
+        return request is not None
 
     def _add(self, connection: _Connection, request: QueuedRequest) -> None:
         """Queue all sequences of a request, or none and tell the peer the error if the core refuses one.

@@ -30,6 +30,11 @@ def _decode_other(kind: type, value: object) -> TokenIds:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 
 
+def packed(value: object) -> bytes:
+    """Return any value that may be part of a message in MessagePack."""
+    return _encoder.encode(value)
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return a message as a frame."""
     frame = bytearray(_LENGTH_BYTES)
@@ -57,6 +62,13 @@ class FrameReader:
     def add(self, data: bytes) -> None:
         """Add received bytes."""
         self._pending += data
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `next` would return a message, or raise."""
+        claimed = int.from_bytes(self._pending[:_LENGTH_BYTES], "little")
+        enough = _LENGTH_BYTES + (claimed if claimed <= MAX_FRAME_BYTES else 0)
+        return len(self._pending) >= enough
 
     def next(self) -> Any | None:
         """Return the next complete message, or None.

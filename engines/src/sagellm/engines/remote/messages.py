@@ -1,18 +1,39 @@
 """Messages between front and core, typed, in MessagePack, one per frame. Imports no torch.
 
-Both sides always have the same version: the front starts the core. A QueuedRequest is a message too.
+Both sides always have the same version: the front starts the core.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Self
 
 import msgspec
+from msgspec import Meta
 
-from sagellm.core import FinishReason, RequestLimits, SequenceId, TokenOutput
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.core import FinishReason, Request, RequestLimits, SequenceId, TokenOutput
+from sagellm.engines.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.remote.frames import FrameReader as FrameReader, encode as encode
 from sagellm.engines.sampling.params import SamplingParams
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
+    """To the core: queue the requests of a job. Their parameters cross the link, and are checked, once."""
+
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    prompts: list[tuple[Request, Annotated[int, Meta(ge=0, le=MAX_SEED)]]]  # with their seeds
+
+    @classmethod
+    def of(cls, requests: Sequence[QueuedRequest]) -> Self:
+        """Return the message about requests with the same parameters, at least one."""
+        first = requests[0]
+        return cls(first.params, first.stop_token_ids, [(each.request, each.seed) for each in requests])
+
+    def requests(self) -> Iterator[QueuedRequest]:
+        """Yield the requests."""
+        for request, seed in self.prompts:
+            yield QueuedRequest(request, self.params, seed, self.stop_token_ids)
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -60,5 +81,5 @@ class Reply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
     error: str | None = None
 
 
-ToCore = QueuedRequest | Abort | Call
+ToCore = Add | Abort | Call
 FromCore = Hello | Failed | Step | Reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -21,12 +22,16 @@ from sagellm.engines.remote.core_handle import Spawn, start_process
 from sagellm.engines.remote.messages import Call, FromCore, Hello, Reply, Step
 from sagellm.engines.remote.operations import read_metrics
 from sagellm.engines.remote.supervisor import Supervisor
+from sagellm.engines.remote.suspects import Suspects
 from sagellm.engines.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.local import LONG_TEXT
 
 if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
+
+_CHECKED_AT_ONCE = 32
+"""Requests of a job that are checked before other tasks have their turn."""
 
 
 class RemoteEngine:
@@ -52,12 +57,13 @@ class RemoteEngine:
             socket,
             on_hello=self._greet,
             on_message=self._receive,
-            on_death=self._fail_all,
+            on_death=self._take_death,
             spawn=spawn or partial(start_process, log_level=log_level),
         )
         runtime = runtime or Runtime.system(seed=config.model.seed)
         self._driver = RequestDriver(self.supervisor, tokenizer, runtime)
         self._streams = OutputStreams()
+        self._suspects = Suspects(lambda: runtime.clock.now_ns() / 1e9)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
 
@@ -101,6 +107,16 @@ class RemoteEngine:
         return self.supervisor.is_responsive
 
     @property
+    def status(self) -> str:
+        """What the engine does, in a word: "ready", "unresponsive", "restarting" and the like."""
+        return self.supervisor.status
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the core is started again, if that is delayed; requests are refused until then."""
+        return self.supervisor.pause_s
+
+    @property
     def num_restarts(self) -> int:
         """How often the core was restarted."""
         return self.supervisor.num_restarts
@@ -123,29 +139,59 @@ class RemoteEngine:
     ) -> OutputStream:
         """Check and send one request and return its stream.
 
-        Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if the core is gone.
+        Raises InvalidRequestError, DuplicateRequestError; EngineDeadError if the core is gone, and
+        DeadlyRequestError if two cores died with this request.
+        """
+        request_id = options.pop("request_id", None)
+        (stream,) = await self.add_job([prompt], params, request_ids=[request_id], **options)
+        return stream
+
+    async def add_job(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        request_ids: Sequence[str | None] = (),
+        **options: Unpack[RequestOptions],
+    ) -> list[OutputStream]:
+        """Check and send requests with the same parameters and options, and return their streams.
+
+        They are sent when the core has read nearly all earlier ones of this tenant, and one after the other
+        if a core died with them before. Raises as `add_request` does, and then none is sent.
         """
         await self.supervisor.wait_until_ready()
-        process = partial(self._driver.input.process_request, prompt, params, **options)
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            request = await asyncio.to_thread(process)
-            await self.supervisor.wait_until_ready()
-        else:
-            request = process()
-        self._driver.add(request, prompt)
-        stream = self._streams[request.request_id] = OutputStream(request.request_id, self._drop)
-        return stream
+        checking = self._driver.input.process_job(prompts, params, request_ids, **options)
+        requests = []
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+                requests.append(await asyncio.to_thread(next, checking))
+            else:
+                requests.append(next(checking))
+                if len(requests) % _CHECKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        await self._suspects.wait_for_turn(requests)
+        try:
+            await self.supervisor.reach(requests[0].request.tenant.name)
+            self._driver.add(requests, prompts)
+        except BaseException:
+            for request in requests:
+                self._suspects.leave(request.request_id)
+            raise
+        streams = [OutputStream(each.request_id, self._drop) for each in requests]
+        self._streams.update({each.request_id: each for each in streams})
+        return streams
 
     async def abort_request(self, request_id: str) -> None:
         """End a request; its stream ends with the reason "abort". Raises UnknownRequestError."""
         self._streams.deliver([self._driver.abort(request_id)])
+        self._suspects.leave(RequestId(request_id))
 
     async def call(self, operation: str, **arguments: Any) -> Any:
         """Run an operation in the core and return its result. Raises EngineError with its message."""
         await self.supervisor.wait_until_ready()
         self._num_calls += 1
         future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
-        self.supervisor.send(Call(self._num_calls, operation, arguments))
+        self.supervisor.call(Call(self._num_calls, operation, arguments))
         return await future
 
     async def metrics(self) -> EngineMetrics:
@@ -161,6 +207,7 @@ class RemoteEngine:
         """Abort the request of a consumer that is gone."""
         if request_id in self._driver:
             self._driver.abort(request_id)
+            self._suspects.leave(request_id)
 
     def _greet(self, hello: Hello) -> None:
         limits = hello.limits
@@ -185,7 +232,9 @@ class RemoteEngine:
             for token_id in each.token_ids:
                 if not 0 <= token_id < vocab_size:
                     raise EngineError(f"the engine sent token id {token_id} of {vocab_size}")
-        self._streams.deliver(self._driver.take(message.outputs))
+        outputs = self._driver.take(message.outputs)
+        self._suspects.take(outputs)
+        self._streams.deliver(outputs)
 
     def _take_reply(self, message: Reply) -> None:
         future = self._calls.pop(message.number, None)
@@ -195,6 +244,10 @@ class RemoteEngine:
             future.set_result(message.result)
         else:
             future.set_exception(EngineError(message.error))
+
+    def _take_death(self, error: EngineDeadError) -> None:
+        self._suspects.blame(self._driver.live_requests)
+        self._fail_all(error)
 
     def _fail_all(self, error: EngineDeadError) -> None:
         self._driver.forget_all()

@@ -2,28 +2,37 @@
 
 An engine's process holds a lock on NAME.lock until it ends, for whatever reason. So liveness depends on no
 clock, and a reused process id is never mistaken for the engine.
+
+Whatever else stands in the folder is not trusted: what is no entry, or no regular file of ours, is logged
+once and skipped, and no file can make a reader wait.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
+import stat
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from sagellm.core import ConfigError, UnknownNameError, nearest
+import msgspec
+
+from sagellm.core import ConfigError, InvalidInputError, UnknownNameError, get_logger, nearest
 from sagellm.core.chaos import flaky
 from sagellm.core.runtime_folder import runtime_folder
 
+logger = get_logger(__name__)
+
 _LOCK_WAIT_S = 0.5  # a process that checks whether an engine is alive holds its lock for a moment
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
+_MAX_ENTRY_BYTES = 64 << 10
+_CAREFUL = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe must not make its reader wait
 
 
 EngineState = Literal["starting", "ready", "draining", "stopped"]
@@ -36,12 +45,15 @@ class EngineLock:
     """
 
     def __init__(self, name: str) -> None:
-        """Take the lock. Raises ConfigError if an engine of this name runs."""
+        """Take the lock. Raises ConfigError if an engine of this name runs, or the file is no lock."""
         deadline = time.monotonic() + _LOCK_WAIT_S
-        while (descriptor := _try_lock(name)) is None:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"an engine {name!r} runs already; choose another --name")
-            time.sleep(_LOCK_WAIT_S / 50)
+        try:
+            while (descriptor := _try_lock(name)) is None:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"an engine {name!r} runs already; choose another --name")
+                time.sleep(_LOCK_WAIT_S / 50)
+        except OSError as error:
+            raise ConfigError(f"{_lock_of(name)} cannot be locked ({error.strerror}); remove it") from error
         self._name, self._descriptor = name, descriptor
 
     def release(self) -> None:
@@ -63,7 +75,7 @@ class RunningEngine:
     """An engine's entry in the runtime folder; its process holds the EngineLock of its name."""
 
     name: str
-    pid: int  # of the front
+    pid: Annotated[int, msgspec.Meta(ge=1)]  # of the front
     url: str
     model: str
     state: EngineState = "ready"
@@ -82,9 +94,13 @@ class RunningEngine:
     @property
     def is_alive(self) -> bool:
         """Whether its front's process is running."""
+        path = _lock_of(self.name)
         try:
-            descriptor = os.open(_lock_of(self.name), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | _CAREFUL)
         except FileNotFoundError:
+            return False
+        except OSError as error:
+            _say_once(path, error.strerror or str(error))
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that checks do not conflict
@@ -103,37 +119,61 @@ class RunningEngine:
 
     @flaky("runtime_folder.announce", errno.ENOSPC, rate=10, num_spared=1)
     def announce(self) -> None:
-        """Write the entry atomically."""
+        """Write the entry atomically. Raises OSError."""
         path = _entry_of(self.name)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self))
         partial.replace(path)
 
     @classmethod
     def all(cls) -> list[Self]:
         """Return the running engines."""
-        return [engine for engine in cls._read_all() if engine.is_alive]
+        read = [cls._read(path) for path in _entries()]
+        return [engine for engine in read if engine is not None and engine.is_alive]
 
     @classmethod
     def withdraw_dead(cls) -> list[Self]:
-        """Remove the files of engines that ended without cleaning up, and return those engines."""
+        """Remove the files of engines that ended without cleaning up, and return those engines.
+
+        Regular files of ours that are no entry, and are no running engine's, are removed too.
+        """
         dead = []
-        for engine in cls._read_all():
-            descriptor = _try_lock(engine.name)  # so that no engine of this name starts meanwhile
-            if descriptor is not None:
-                if _entry_of(engine.name).exists():
-                    dead.append(engine)
-                _remove(engine.name)
-                os.close(descriptor)
+        for path in _entries():
+            engine = cls._read(path)
+            if not _NAME.fullmatch(path.stem):
+                continue
+            with suppress(OSError):  # it is gone, or the lock is none, which is logged where it is asked for
+                if not _is_own_file(path):
+                    continue
+                descriptor = _try_lock(path.stem)  # so that no engine of this name starts meanwhile
+                if descriptor is not None:
+                    if engine is not None and path.exists():
+                        dead.append(engine)
+                    _remove(path.stem)
+                    os.close(descriptor)
         return dead
 
     @classmethod
-    def _read_all(cls) -> Iterator[Self]:
-        for path in sorted(runtime_folder().glob("*.json")):
-            with suppress(OSError, ValueError, TypeError):  # being written, or not ours
-                engine = cls(**json.loads(path.read_text(encoding="utf-8")))
-                if engine.name == path.stem:
-                    yield engine
+    def _read(cls, path: Path) -> Self | None:
+        """Return the engine of an entry, or None, which is logged once unless the file is gone."""
+        try:
+            engine = msgspec.json.decode(_read_own_file(path), type=cls)
+            if engine.name != path.stem or not _NAME.fullmatch(engine.name):
+                raise InvalidInputError(f"it has the name {engine.name!r}")
+        except FileNotFoundError:
+            return None
+        except (
+            OSError,
+            InvalidInputError,
+            msgspec.MsgspecError,
+            RecursionError,
+            UnicodeDecodeError,
+        ) as error:
+            _say_once(path, str(error))
+            return None
+        return engine
 
     @classmethod
     def find(cls, name: str | None = None) -> Self:
@@ -169,6 +209,35 @@ def socket_of(name: str) -> Path:
     return runtime_folder() / f"{check_name(name)}.sock"
 
 
+def _entries() -> list[Path]:
+    return sorted(runtime_folder().glob("*.json"))
+
+
+def _read_own_file(path: Path) -> bytes:
+    """Return the content of a regular file of ours, without waiting. Raises OSError, InvalidInputError."""
+    if not _is_own_file(path):
+        raise InvalidInputError("it is no regular file, or somebody else's")
+    descriptor = os.open(path, os.O_RDONLY | _CAREFUL)
+    try:
+        data = os.read(descriptor, _MAX_ENTRY_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > _MAX_ENTRY_BYTES:
+        raise InvalidInputError(f"it has more than {_MAX_ENTRY_BYTES} bytes")
+    return data
+
+
+def _is_own_file(path: Path) -> bool:
+    """Say whether a file is a regular one of ours. Raises FileNotFoundError."""
+    found = path.lstat()
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+
+
+@cache
+def _say_once(path: Path, reason: str) -> None:
+    logger.warning("%s is no engine's file and is ignored: %s", path, reason)
+
+
 def _entry_of(name: str) -> Path:
     return runtime_folder() / f"{check_name(name)}.json"
 
@@ -181,7 +250,7 @@ def _try_lock(name: str) -> int | None:
     """Lock an engine's name and return the descriptor that holds the lock, or None if it is held."""
     path = _lock_of(name)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _CAREFUL, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -203,4 +272,5 @@ def _try_lock(name: str) -> int | None:
 def _remove(name: str) -> None:
     """Remove an engine's files; the caller holds its lock."""
     for path in (_entry_of(name), socket_of(name), _lock_of(name)):
-        path.unlink(missing_ok=True)
+        with suppress(IsADirectoryError):
+            path.unlink(missing_ok=True)

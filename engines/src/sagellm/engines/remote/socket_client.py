@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from socket import socket
 
 from sagellm.core import FinishReason, SequenceId, TokenOutput
 from sagellm.engines.engine_client import BlockingClient
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote.admin_client import AdminClient
-from sagellm.engines.remote.messages import Abort, FromCore, Step
+from sagellm.engines.remote.messages import Abort, Add, FromCore, Step
 
 
 class SocketClient(AdminClient, BlockingClient):
@@ -23,10 +23,10 @@ class SocketClient(AdminClient, BlockingClient):
         self._steps: deque[Step] = deque()
         self._live: set[SequenceId] = set()
 
-    def add(self, request: QueuedRequest) -> None:
-        """Send the request."""
-        self._send(request)
-        self._live.update(request.sequence_ids)
+    def add(self, requests: Sequence[QueuedRequest]) -> None:
+        """Send the requests."""
+        self._send(Add.of(requests))
+        self._live.update(each for request in requests for each in request.sequence_ids)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """End the sequences before the next step."""

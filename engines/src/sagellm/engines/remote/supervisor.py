@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,21 @@ from sagellm.core import (
     SequenceId,
     get_logger,
 )
-from sagellm.core.chaos import in_pieces
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import EngineClient
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote.core_handle import CoreHandle, Spawn, Stall, start_process
 from sagellm.engines.remote.heartbeat import RESPONSIVE_S
-from sagellm.engines.remote.messages import Abort, Failed, FrameReader, FromCore, Hello, ToCore
+from sagellm.engines.remote.messages import Call, Failed, FromCore, Hello
 
 logger = get_logger(__name__)
 
-_MAX_RESTARTS = 3
-_RESTARTS_WITHIN_S = 60.0
-_RETRY_S = 2.0
+_MAX_FIRST_STARTS = 4
+"""Starts without success after which the first core is given up."""
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before the restart after the first death, the second, …; further ones are like the last."""
+_CALM_S = 60.0
+"""A core that was ready for so long begins the pauses anew with its death."""
 _TICK_S = 0.5
 
 _DIED = "the engine's process died"
@@ -40,9 +42,10 @@ class WrongSettingError(EngineError, ConfigError):
 
 
 class Supervisor(EngineClient):
-    """Reports the core's messages and deaths. After four deaths within a minute it is not restarted.
+    """Reports the core's messages and deaths, and starts it again, after pauses that grow with each death.
 
-    A core without a heartbeat for `server.frozen_after_s` is killed, which counts as a death.
+    It never gives up once a core was ready. A core without a heartbeat for `server.frozen_after_s` is
+    killed, which counts as a death, as does a start that fails.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class Supervisor(EngineClient):
     ) -> None:
         self.config = config  # with the core's choices for "auto", so that a restarted one keeps them
         self.num_restarts = 0
-        self._ended_s = 0.0
+        self._num_deaths = 0  # since a core was calm
+        self._was_ready = False  # a core, at any time
+        self._ended_s = self._resumes_s = 0.0
         self.core: CoreHandle | None = None
         self._ending = " ended"
         self._socket, self._spawn = socket, spawn
@@ -77,40 +82,73 @@ class Supervisor(EngineClient):
         """Whether that core has made progress within the last 4 s, between two steps or inside one."""
         return self.is_ready and self.core is not None and self.core.heartbeat.age_s < RESPONSIVE_S
 
+    @property
+    def pause_s(self) -> float:
+        """Seconds until a core is started; 0 if there is one, or one is being started."""
+        return max(0.0, self._resumes_s - asyncio.get_running_loop().time())
+
+    @property
+    def status(self) -> str:
+        """What is going on, in a word for people and probes."""
+        if self._is_closing:
+            return "closing"
+        if self.is_ready:
+            return "ready" if self.is_responsive else "unresponsive"
+        if self.pause_s:
+            return "waiting to restart"
+        return "restarting" if self.num_restarts else "starting"
+
     async def start(self) -> None:
         """Start the core and wait until its model is loaded.
 
         Raises EngineError with the core's reason: a WrongSettingError if it is a setting.
         """
         self._watching = asyncio.create_task(self._keep_running())
-        await self._ready.wait()
+        while not (self._ready.is_set() or self._is_closing):
+            await self._ready.wait()
         if self._failure is not None:
             raise self._failure
 
     async def wait_until_ready(self) -> None:
-        """Wait for a core that is being started. Raises EngineDeadError if there will be none."""
-        if not self._is_closing:
+        """Wait for a core that is being started. Raises EngineDeadError if none is, or it dies."""
+        while not (self._is_closing or self._ready.is_set()):
+            if pause_s := self.pause_s:
+                told = "the engine's process ended several times, and its next start is delayed"
+                raise EngineDeadError(told, retry_after_s=pause_s)
             await self._ready.wait()
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
         if self._failure is not None:
             raise EngineDeadError(f"the engine is not running: {self._failure}")
 
-    def add(self, request: QueuedRequest) -> None:
-        """Send a request. Raises InvalidRequestError if it has values that cannot be sent."""
+    async def reach(self, tenant: str) -> None:
+        """Wait until the running core takes requests of a tenant. Raises as `wait_until_ready` does."""
+        while True:
+            await self.wait_until_ready()
+            core = self.core
+            assert core is not None, "it is ready"
+            await core.links.reach(tenant)
+            if core is self.core and self.is_ready:
+                return
+
+    def add(self, requests: Sequence[QueuedRequest]) -> None:
+        """Send requests of one tenant. Raises InvalidRequestError if they have values that cannot be sent."""
+        if self.core is None:
+            return
         try:
-            self.send(request)
+            self.core.links.add(requests)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:  # in values that only plugins check
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
         """Have the core end sequences."""
-        self.send(Abort(list(sequence_ids), finish_reason))
-
-    def send(self, message: ToCore) -> None:
-        """Send a message to the running core; if there is none, it is lost."""
         if self.core is not None:
-            self.core.send(message)
+            self.core.links.abort(sequence_ids, finish_reason)
+
+    def call(self, call: Call) -> None:
+        """Send a call to the running core; if there is none, it is lost."""
+        if self.core is not None:
+            self.core.links.calls.send(call)
 
     async def close(self, *, at_once: bool = False) -> None:
         """End the core; a cancellation kills it."""
@@ -127,74 +165,80 @@ class Supervisor(EngineClient):
         self._socket.unlink(missing_ok=True)
 
     async def _keep_running(self) -> None:
-        deaths: list[float] = []
         while True:
             failed = await self._attempt()
             if self._is_closing:
                 return
-            now = asyncio.get_running_loop().time()
-            deaths = [*(death for death in deaths if now - death < _RESTARTS_WITHIN_S), now]
-            if failed is not None and not self.num_restarts:  # reported to the caller of the first start
-                self._failure = failed
-            elif len(deaths) > _MAX_RESTARTS:
-                why = f"its process failed {len(deaths)} times within a minute"
-                self._failure = EngineDeadError(why if failed is None else f"{why}, at last: {failed}")
-                logger.error("the engine's process%s", self._ending)
-            if self._failure is not None:
-                if self.num_restarts:  # a failure of the first start is raised there
-                    logger.error("the engine stays down: %s; start the server again", self._failure)
+            if not self._was_ready and (failed is not None or self._num_deaths >= _MAX_FIRST_STARTS):
+                self._failure = failed or EngineDeadError(f"its process ended {self._num_deaths} times")
                 self._ready.set()  # release all waiters
                 return
             self.num_restarts += 1
+            when = f" in {self.pause_s:.0f} s" if self.pause_s else ""
             if failed is None:
-                logger.error("the engine's process%s and is restarted", self._ending)
+                logger.error("the engine's process%s and is restarted%s", self._ending, when)
             else:  # the missing memory or folder may be back soon
-                logger.error("the engine cannot start: %s; trying again", failed)
-                await asyncio.sleep(_RETRY_S)
+                logger.error("the engine cannot start: %s; trying again%s", failed, when)
+            await asyncio.sleep(self.pause_s)
 
     async def _attempt(self) -> EngineError | None:
         """Run a core until it is gone; return the error if it could not start."""
-        while True:
-            try:
-                await self._run_once()
-            except EngineError as error:
-                return error
-            except OSError as error:  # no memory or descriptors for a process
-                if not self.num_restarts:
-                    return EngineError(f"its process cannot be started: {error}")
-                logger.error("the engine's process cannot be started again yet: %s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            except Exception:  # it sent something invalid
-                logger.exception("the engine's process sent an invalid message")
-            return None
+        try:
+            await self._run_once()
+        except EngineError as error:
+            return error
+        except OSError as error:  # no memory or descriptors for a process
+            return EngineError(f"its process cannot be started: {error}")
+        except Exception:  # it sent something invalid
+            logger.exception("the engine's process sent an invalid message")
+        return None
 
     async def _run_once(self) -> None:
         """Start a core and return when it is gone. Raises EngineError if it cannot start."""
-        link = _Link(self._on_message)
-        core = self.core = await CoreHandle.start(self.config, self._socket, link, spawn=self._spawn)
-        reason = _DIED
+        core: CoreHandle | None = None
+        ready_s, reason = None, _DIED
         try:
-            stalled = await self._watch(core, link.first, lambda: core.num_cpu_ticks)
-            first = None if stalled else await link.first
+            core = self.core = await CoreHandle.start(
+                self.config, self._socket, self._on_message, spawn=self._spawn
+            )
+            links, heartbeat = core.links, core.heartbeat
+            stalled = await self._watch(core, links.calls.first, core.read_cpu_ticks)
+            first = None if stalled else await links.calls.first
             if isinstance(first, Failed):
                 raise (WrongSettingError if first.is_usage_error else EngineError)(first.message)
             if isinstance(first, Hello):
                 self.config = self.config.with_values(first.config)
                 self._on_hello(first)
-                self._ready.set()
-                if self.num_restarts:
-                    away_s = asyncio.get_running_loop().time() - self._ended_s
-                    logger.warning("the engine takes requests again, after %.1f s", away_s)
-                stalled = await self._watch(core, link.lost, lambda: core.heartbeat.last_ns)
+                ready_s = self._take_up()
+                stalled = await self._watch(core, links.lost, lambda: heartbeat.last_ns)
             reason = stalled or reason
         finally:
-            self._ended_s = asyncio.get_running_loop().time()
-            self._ready.clear()
-            if not self._is_closing:
-                self._on_death(EngineDeadError(f"{reason}; send the request again"))
-            await core.stop()
-            self._ending = f" {core.pid} ended ({core.ending})"
+            self._count_death(ready_s)
+            if core is not None:
+                if not self._is_closing:
+                    told = f"{reason}; send the request again"
+                    self._on_death(EngineDeadError(told, retry_after_s=self.pause_s))
+                await core.stop()
+                self._ending = f" {core.pid} ended ({core.ending})"
+
+    def _take_up(self) -> float:
+        """Let requests go to the core, which is ready, and return the time."""
+        now_s = asyncio.get_running_loop().time()
+        self._was_ready = True
+        self._ready.set()
+        if self.num_restarts:
+            logger.warning("the engine takes requests again, after %.1f s", now_s - self._ended_s)
+        return now_s
+
+    def _count_death(self, ready_s: float | None) -> None:
+        """Set the pause before the next start; `ready_s` is when this core became ready, if it did."""
+        self._ended_s = now_s = asyncio.get_running_loop().time()
+        if ready_s is not None and now_s - ready_s >= _CALM_S:
+            self._num_deaths = 0
+        self._resumes_s = now_s + _PAUSES_S[min(self._num_deaths, len(_PAUSES_S) - 1)]
+        self._num_deaths += 1
+        self._ready.set()  # requests that wait look again: a pause is not waited for
+        self._ready.clear()
 
     async def _watch(
         self, core: CoreHandle, awaited: asyncio.Future[Any], progress: Callable[[], int | None]
@@ -209,39 +253,3 @@ class Supervisor(EngineClient):
                 logger.error("%s; it was process %d (server.frozen_after_s)", reason, core.pid)
                 return reason
         return None
-
-
-class _Link(asyncio.Protocol):
-    """One connection to a core: its first message, all others, and its end."""
-
-    def __init__(self, receive: Callable[[FromCore], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[FromCore | None] = loop.create_future()
-        self.lost: asyncio.Future[None] = loop.create_future()
-        self._reader = FrameReader(FromCore)
-        self._receive = receive
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    @in_pieces("front.receive", lambda self: self._transport.is_closing())
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._reader.feed(data):
-                if not self.first.done():
-                    self.first.set_result(message)
-                else:
-                    self._receive(message)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # the panic of an extension module is not an Exception
-            logger.exception("the engine sent an invalid message")
-            assert self._transport is not None
-            self._transport.close()
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        if not self.first.done():
-            self.first.set_result(None)
-        if not self.lost.done():
-            self.lost.set_result(None)

@@ -82,7 +82,10 @@ def texts(name: str, values: Any, *, most: int, most_characters: int) -> tuple[s
 
 def ids(name: str, values: Any, most: int = MAX_COUNT) -> tuple[int, ...]:
     """Return token ids."""
-    return tuple(_token_id(name, token) for token in _items(name, values, most))
+    items = _items(name, values, most)
+    if not items or (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_COUNT):
+        return items  # nearly always, and ten times as fast: there may be 100,000 of them
+    return tuple(_token_id(name, token) for token in items)
 
 
 def id_lists(name: str, values: Any, most: int) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
@@ -189,13 +190,18 @@ class SamplingParams:
             given["min_tokens"] = min(self.min_tokens, most)
         return replace(self, **given)
 
+    @cached_property
+    def without_prompt_logprobs(self) -> SamplingParams:
+        """The same without `prompt_logprobs`, made once."""
+        return self if self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
+
     def validate_for(self, vocab_size: int) -> None:
         """Check what depends on the model. Raises InvalidRequestError for tokens unknown to it."""
         named: dict[str, Collection[int]] = {
             "stop_token_ids": self.stop_token_ids or (),
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
-            "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
+            "bad_words_token_ids": [max(word) for word in self.bad_words_token_ids],
         }
         for name, token_ids in named.items():
             unknown = max(token_ids, default=0)

@@ -64,9 +64,7 @@ class StopStringMatcher:
             raise InvalidInputError(
                 f"stop strings are {stops!r}; they must be a list of texts that are not empty"
             )
-        # If two end at the same character, the longer is found first.
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
+        self._stops, self._borders = _prepared(tuple(stops))
         self._matched = [0] * len(self._stops)  # length of each one's prefix that the text so far ends with
         self._include_stop = include_stop
         self._held = ""
@@ -111,7 +109,13 @@ class StopStringMatcher:
         return complete
 
 
-@lru_cache(maxsize=256)  # one request may have thousands of continuations with the same strings
+@lru_cache(maxsize=4)  # one job may have a thousand continuations with the same strings
+def _prepared(stops: tuple[str, ...]) -> tuple[list[str], list[list[int]]]:
+    """Return the strings, the longest first, so that of two that end together it is found; their borders."""
+    ordered = sorted(stops, key=len, reverse=True)
+    return ordered, [_borders(stop) for stop in ordered]
+
+
 def _borders(text: str) -> list[int]:
     """Return, for each prefix of the text, the length of its longest proper prefix that is also a suffix."""
     borders = [0] * len(text)

@@ -8,22 +8,14 @@ from typing import NamedTuple
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor, forbid
-
-
-class Word(NamedTuple):
-    """The token that completes a word, and those that must precede it."""
-
-    beginning: tuple[int, ...]
-    last: int
+from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, forbid
 
 
 class Words(NamedTuple):
-    """The words of one sequence."""
+    """The words of one sequence. The longer ones are the request's own: they may have 100,000 tokens."""
 
-    single: tuple[int, ...]  # words of one token
-    longer: tuple[Word, ...]
-    most_before: int  # tokens of the longest word before its last
+    single: torch.Tensor  # words of one token
+    longer: tuple[tuple[int, ...], ...]
 
 
 class BadWords(CountingProcessor[Words]):
@@ -33,23 +25,26 @@ class BadWords(CountingProcessor[Words]):
     """
 
     def _start(self, request: LogitsRequest) -> Words | None:
-        words = [Word(word[:-1], word[-1]) for word in request.bad_words_token_ids]
+        words = request.bad_words_token_ids
         if not words:
             return None
-        longer = tuple(word for word in words if word.beginning)
-        return Words(
-            single=tuple(word.last for word in words if not word.beginning),
-            longer=longer,
-            most_before=max((len(word.beginning) for word in longer), default=0),
-        )
+        single = as_tensor([word[0] for word in words if len(word) == 1])
+        return Words(single, tuple(word for word in words if len(word) > 1))
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Words]]) -> None:
-        cells = [(row, token) for row, words, _ in rows for token in words.single]
+        places, token_ids = [], []
         for row, words, output_token_ids in rows:
-            if not words.longer:
-                continue
-            tail = tuple(output_token_ids[-words.most_before :])
-            cells += [
-                (row, word.last) for word in words.longer if tail[-len(word.beginning) :] == word.beginning
-            ]
-        forbid(logits, cells)
+            places.append(row)
+            token_ids.append(words.single)
+            if last := [word[-1] for word in words.longer if _has_begun(word, output_token_ids)]:
+                places.append(row)
+                token_ids.append(as_tensor(last))
+        forbid(logits, places, token_ids)
+
+
+def _has_begun(word: tuple[int, ...], output_token_ids: Sequence[int]) -> bool:
+    """Say whether an output ends with all tokens of a word but its last."""
+    num_before = len(word) - 1
+    if num_before > len(output_token_ids) or output_token_ids[-1] != word[-2]:
+        return False  # nearly always
+    return tuple(output_token_ids[-num_before:]) == word[:-1]

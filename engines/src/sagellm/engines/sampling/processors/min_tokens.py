@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor, forbid
+from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, forbid
 
 
 class Minimum(NamedTuple):
     """How many tokens must come first, and which cannot be chosen until then."""
 
     num_tokens: int
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: torch.Tensor
 
 
 class MinTokens(CountingProcessor[Minimum]):
@@ -23,14 +23,9 @@ class MinTokens(CountingProcessor[Minimum]):
 
     def _start(self, request: LogitsRequest) -> Minimum | None:
         # A checkpoint may name an end of sequence for which its model has no logit.
-        token_ids = tuple(token for token in request.stop_token_ids if token < self._vocab_size)
-        return Minimum(request.min_tokens, token_ids) if request.min_tokens and token_ids else None
+        token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]
+        return Minimum(request.min_tokens, as_tensor(token_ids)) if request.min_tokens and token_ids else None
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Minimum]]) -> None:
-        cells = [
-            (row, token)
-            for row, minimum, output_token_ids in rows
-            if len(output_token_ids) < minimum.num_tokens
-            for token in minimum.stop_token_ids
-        ]
-        forbid(logits, cells)
+        early = [each for each in rows if len(each.output_token_ids) < each.state.num_tokens]
+        forbid(logits, [each.row for each in early], [each.state.stop_token_ids for each in early])

@@ -16,9 +16,13 @@ from sagellm.engines.simulation.served.plan import Ask
 if TYPE_CHECKING:
     from sagellm.engines.simulation.served.world import World
 
-_RETRIED_STATUSES = {429, 503}
+_ERROR_STATUSES = {429, 500, 503}
 _RETRIED_CODES = {"engine_dead", "queue_full", "tenant_queue_full", "too_many_connections", "aborted"}
 """Errors that a valid request may get from a server with faults; it is sent again."""
+DEADLY = "engine_died_twice"
+"""The error of a request that is not to be sent again."""
+ENDS = {"answered", "left", DEADLY}
+"""How a client ends."""
 _SLOW_READ_BYTES, _PAUSE_S = 64, 0.4
 _BODY_STALL_S = ServerConfig().body_stall_timeout
 
@@ -100,7 +104,7 @@ class Client:
         self.state = "not begun"
 
     async def run(self) -> None:
-        """Return when the request is answered, or the client has left."""
+        """Return when the request is answered or refused for good, or the client has left."""
         while True:
             self.num_attempts += 1
             self.state = "waits for an answer"
@@ -111,8 +115,10 @@ class Client:
                     raise WrongAnswerError(str(error)) from error
                 outcome = type(error).__name__
             self.state = outcome
+            if outcome == DEADLY and (self.num_attempts < 3 or not self._world.may_be_refused(self.ask)):
+                raise WrongAnswerError("refused as deadly, and it cannot be what ended two processes")
             self._world.log(f"client {self.ask.number} attempt {self.num_attempts}: {outcome}")
-            if outcome in ("answered", "left"):
+            if outcome in ENDS:
                 return
             await asyncio.sleep(self._random.uniform(0.5, 1.5))
 
@@ -163,7 +169,7 @@ class Client:
         if status != 200:
             if status == 408 and self._world.weather.most_latency_s > _BODY_STALL_S:
                 return "body_timeout"  # its body may have been under way for so long
-            if status not in _RETRIED_STATUSES:
+            if status not in _ERROR_STATUSES:
                 raise WrongAnswerError(f"status {status}: {body[:200].decode(errors='replace')}")
             return self._refused(json.loads(body)["error"])
         if self.ask.is_streamed:
@@ -177,7 +183,7 @@ class Client:
         return "answered"
 
     def _refused(self, error: dict[str, Any]) -> str:
-        if error["code"] not in _RETRIED_CODES:
+        if error["code"] not in {*_RETRIED_CODES, DEADLY}:
             raise WrongAnswerError(f"refused with {error}")
         return str(error["code"])
 

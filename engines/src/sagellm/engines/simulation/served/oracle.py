@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +35,14 @@ def chosen(total: int) -> int:
     return ((total * 0x9E3779B97F4A7C15) & _MASK) >> 58
 
 
+def state_of(prompt: Sequence[int]) -> int:
+    """Return the KV of a prompt's last token, which no other prompt has."""
+    last = 0
+    for token in prompt:
+        last = mixed(last, token)
+    return last
+
+
 @lru_cache(4096)
 def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     """Return the only right output for a prompt."""
@@ -56,10 +64,20 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class OracleBackend(ForwardBackendProtocol):
-    """The forward pass of that model. `take_time` is told how many tokens each step computed."""
+    """The forward pass of that model. `take_time` is told how many tokens each step computed.
 
-    def __init__(self, take_time: Callable[[int], None]) -> None:
+    `die` is called when what follows a prompt is computed whose last token has its KV in `deadly`.
+    """
+
+    def __init__(
+        self,
+        take_time: Callable[[int], None],
+        *,
+        deadly: Container[int] = (),
+        die: Callable[[], None] = lambda: None,
+    ) -> None:
         self._take_time = take_time
+        self._deadly, self._die = deadly, die
 
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate the KV."""
@@ -99,6 +117,8 @@ class OracleBackend(ForwardBackendProtocol):
                 total += int(_WEIGHTS.sum()) * last
                 if flat in wanted:
                     logits[wanted[flat], chosen(total)] = 100.0
+                    if last in self._deadly:
+                        self._die()
                 flat += 1
         self._take_time(len(tokens))
         return logits

@@ -136,7 +136,7 @@ class SimCoreProcess:
         self.selector = SimSelector()
         self.selector.on_change = self._wake
         self._thaws_s, self._froze_s = 0.0, inf
-        self._is_due = False
+        self._is_due = self._has_crashed = False
         self._num_turns = 0
         world.loop.call_later(self._random.uniform(0.01, 0.1), self._listen)
 
@@ -202,7 +202,7 @@ class SimCoreProcess:
         try:
             self.core = build_core(
                 Modules(self._world.registry, config),
-                OracleBackend(self._compute),
+                OracleBackend(self._compute, deadly=self._world.deadly, die=self._crash),
                 LAYOUT,
                 num_blocks=num_blocks,
                 vocab_size=VOCAB,
@@ -231,6 +231,10 @@ class SimCoreProcess:
         self.heartbeat.beat()
         self.clock.advance_ns(_STEP_NS + _TOKEN_NS * num_tokens)
 
+    def _crash(self) -> None:
+        """End after this step, as of a segmentation fault in it."""
+        self._has_crashed = True
+
     def _wake(self) -> None:
         if not self._is_due and self.server is not None and self.returncode is None:
             self._is_due = True
@@ -251,6 +255,9 @@ class SimCoreProcess:
                 self._end(0)
                 return
             server.turn()
+            if self._has_crashed:
+                self._end(-11)
+                return
             self._num_turns += 1
             if self._num_turns % _CHECK_EVERY == 0:
                 self.core.kv.check_integrity()

@@ -23,10 +23,10 @@ from sagellm.engines.http.listener import Listener
 from sagellm.engines.http.server import make_server
 from sagellm.engines.remote.core_handle import Spawned
 from sagellm.engines.remote.remote_engine import RemoteEngine
-from sagellm.engines.simulation.served.client import Client, Tenants, WrongAnswerError, key_of
+from sagellm.engines.simulation.served.client import ENDS, Client, Tenants, WrongAnswerError, key_of
 from sagellm.engines.simulation.served.loop import StuckError, VirtualLoop
 from sagellm.engines.simulation.served.network import Network, SimTransport
-from sagellm.engines.simulation.served.oracle import LAYOUT, LetterTokenizer
+from sagellm.engines.simulation.served.oracle import LAYOUT, LetterTokenizer, state_of
 from sagellm.engines.simulation.served.plan import FAULTY_S, Ask, Fault, Plan
 from sagellm.engines.simulation.served.process import SimCoreProcess
 from sagellm.engines.simulation.served.weather import FaultyFiles, Weather
@@ -85,9 +85,12 @@ class World(logging.Handler):
         self._random = Random(f"{plan.seed}/world")
         self._hash = blake2b(digest_size=16)
         self._wall_step_s = 0.0
+        self._has_killed = False
         self._processes: list[SimCoreProcess] = []
         self._connections: list[SimTransport] = []
-        self._clients = [Client(self, event) for event in plan.events if isinstance(event, Ask)]
+        asks = [event for event in plan.events if isinstance(event, Ask)]
+        self.deadly = {state_of(prompt) for ask in asks if ask.is_deadly for prompt in ask.prompts}
+        self._clients = [Client(self, ask) for ask in asks]
         self._front: RemoteEngine
 
     def run(self) -> Outcome:
@@ -107,8 +110,18 @@ class World(logging.Handler):
             virtual_s=self.loop.time(),
             num_answered=sum(client.state == "answered" for client in self._clients),
             num_attempts=sum(client.num_attempts for client in self._clients),
-            num_restarts=len(self._processes) - 1,
+            num_restarts=self.num_deaths,
         )
+
+    @property
+    def num_deaths(self) -> int:
+        """Processes of the core that have ended, as far as the front has started others."""
+        return len(self._processes) - 1
+
+    def may_be_refused(self, ask: Ask) -> bool:
+        """Say whether a request may be refused as deadly: it is, or other faults ended two processes."""
+        is_deadly = any(state_of(prompt) in self.deadly for prompt in ask.prompts)
+        return self.num_deaths >= 2 and (is_deadly or self._has_killed)
 
     def log(self, text: str) -> None:
         """Record that something happened now."""
@@ -220,19 +233,16 @@ class World(logging.Handler):
             _, pending = await asyncio.wait(tasks, timeout=1.0)
             tasks = list(pending)
             if tasks and self.loop.time() > deadline_s:
-                states = {c.ask.number: c.state for c in self._clients if c.state not in ("answered", "left")}
+                states = {c.ask.number: c.state for c in self._clients if c.state not in ENDS}
                 self.violate("not answered", f"{LIMIT_S:g} s after the last fault: {states}")
 
     def _cause(self, fault: Fault) -> None:
         self.log(str(fault))
         process = self._processes[-1]
         match fault.kind:
-            case "kill":
-                process.kill()
-            case "freeze":
-                process.freeze(fault.value)
-            case "lose link":
-                self._lose_link(process)
+            case "kill" | "freeze" | "lose link":
+                self._has_killed = True
+                self._end_process(process, fault)
             case "lose client":
                 if self._connections:
                     self._random.choice(self._connections).lose()
@@ -248,9 +258,14 @@ class World(logging.Handler):
         self.weather.end_all()
         self._processes[-1].thaw()
 
-    def _lose_link(self, process: SimCoreProcess) -> None:
-        for socket in process.peers:
-            socket.cut()
+    def _end_process(self, process: SimCoreProcess, fault: Fault) -> None:
+        if fault.kind == "kill":
+            process.kill()
+        elif fault.kind == "freeze":
+            process.freeze(fault.value)
+        else:
+            for socket in process.peers:
+                socket.cut()
 
     async def _operate(self, kind: str) -> None:
         calls: dict[str, tuple[str, dict[str, Any]]] = {
