@@ -9,7 +9,7 @@ from pathlib import Path
 from sagellm.core import TokenOutput
 from sagellm.engines.engine_core.core import EngineCore
 
-NUM_TOKENS = 30
+NUM_TOKENS = 100
 """The output that a held request of another process gets."""
 
 Step = Callable[[EngineCore], Sequence[TokenOutput]]
@@ -31,22 +31,33 @@ def held(step: Step, is_held: Callable[[], bool], num_tokens: int = NUM_TOKENS) 
 
 
 class HeldCores:
-    """Holds requests in processes that are started with `environment`, until `release`."""
+    """Holds requests in processes that are started with `environment`, until `release`.
 
-    def __init__(self, folder: Path) -> None:
+    Those are cores, or processes with another argument. With no tokens they do not even load.
+    """
+
+    def __init__(self, folder: Path, argument: str = "core_process", num_tokens: int = NUM_TOKENS) -> None:
         self._gate = folder / "held"
         self._gate.touch()
-        lines = (
-            "import sys",
-            "if 'sagellm.engines.remote.core_process' in sys.orig_argv:",
-            f"    sys.path.append({str(Path(__file__).parent)!r})",
-            "    from pathlib import Path",
-            "    from held_steps import EngineCore, held",
-            f"    EngineCore.step = held(EngineCore.step, Path({str(self._gate)!r}).exists)",
-        )
-        (folder / "sitecustomize.py").write_text("\n".join(lines))
-        self.environment = {"PYTHONPATH": str(folder)}
+        is_held = f"Path({str(self._gate)!r}).exists"
+        lines = ["import time", f"while {is_held}(): time.sleep(0.01)"]
+        if num_tokens:
+            lines = ["from held_steps import EngineCore, held"]
+            lines += [f"EngineCore.step = held(EngineCore.step, {is_held}, {num_tokens})"]
+        self.environment = patched_processes(folder, argument, "from pathlib import Path", *lines)
 
     def release(self) -> None:
-        """Let all requests go on to their ends."""
+        """Let all go on to their ends."""
         self._gate.unlink()
+
+
+def patched_processes(folder: Path, argument: str, *lines: str) -> dict[str, str]:
+    """Return the variables with which `python -m` runs lines first, where an argument has this text in it."""
+    source = [
+        "import sys",
+        f"if sys.orig_argv[1] == '-m' and any({argument!r} in each for each in sys.orig_argv):",
+        f"    sys.path.append({str(Path(__file__).parent)!r})",
+        *(f"    {line}" for line in lines),
+    ]
+    (folder / "sitecustomize.py").write_text("\n".join(source))
+    return {"PYTHONPATH": str(folder)}
