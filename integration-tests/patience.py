@@ -5,32 +5,37 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 PATIENCE_S = 120.0
 """For anything that takes a moment on an idle machine; what is not there by then does not come."""
 
-_POLL_S = 0.002
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 2e-3
 
 
 def wait_until(condition: Callable[[], Any], what: str = "it did not come to be") -> Any:
     """Return the first value that is true. Raises AssertionError, which says `what`, if none comes."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < end_s, what
-        time.sleep(_POLL_S)
-    return value
+    for pause_s in _pauses_s(what):
+        if value := condition():
+            return value
+        time.sleep(pause_s)
 
 
 async def wait_until_async(condition: Callable[[], Any], what: str = "it did not come to be") -> Any:
     """Do as `wait_until` and let other tasks run; the condition may be a coroutine function."""
-    end_s = time.monotonic() + PATIENCE_S
-    while True:
+    for pause_s in _pauses_s(what):
         value = condition()
         if inspect.isawaitable(value):
             value = await value
         if value:
             return value
-        assert time.monotonic() < end_s, what
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(pause_s)
+
+
+def _pauses_s(what: str) -> Iterator[float]:
+    end_s, pause_s = time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S
+    while time.monotonic() < end_s:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    raise AssertionError(what)
