@@ -1,11 +1,13 @@
-"""Waits for what comes, as long as a slow and busy machine may need."""
+"""What tests share with a slow and busy machine: they wait for what comes, and keep their ports."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PATIENCE_S = 120.0
@@ -39,3 +41,12 @@ def _pauses_s(what: str) -> Iterator[float]:
         yield pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise AssertionError(what)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port on which a server of a test may listen, and nothing else that runs on this machine."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that a server may bind it as well
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]

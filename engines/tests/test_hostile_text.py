@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import ClassVar
 import httpx
 import psutil
 import pytest
-from patience import PATIENCE_S, wait_until, wait_until_async
+from patience import PATIENCE_S, reserved_port, wait_until, wait_until_async
 
 from sagellm.core import CheckpointError, EngineError, InvalidRequestError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
@@ -343,9 +342,11 @@ def test_a_fork_server_that_does_not_answer_is_replaced(hostile, monkeypatch):
 @pytest.fixture
 def process(hostile, tmp_path):
     """A server as people start it, and its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        yield from serve(hostile, tmp_path, port)
+
+
+def serve(hostile, tmp_path, port):
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(hostile), "--port", str(port)]
     command += ["--num-blocks", "512", "--dtype", "float32", "--encoding-timeout", "10"]
     command += ["--shutdown-timeout", "3600"]

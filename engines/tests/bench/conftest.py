@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from sagellm.core import VirtualClock
 from sagellm.engines.simulation.served.loop import VirtualLoop
@@ -171,7 +172,7 @@ def fake_server():
         server = FakeServer(behave=behave, **settings)
         listening = asyncio.run_coroutine_threadsafe(
             asyncio.start_server(server.serve, "127.0.0.1", 0), loop
-        ).result(10)
+        ).result(PATIENCE_S)
         started.append(listening)
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
         return server
@@ -186,7 +187,7 @@ def fake_server():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run_coroutine_threadsafe(stop(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(stop(), loop).result(PATIENCE_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
+from patience import reserved_port
 
 from sagellm.core import ConfigError
 from sagellm.engines.bench import BenchmarkError, Lengths, Limits, LoadSettings, run_serve
@@ -131,11 +130,8 @@ def test_a_warm_up_is_not_counted_and_shares_nothing_with_the_load(fake_server):
 
 
 def test_nobody_listening_is_told_at_once():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    with pytest.raises(BenchmarkError, match="no server answers at"):
-        run_serve(LoadSettings(base_url=url))
+    with reserved_port() as port, pytest.raises(BenchmarkError, match="no server answers at"):
+        run_serve(LoadSettings(base_url=f"http://127.0.0.1:{port}/v1"))
 
 
 def test_a_wrong_model_is_told_with_the_nearest(fake_server):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from held_steps import HeldCores, patched_processes
-from patience import PATIENCE_S, wait_until
+from patience import PATIENCE_S, reserved_port, wait_until
 
 from sagellm.engines.testing import make_checkpoint
 
@@ -40,10 +39,9 @@ def sage_process(environment) -> Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
 def serve(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from patience import PATIENCE_S, wait_until
+from patience import PATIENCE_S, reserved_port, wait_until
 
 from sagellm.engines.testing import make_checkpoint
 
@@ -97,9 +96,12 @@ def test_generate_needs_no_transformers(imports):
 
 
 def test_a_server_answers_a_chat_without_transformers_in_any_of_its_processes(imports):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        answer_a_chat(port)
+    assert noted(imports) == ""
+
+
+def answer_a_chat(port):
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", "--port", str(port)]
     process = subprocess.Popen([*command, "--num-blocks", "64"], stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
@@ -121,4 +123,3 @@ def test_a_server_answers_a_chat_without_transformers_in_any_of_its_processes(im
     finally:
         process.terminate()
         process.communicate()
-    assert noted(imports) == ""

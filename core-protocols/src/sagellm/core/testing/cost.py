@@ -5,8 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from sagellm.core.runtime import SystemClock
+
 _USUAL_NS = 750_000
 """What the piece of work below takes on a server of 2023."""
+
+
+class CPUClock(SystemClock):
+    """Tells the CPU time of the thread that asks."""
+
+    now_ns = staticmethod(time.thread_time_ns)
 
 
 def cpu_ns(call: Callable[[], object]) -> int:
