@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from sagellm.core.conformance.aspects import aspect_of
+
+# No machine is too slow for an example, nor for making one.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 _KIT = "sagellm.core.testing"
 _REPEATING = ("cost", "integrity", "random operations", "threads")

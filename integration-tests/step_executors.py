@@ -1,4 +1,4 @@
-"""Executors for tests: one that delivers late, and one with a replica of the worker in another process."""
+"""Executors for tests: late ones, one with a replica of the worker elsewhere, and steps of a known cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
+from sagellm.core import ExecutorProtocol, StepCost, StepInput, StepOutput, StepWorker, VirtualClock
 from sagellm.engines import LLMEngine
+from sagellm.engines.engine_core.step_cost_fit import work_of
 
 
 class LateExecutor(ExecutorProtocol):
@@ -55,6 +56,20 @@ class LateExecutor(ExecutorProtocol):
 def with_executor(monkeypatch: Any, make: Any) -> None:
     """Have engines that are made from now on compute steps there."""
     monkeypatch.setattr("sagellm.engines.worker.inline_executor.InlineExecutor", make)
+
+
+def let_steps_take(engine: LLMEngine, clock: VirtualClock, cost: StepCost) -> None:
+    """Advance the clock by what each step of an engine costs, whatever executor computes it."""
+    worker = engine.client.core.parts.worker  # type: ignore[attr-defined]
+    compute = worker.compute
+
+    def take_time(step: StepInput) -> StepOutput:
+        output: StepOutput = compute(step)
+        if len(step.seats):
+            clock.advance_ns(round(cost.predict_ns(work_of(step))))
+        return output
+
+    worker.compute = take_time
 
 
 class Mailbox:

@@ -13,7 +13,7 @@ from suite import load_tests
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 LONG: set[str] = set()  # those that only `hatch run full` runs
-TIMEOUT_S = 300
+TIMEOUT_S = 500
 
 
 def parameters() -> list[pytest.param]:

@@ -72,7 +72,7 @@ def run_in(group: Path, program: str) -> dict[str, Any]:
     """Run a program in a group and return the JSON that it prints."""
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     command = ["sh", "-c", enter, "sh", sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

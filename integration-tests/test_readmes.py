@@ -23,7 +23,7 @@ DOCUMENTS = [
 ]
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-TIMEOUT_S = 180
+TIMEOUT_S = 500
 
 
 def examples() -> list[pytest.param]:

@@ -22,7 +22,7 @@ def out(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(out):
     command = [sys.executable, str(SCRIPT), "--json", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     traces = json.loads(done.stdout)["traces"]
     return {name: {(row["run"], row["capacity"]): row for row in traces[name]} for name in NAMES}

@@ -32,6 +32,32 @@ DETERMINISTIC = [
     "engines/src/sagellm/engines/engine_core",
 ]
 
+# Test code that looks at the wall clock or sleeps for a time, and why that depends on no machine's speed.
+LOOK_AT_CLOCKS = {
+    "accel/tests/native/test_native_backend.py": "more time allows more beats",
+    "core-protocols/src/sagellm/core/testing/kv_tier_model.py": "gives up after minutes",
+    "core-protocols/src/sagellm/core/testing/topology.py": "the best of five, beside a piece of work",
+    "core-protocols/tests/test_core_runtime.py": "one time lies between two others",
+    "engines/tests/bench/conftest.py": "servers that are told how long they take, on virtual time",
+    "engines/tests/http/test_server_connections.py": "on virtual time",
+    "engines/tests/remote/preloaded.py": "a program that waits for its other half",
+    "engines/tests/remote/test_admin.py": "sets the clock of a file",
+    "engines/tests/remote/test_supervision.py": "one time lies between two others",
+    "engines/tests/test_progress.py": "more time allows more lines",
+    "integration-tests/held_steps.py": "between two looks",
+    "integration-tests/patience.py": "gives up after minutes",
+    "integration-tests/planted_bugs.py": "tells how long a search took",
+    "integration-tests/planted_served_bugs.py": "tells how long a search took",
+}
+CLOCKS = {f"time.{name}{unit}" for name in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
+SLEEPS = {"time.sleep", "asyncio.sleep"}
+
+TEST_FOLDERS = (
+    *(f"{name}/tests" for name in PACKAGES),
+    *("integration-tests", "examples"),
+    *("core-protocols/src/sagellm/core/testing", "engines/src/sagellm/engines/testing"),
+)
+
 SOFT_MEDIAN_LINES = 100
 HARD_LINES = 800
 SOURCE_SUFFIXES = {".py", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp"}
@@ -208,6 +234,22 @@ def test_bookkeeping_takes_clock_randomness_and_files_from_outside():
             if call in forbidden_calls or call.startswith(tuple(f"{prefix}." for prefix in forbidden_calls))
         ]
         assert not bad, name
+
+
+def looks_at_clock(node: ast.AST) -> bool:
+    """Whether a call reads the wall clock, or sleeps for longer than it takes to let others run."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "time" or (node.module == "asyncio" and "sleep" in bound_names(node))
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    return name in CLOCKS or (name in SLEEPS and ast.unparse(node.args[0]) != "0")
+
+
+def test_no_test_depends_on_how_fast_the_machine_is():
+    """Wait with `patience.py`, hand in a clock, or count; what must look at the time says why above."""
+    found = {name for name, tree in trees(*TEST_FOLDERS) if any(map(looks_at_clock, ast.walk(tree)))}
+    assert found == LOOK_AT_CLOCKS.keys()
 
 
 def test_nothing_is_left_to_be_done():

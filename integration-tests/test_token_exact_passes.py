@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 from parity import NUM_OUTPUT_TOKENS, Comparison, Reference
+from step_executors import let_steps_take
 
-from sagellm.core import PassMetrics, Tenant
+from sagellm.core import PassMetrics, Runtime, StepCost, Tenant, VirtualClock
 from sagellm.engines import LLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 8
 TENANTS = (Tenant("red"), Tenant("blue", 3.0), Tenant("gold", is_trusted=True))
+
+STEP_COST = StepCost(base_ns=1e6, token_ns=1e5, seq_ns=1e5, kv_token_ns=300, pair_ns=20)
+"""What the clock is advanced by, so that passes decide the same on every machine."""
 
 ALONE = {
     "batching": "order=batching,share=none,chunk=none",
@@ -61,7 +65,9 @@ def run(reference: Reference, passes: str, seed: int = 0, **settings: Any) -> li
     rng = Random(seed)
     prompts = [prompt for prompt in reference.long_prompts if 7 <= len(prompt) < 202]
     longest = -(-(max(map(len, prompts)) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE)
+    clock = VirtualClock()
     engine = LLMEngine(
+        runtime=replace(Runtime.system(seed=0), clock=clock),
         model=str(reference.path),
         dtype="float32",
         device="cpu",
@@ -70,9 +76,10 @@ def run(reference: Reference, passes: str, seed: int = 0, **settings: Any) -> li
         max_num_batched_tokens=48,
         max_num_seqs=rng.choice((5, 32)),
         scheduler_passes=passes,
-        step_target_ms=0.5,
+        step_target_ms=5,
         **settings,
     )
+    let_steps_take(engine, clock, STEP_COST)
     scheduler = engine.client.core.scheduler
     add = scheduler.add
 

@@ -28,7 +28,8 @@ def test_time_does_not_go_back() -> None:
 
 
 def test_wall_time_is_that_of_the_machine() -> None:
-    assert abs(SystemClock().wall_s() - time.time()) < 60
+    before_s = time.time()
+    assert before_s <= SystemClock().wall_s() <= time.time()
 
 
 def test_a_stream_depends_on_seed_and_name_alone() -> None:

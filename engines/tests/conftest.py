@@ -7,13 +7,16 @@ import os
 import shutil
 import signal
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from held_steps import HeldCores, held
+from patience import wait_until
 
 from sagellm.engines import LLMEngine
 from sagellm.engines.testing import make_checkpoint
@@ -56,6 +59,31 @@ def make_engine(checkpoint: Path) -> Callable[..., LLMEngine]:
     return make
 
 
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.Event]]:
+    """Have an engine of this process do nothing once each request has some tokens, until the event is set.
+
+    So whatever a test does meanwhile comes before the end of its requests, however fast the machine is.
+    """
+    released: list[threading.Event] = []
+
+    def start(engine: LLMEngine, num_tokens: int = 0) -> threading.Event:
+        core, is_released = engine.client.core, threading.Event()  # type: ignore[attr-defined]
+        released.append(is_released)
+        step = held(type(core).step, lambda: not is_released.is_set(), num_tokens)
+        monkeypatch.setattr(core, "step", partial(step, core))
+        return is_released
+
+    yield start
+    for each in released:
+        each.set()
+
+
+@pytest.fixture
+def held_cores(tmp_path: Path) -> HeldCores:
+    return HeldCores(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where a server listens that is started for these tests."""
@@ -67,10 +95,8 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     socket = tmp_path_factory.mktemp("redis") / "redis.sock"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(socket.parent)]
     process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 10
-    while not socket.exists():
-        assert process.poll() is None and time.monotonic() < deadline, "the server did not start"  # noqa: PT018
-        time.sleep(0.02)
+    wait_until(lambda: socket.exists() or process.poll() is not None)
+    assert process.poll() is None, "the server did not start"
     yield f"unix://{socket}"
     process.kill()
     process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from patience import PATIENCE_S, wait_until_async
 
 from sagellm.core import (
     ConfigError,
@@ -20,15 +21,11 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 def run(main):
-    return asyncio.run(asyncio.wait_for(main, 60))
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
 
 
 async def idle(engine: AsyncLLMEngine) -> None:
-    for _ in range(2000):
-        if not engine.engine.has_unfinished_requests():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("the engine is still busy")
+    await wait_until_async(lambda: not engine.engine.has_unfinished_requests(), "the engine is still busy")
 
 
 def test_a_stream_yields_growing_outputs_and_ends(make_engine):
@@ -61,9 +58,10 @@ def test_many_streams_run_together(make_engine):
 
 
 @pytest.mark.parametrize("way", ["break", "cancel", "forget"])
-def test_a_consumer_that_leaves_frees_its_blocks(make_engine, all_blocks_are_back, way):
+def test_a_consumer_that_leaves_frees_its_blocks(make_engine, hold, all_blocks_are_back, way):
     async def main():
         async with AsyncLLMEngine(make_engine(num_blocks=64)) as engine:
+            hold(engine.engine, 5)  # so that no request ends by itself
 
             async def consume():
                 async for _ in engine.generate([5] * 50, LONG):
@@ -77,8 +75,7 @@ def test_a_consumer_that_leaves_frees_its_blocks(make_engine, all_blocks_are_bac
             else:
                 task = asyncio.create_task(consume())
                 if way == "cancel":
-                    while not engine.engine.has_unfinished_requests():
-                        await asyncio.sleep(0.005)
+                    await wait_until_async(engine.engine.has_unfinished_requests)
                     task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             await idle(engine)
@@ -87,9 +84,10 @@ def test_a_consumer_that_leaves_frees_its_blocks(make_engine, all_blocks_are_bac
     run(main())
 
 
-def test_bad_requests_raise_where_they_are_made(make_engine):
+def test_bad_requests_raise_where_they_are_made(make_engine, hold):
     async def main():
         async with AsyncLLMEngine(make_engine()) as engine:
+            hold(engine.engine, 5)
             with pytest.raises(InvalidRequestError):
                 await engine.add_request([], GREEDY)
             stream = await engine.add_request([5, 6], LONG, request_id="one")
@@ -119,9 +117,10 @@ def test_a_closed_engine_says_so(make_engine):
     run(main())
 
 
-def test_closing_ends_what_still_runs(make_engine, all_blocks_are_back):
+def test_closing_ends_what_still_runs(make_engine, hold, all_blocks_are_back):
     async def main():
         async with AsyncLLMEngine(make_engine()) as engine:
+            hold(engine.engine, 5)
             streams = [await engine.add_request([5, 6], LONG) for _ in range(3)]
         assert [[output async for output in stream][-1].finished for stream in streams] == [True] * 3
         assert all_blocks_are_back(engine.engine)
@@ -134,9 +133,10 @@ def test_closing_ends_what_still_runs(make_engine, all_blocks_are_back):
     ("error", "told"),
     [(EngineError("broken"), "broken"), (SystemExit(3), "the engine stopped: SystemExit: 3")],
 )
-def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch, error, told):
+def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, hold, monkeypatch, error, told):
     async def main():
         engine = AsyncLLMEngine(make_engine())
+        hold(engine.engine, 5)
         stream = await engine.add_request([5, 6], LONG)
 
         def fail():
@@ -151,9 +151,12 @@ def test_a_fault_of_the_engine_reaches_every_consumer(make_engine, monkeypatch, 
 
 
 @pytest.mark.parametrize("num_turns", range(4))
-def test_a_caller_cancelled_while_it_adds_leaves_nothing_behind(make_engine, all_blocks_are_back, num_turns):
+def test_a_caller_cancelled_while_it_adds_leaves_nothing_behind(
+    make_engine, hold, all_blocks_are_back, num_turns
+):
     async def main():
         async with AsyncLLMEngine(make_engine()) as engine:
+            go_on = hold(engine.engine, 5)
             for _ in range(10):
                 task = asyncio.create_task(engine.add_request([5] * 20, LONG, request_id="one"))
                 for _ in range(num_turns):
@@ -163,24 +166,29 @@ def test_a_caller_cancelled_while_it_adds_leaves_nothing_behind(make_engine, all
                 del task
             await idle(engine)
             assert all_blocks_are_back(engine.engine)
+            go_on.set()
             stream = await engine.add_request([5, 6], GREEDY, request_id="one")
             assert [output async for output in stream][-1].finished
 
     run(main())
 
 
-def test_closing_a_stream_ends_the_wait_for_its_next_output(make_engine):
+def test_closing_a_stream_ends_the_wait_for_its_next_output(make_engine, hold):
     async def main():
         async with AsyncLLMEngine(make_engine()) as engine:
+            hold(engine.engine, 5)
             stream = await engine.add_request([5, 6], LONG)
 
+            outputs = []
+
             async def consume():
-                return [output async for output in stream]
+                async for output in stream:
+                    outputs.append(output)
 
             task = asyncio.create_task(consume())
-            await asyncio.sleep(0.01)
+            await wait_until_async(lambda: outputs and len(outputs[-1].outputs[0].token_ids) == 5)
             stream.close()
-            outputs = await asyncio.wait_for(task, 10)
+            await task
             assert not any(output.finished for output in outputs)
             await idle(engine)
 
@@ -188,10 +196,11 @@ def test_closing_a_stream_ends_the_wait_for_its_next_output(make_engine):
 
 
 def test_after_a_fault_of_the_engine_nothing_is_left_of_the_old_requests(
-    make_engine, all_blocks_are_back, monkeypatch
+    make_engine, hold, all_blocks_are_back, monkeypatch
 ):
     async def main():
         async with AsyncLLMEngine(make_engine()) as engine:
+            go_on = hold(engine.engine, 5)
             with monkeypatch.context() as broken:
                 stream = await engine.add_request([5, 6], LONG)
                 await anext(stream)
@@ -201,6 +210,7 @@ def test_after_a_fault_of_the_engine_nothing_is_left_of_the_old_requests(
                         pass
             await idle(engine)
             assert all_blocks_are_back(engine.engine)
+            go_on.set()
             assert [output async for output in engine.generate([5, 6], GREEDY)][-1].finished
 
     run(main())

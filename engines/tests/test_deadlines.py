@@ -174,11 +174,14 @@ def test_the_core_refuses_what_no_front_sends(engine, changed):
         check_request(reader.next(), engine.driver.input.limits)
 
 
-def test_a_consumer_sees_the_reason(make_engine):
+def test_a_consumer_sees_the_reason(engine, clock):
     async def use():
-        async with AsyncLLMEngine(make_engine(num_blocks=512)) as engine:
-            params = SamplingParams(max_tokens=1500, ignore_eos=True)
-            return [output async for output in engine.generate([5, 6, 7], params, deadline_ms=50)][-1]
+        async with AsyncLLMEngine(engine) as front:
+            outputs = []
+            async for output in front.generate([5, 6, 7], GREEDY, deadline_ms=50):
+                outputs.append(output)
+                clock.advance_ns(20_000_000)
+            return outputs[-1]
 
     last = asyncio.run(use())
     assert (last.finished, last.outputs[0].finish_reason) == (True, "deadline")

@@ -1,9 +1,9 @@
-import time
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from sagellm.core.testing.cost import least_cpu_ns, slowness
 from sagellm.engines.testing import decoders
 from sagellm.engines.testing.decoders import (
     CORPUS,
@@ -144,16 +144,15 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(kind):
         "special": [tokenizer.token_to_id("<|end|>")],
     }[kind]
 
-    def cost_s(num_tokens):
+    def append(num_tokens):
         detokenizer = IncrementalDetokenizer(tokenizer)
-        started = time.perf_counter()
         for index in range(num_tokens):
             detokenizer.append([ids[index % len(ids)]])
-        return time.perf_counter() - started
 
-    short = min(cost_s(500) for _ in range(3))
-    assert min(cost_s(5000) for _ in range(3)) < 40 * short  # ten times the tokens; a hundred if it grew
-    assert short < 0.5
+    short_ns = least_cpu_ns(lambda: append(500), 10)
+    # Ten times the tokens; a hundred times the cost if it grew.
+    assert least_cpu_ns(lambda: append(5000), 3) < 40 * short_ns
+    assert short_ns < 0.5e9 * slowness()
 
 
 class PythonTokenizer:

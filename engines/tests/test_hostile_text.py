@@ -8,16 +8,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import httpx
+import psutil
 import pytest
+from patience import PATIENCE_S, reserved_port, wait_until, wait_until_async
 
 from sagellm.core import EngineError, InvalidRequestError
 from sagellm.engines import AsyncLLMEngine, SamplingParams
@@ -31,8 +33,6 @@ from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.process import ProcessTextRunner
 
 SETTINGS = ServerConfig(port=0, served_model_name=("small",))
-TIMEOUT_S = 3.0  # a busy machine needs a second for what fails at once
-READY_S = 90
 
 TEMPLATES = {
     "loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
@@ -74,21 +74,40 @@ def hostile(checkpoint, tmp_path_factory) -> Path:
     return make_hostile(checkpoint, tmp_path_factory.mktemp("hostile") / "model")
 
 
+class Limit(asyncio.Timeout):
+    """A time limit that a test can let pass."""
+
+    running: ClassVar[set[Limit]] = set()
+
+    @classmethod
+    def of(cls, seconds: float) -> Limit:
+        return cls(asyncio.get_running_loop().time() + seconds)
+
+    async def __aenter__(self):
+        self.running.add(self)
+        return await super().__aenter__()
+
+    async def __aexit__(self, *error):
+        self.running.discard(self)
+        return await super().__aexit__(*error)
+
+
 @pytest.fixture(scope="module")
 def with_server(hostile, make_engine):
     """Run a coroutine function with a client of one server, which all tests here attack."""
-    with asyncio.Runner() as runner:
+    limited = SimpleNamespace(**vars(asyncio) | {"timeout": Limit.of})
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sagellm.engines.text.process.text_runner.asyncio", limited)
         texts = ProcessTextRunner(hostile)
         front = AsyncLLMEngine(make_engine(model=str(hostile)))
 
         async def start():
-            await texts.start(TextLimits.of(front.max_model_len, timeout_s=TIMEOUT_S))
+            await texts.start(TextLimits.of(front.max_model_len, timeout_s=PATIENCE_S))
             server = make_server(create_app(front, SETTINGS, text_runner=texts), SETTINGS)
             serving = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
             return server, serving, client
 
         async def stop():
@@ -102,7 +121,7 @@ def with_server(hostile, make_engine):
         canary = runner.run(complete(client))
 
         def run(use):
-            found = runner.run(asyncio.wait_for(use(client), 60))
+            found = runner.run(asyncio.wait_for(use(client), 2 * PATIENCE_S))
             assert runner.run(complete(client)) == canary, "the next request is answered as ever"
             assert len(front._streams) == 0
             return found
@@ -145,23 +164,18 @@ def test_an_endless_template_fails_only_its_request(with_server, asked):
     """Others are answered meanwhile, chats too."""
 
     async def use(client):
-        started = time.monotonic()
         hanging = asyncio.create_task(chat(client, asked))
-        delays = []
-        while not hanging.done():
-            begin = time.monotonic()
+        await wait_until_async(lambda: Limit.running)
+        for _ in range(3):
             assert (await client.get("/version")).status_code == 200
-            delays.append(time.monotonic() - begin)
-            if len(delays) == 3:
-                await complete(client)
-            await asyncio.sleep(0.01)
-        assert time.monotonic() - started < TIMEOUT_S + 2
-        assert len(delays) > 5
-        assert sorted(delays)[len(delays) * 3 // 4] < 0.1
+            await complete(client)
+        assert not hanging.done()
+        for limit in Limit.running:
+            limit.reschedule(0.0)
         return await hanging
 
     message = refused(with_server(use), "messages", "encoding_limit")
-    assert f"took more than {TIMEOUT_S:g} s (server.encoding_timeout)" in message
+    assert f"took more than {PATIENCE_S:g} s (server.encoding_timeout)" in message
 
 
 @pytest.mark.parametrize(
@@ -291,7 +305,7 @@ def test_a_fork_server_that_does_not_answer_is_replaced(hostile, monkeypatch):
 
     async def use():
         texts, others = ProcessTextRunner(hostile), children(os.getpid())
-        await texts.start(TextLimits.of(64, timeout_s=TIMEOUT_S))
+        await texts.start(TextLimits.of(64, timeout_s=PATIENCE_S))
         stopped = min(set(children(os.getpid())) - set(others))  # the others are its own children
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(EngineError, match="cannot be tokenized"):
@@ -300,31 +314,42 @@ def test_a_fork_server_that_does_not_answer_is_replaced(hostile, monkeypatch):
         assert stopped not in children(os.getpid())
         await texts.close()
 
-    asyncio.run(asyncio.wait_for(use(), 60))
+    asyncio.run(asyncio.wait_for(use(), PATIENCE_S))
 
 
 @pytest.fixture
 def process(hostile, tmp_path):
     """A server as people start it, and its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        yield from serve(hostile, tmp_path, port)
+
+
+def serve(hostile, tmp_path, port):
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(hostile), "--port", str(port)]
-    command += ["--num-blocks", "512", "--dtype", "float32", "--encoding-timeout", "3"]
+    command += ["--num-blocks", "512", "--dtype", "float32", "--encoding-timeout", "10"]
+    command += ["--shutdown-timeout", "3600"]
     environment = {**os.environ, "SAGELLM_RUNTIME_DIR": str(tmp_path / "runtime"), "OMP_NUM_THREADS": "1"}
     serving = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
+
+    def is_ready() -> bool:
         assert serving.poll() is None
         with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=READY_S).status_code == 200:
-                break
-        time.sleep(0.05)
+            return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+        return False
+
+    wait_until(is_ready)
     yield serving, url
     if serving.poll() is None:
         serving.kill()
     serving.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """The CPU time of a process so far, 0 if it has ended."""
+    with suppress(psutil.Error):
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    return 0.0
 
 
 def children(pid: int) -> list[int]:
@@ -340,28 +365,20 @@ def test_a_server_stops_while_a_template_hangs_and_leaves_no_process(process, nu
     body = {"messages": [{"role": "user", "content": "power"}], "max_tokens": 4}
     asking = threading.Thread(target=lambda: _ignoring(url, body))
     asking.start()
-    time.sleep(0.5)
-    delays = []
-    with httpx.Client(base_url=url, timeout=5) as client:
+    before_s = {pid: cpu_seconds(pid) for pid in children(serving.pid)}
+    wait_until(lambda: any(cpu_seconds(pid) > before_s.get(pid, 0.0) + 0.2 for pid in children(serving.pid)))
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         for _ in range(20):
-            begin = time.monotonic()
             assert client.get("/version").status_code == 200
-            delays.append(time.monotonic() - begin)
-    assert sorted(delays)[15] < 0.1, delays
     processes = children(serving.pid)
     assert len(processes) >= 3, "a core, a fork server, a worker"
-    begin = time.monotonic()
     serving.send_signal(number)
-    serving.wait(10)
-    assert time.monotonic() - begin < 6
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in processes if is_alive(pid)]
-    asking.join(10)
+    serving.wait(PATIENCE_S)
+    wait_until(lambda: not any(map(is_alive, processes)))
+    asking.join(PATIENCE_S)
     assert not asking.is_alive()
 
 
 def _ignoring(url: str, body: dict) -> None:
     with suppress(httpx.HTTPError):
-        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)

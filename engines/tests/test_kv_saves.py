@@ -7,11 +7,13 @@ import random
 import shutil
 import stat
 import struct
-import time
+import threading
 import tracemalloc
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
+from patience import PATIENCE_S, wait_until
 
 from sagellm.core import (
     EngineError,
@@ -53,11 +55,11 @@ def saves_of(engine):
 
 
 def finish(saves):
-    for _ in range(20_000):
-        if (progress := saves.go_on()).phase == "done":
-            return progress
-        time.sleep(0.0002)  # files are read and written on another thread
-    raise AssertionError("it never ends")
+    def progress():
+        made = saves.go_on()
+        return made if made.phase == "done" else None
+
+    return wait_until(progress)  # files are read and written on another thread
 
 
 def save(engine, name="first", tenant=None):
@@ -354,15 +356,38 @@ def test_what_is_no_file_is_neither_listed_nor_replaced(make, tmp_path):
     assert save(first, "second").num_left_out == 0
 
 
-def test_a_sparse_file_is_read_quickly(make, tmp_path):
+@pytest.fixture
+def device(monkeypatch):
+    """Counts the bytes that are read, and waits before it reads or writes while `is_free` is not set."""
+    device = SimpleNamespace(num_bytes=0, is_free=threading.Event())
+    device.is_free.set()
+    read_into, write = SystemRandomAccessFile.read_into, SystemRandomAccessFile.write
+
+    def read_and_count(self, offset, buffers):
+        assert device.is_free.wait(PATIENCE_S)
+        num_read = read_into(self, offset, buffers)
+        device.num_bytes += num_read
+        return num_read
+
+    def write_later(self, offset, buffers):
+        assert device.is_free.wait(PATIENCE_S)
+        write(self, offset, buffers)
+
+    monkeypatch.setattr(SystemRandomAccessFile, "read_into", read_and_count)
+    monkeypatch.setattr(SystemRandomAccessFile, "write", write_later)
+    return device
+
+
+def test_a_sparse_file_is_not_read_whole(make, tmp_path, device):
     engine = make()
     answers(engine)
     save(engine)
-    with open(tmp_path / "kv" / "first.kv", "r+b") as file:
+    path = tmp_path / "kv" / "first.kv"
+    with path.open("r+b") as file:
         file.truncate(1 << 40)
-    begun = time.monotonic()
+    device.num_bytes = 0
     assert load(make()).num_left_out == 0
-    assert time.monotonic() - begun < 30
+    assert device.num_bytes < 1 << 27
 
 
 def forged(key: StoreKey, num_places: int) -> bytes:
@@ -372,7 +397,7 @@ def forged(key: StoreKey, num_places: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_sound", [0, 1])
-def test_a_save_with_forged_heads_is_refused_or_skipped_and_no_step_waits(make, tmp_path, num_sound):
+def test_a_save_with_forged_heads_is_refused_or_skipped_and_no_step_waits(make, tmp_path, device, num_sound):
     engine = make()
     expected, _ = answers(engine)
     save(engine)
@@ -380,19 +405,18 @@ def test_a_save_with_forged_heads_is_refused_or_skipped_and_no_step_waits(make, 
     sound = path.read_bytes().ljust(-(-path.stat().st_size // 4096) * 4096, b"\0")
     path.write_bytes(sound * num_sound + forged(StoreKey.of_user(), 2048))  # 8 MiB; it once took 16 s
     second = make()
-    saves, longest_s, begun_s = saves_of(second), 0.0, time.monotonic()
+    saves = saves_of(second)
+    device.num_bytes = 0
+    device.is_free.clear()
     saves.load("first")
     second.add_request(PROMPTS[0], GREEDY, request_id="beside")
-    phase = ""
+    for _ in range(20):
+        assert saves.go_on().phase != "done"
+        second.step()
+    device.is_free.set()
     with nullcontext() if num_sound else pytest.raises(InvalidInputError, match="no readable block"):
-        while phase != "done":
-            started_s = time.monotonic()
-            phase = saves.go_on().phase
-            longest_s = max(longest_s, time.monotonic() - started_s)
-            second.step()
-            time.sleep(0.0002)
-    assert time.monotonic() - begun_s < 5
-    assert longest_s < 0.5
+        finish(saves)
+    assert device.num_bytes < 2 * path.stat().st_size, "none of the lengths is believed"
     while second.has_unfinished_requests():
         second.step()
     assert answers(second)[0] == expected
@@ -438,25 +462,16 @@ def test_a_step_copies_few_blocks_of_a_save(make, monkeypatch):
     assert max(copied) == 4
 
 
-def test_a_slow_file_makes_no_step_wait(make, monkeypatch):
-    naps_s = [0.5]
-
-    def slow(self, offset, parts, write=SystemRandomAccessFile.write):
-        time.sleep(naps_s.pop() if naps_s else 0)
-        write(self, offset, parts)
-
+def test_a_slow_file_makes_no_step_wait(make, device):
     first = make()
     expected, _ = answers(first)
-    monkeypatch.setattr(SystemRandomAccessFile, "write", slow)
-    saves, longest_s, phase = saves_of(first), 0.0, ""
+    saves = saves_of(first)
+    device.is_free.clear()
     saves.save("first")
-    while phase != "done":
-        started_s = time.monotonic()
-        phase = saves.go_on().phase
-        longest_s = max(longest_s, time.monotonic() - started_s)
-        time.sleep(0.0005)
-    assert not naps_s
-    assert longest_s < 0.3
+    for _ in range(100):
+        assert saves.go_on().phase != "done"
+    device.is_free.set()
+    finish(saves)
     assert load(second := make()).num_left_out == 0
     assert answers(second) == (expected, [99] * 4)
 

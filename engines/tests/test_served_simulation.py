@@ -50,7 +50,7 @@ def test_a_seed_replays_exactly_in_this_and_in_other_processes():
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         command = [sys.executable, "-c", _REPLAY]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
         assert done.stdout == f"{first}\n", done.stderr
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from time import sleep
 
 import pytest
+from patience import wait_until
 
 from sagellm.core.protocols.kv_tier import TierResult
 from sagellm.engines import SamplingParams
@@ -171,12 +171,7 @@ def test_nothing_is_left_of_waiters_that_are_aborted(engine):
     engine.abort_request("short-2")
     held.release()
     kv = engine.client.core.kv
-    for _ in range(1_000):
-        kv.poll()
-        if not kv.num_fetches:
-            break
-        sleep(0.01)  # a file is read by a thread
-    assert not kv.num_fetches
+    wait_until(lambda: kv.poll() or not kv.num_fetches)  # a file is read by a thread
     assert not kv._awaited
 
 
@@ -187,7 +182,10 @@ def test_a_fetch_for_nobody_ends_while_the_engine_is_idle(engine):
     assert not engine.has_unfinished_requests()
     assert core.kv.available_blocks < core.kv.total_blocks
     held.release()
-    while core.kv.num_fetches:
+
+    def is_over():
         core.use_idle_time()
-        sleep(0.001)
+        return not core.kv.num_fetches
+
+    wait_until(is_over)
     assert core.kv.available_blocks == core.kv.total_blocks

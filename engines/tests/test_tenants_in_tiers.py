@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
+from patience import wait_until
 
 from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
@@ -27,16 +27,15 @@ def run(engine, prompt, namespace):
     return output.outputs[0].token_ids, output.num_cached_tokens
 
 
-def written(engine, timeout_s=30.0):
+def written(engine):
     """Wait until each tier has written something, and return the metrics then."""
-    until_s = time.monotonic() + timeout_s
-    while time.monotonic() < until_s:
+
+    def metrics():
         engine.client.core.kv.poll()
-        metrics = engine.metrics().modules["kv_tier"]
-        if all(tier.num_blocks for tier in metrics.tiers.tiers.values()):
-            return metrics
-        time.sleep(0.01)
-    raise AssertionError(f"some tier has written nothing in {timeout_s} s: {metrics}")
+        found = engine.metrics().modules["kv_tier"]
+        return found if all(tier.num_blocks for tier in found.tiers.tiers.values()) else None
+
+    return wait_until(metrics, "some tier has written nothing")
 
 
 @pytest.mark.parametrize("where", ["", "host", "file", "redis", "host over file over redis"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import time
 
 import pytest
+from patience import wait_until
 
 from sagellm.core import ConfigError, EngineError, UnknownNameError
 from sagellm.engines import AsyncLLMEngine, LLMEngine, SamplingParams
@@ -112,10 +112,8 @@ def open_files(folder):
 def fill(engine):
     engine.generate([[3] * 60, [4] * 60], GREEDY)
     engine.client.core.kv.evict(20)
-    deadline_s = time.monotonic() + 10
-    while engine.metrics().modules["kv_tier"].tiers.num_blocks <= 3 and time.monotonic() < deadline_s:
-        engine.client.core.kv.poll()
-    assert engine.metrics().modules["kv_tier"].tiers.num_blocks > 3
+    core = engine.client.core
+    wait_until(lambda: core.kv.poll() or engine.metrics().modules["kv_tier"].tiers.num_blocks > 3)
 
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux what is open")

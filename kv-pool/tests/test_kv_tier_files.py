@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -204,6 +203,7 @@ print("ready", flush=True)
 for number in count():
     run_to_end(tier, [TierRequest("put", make_header(number % 50), make_data(number % 50, 49152))])
     run_to_end(tier, [TierRequest("delete", make_header((number - 7) % 50))])
+    print(number, flush=True)
 """
 
 
@@ -214,8 +214,8 @@ def test_a_writer_that_is_killed_leaves_no_wrong_block(tmp_path, num_kills):
     for _ in range(num_kills):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
         assert writer.stdout is not None
-        writer.stdout.readline()
-        time.sleep(random.random() * 0.02)
+        for _ in range(1 + random.randrange(20)):
+            assert writer.stdout.readline()
         os.kill(writer.pid, signal.SIGKILL)
         writer.communicate()
         tier = BackendTier(NVMeBackend(str(path), 32 * 65536, is_persistent=True))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import wait_until
 
 from sagellm.core import (
     UNNAMED,
@@ -96,12 +96,7 @@ class Bench:
         return self.offload.begin([HEADERS[number] for number in numbers], targets)
 
     def poll_until(self, fetch: Fetch) -> None:
-        for _ in range(10_000):
-            if fetch.is_over:
-                return
-            self.offload.poll()
-            time.sleep(0.0001)  # a file is read and written on another thread
-        raise AssertionError("it never ends")
+        wait_until(lambda: self.offload.poll() or fetch.is_over)  # a file is read on another thread
 
     def check(self, *numbers: int) -> None:
         """Compare what was fetched."""

@@ -20,7 +20,7 @@ def run(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> None:
     warnings = ["-Wall", "-Wextra", "-Werror"]
     command = [cxx, "-std=c++17", "-mavx2", *options, *warnings, "-pthread", f"-I{NATIVE}"]
     subprocess.run([*command, str(PROGRAM), str(NATIVE / "team.cpp"), "-o", str(target)], check=True)
-    result = subprocess.run([target, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([target, *arguments], capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -7,9 +7,17 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
+
+from sagellm.core import VirtualClock
+from sagellm.engines.simulation.served.loop import VirtualLoop
+from sagellm.engines.simulation.served.network import Network
+from sagellm.engines.simulation.served.weather import Weather
 
 KEY = "open sesame"
 
@@ -187,7 +195,7 @@ def fake_server():
         server = FakeServer(behave=behave, **settings)
         listening = asyncio.run_coroutine_threadsafe(
             asyncio.start_server(server.serve, "127.0.0.1", 0), loop
-        ).result(10)
+        ).result(PATIENCE_S)
         started.append(listening)
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
         return server
@@ -202,10 +210,58 @@ def fake_server():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run_coroutine_threadsafe(stop(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(stop(), loop).result(PATIENCE_S)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join()
     loop.close()
+
+
+class Still(Weather):
+    """No fault, and no delay."""
+
+    def latency_s(self, random: Random) -> float:
+        return 0.0
+
+
+class BenchLoop(VirtualLoop):
+    """Connects clients and fake servers in one thread; only what a server is told to takes time."""
+
+    def __init__(self, servers: list[FakeServer]) -> None:
+        super().__init__(VirtualClock())
+        self.network = Network(self, Still(self.clock, ""), "", lambda line: None)
+        for port, server in enumerate(servers, 1):
+            listener = self.network.listen(f"127.0.0.1:{port}")
+            listener.on_change = partial(self._accept, listener, server)
+
+    def _accept(self, listener: Any, server: FakeServer) -> None:
+        reader = asyncio.StreamReader(loop=self)
+        self.open_end(
+            listener.accept()[0], lambda: asyncio.StreamReaderProtocol(reader, server.serve, loop=self)
+        )
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any
+    ) -> Any:
+        return self.open_end(self.network.connect(f"{host}:{port}"), protocol_factory)
+
+
+@pytest.fixture
+def timed_server(monkeypatch):
+    """Start servers that clients reach in virtual time, so that delays are exactly what is told."""
+    started: list[FakeServer] = []
+
+    def start(behaviour: Behaviour | Callable[[int], Behaviour], **settings: Any) -> FakeServer:
+        behave = behaviour if callable(behaviour) else lambda number: behaviour
+        started.append(FakeServer(behave=behave, **settings))
+        started[-1].url = f"http://127.0.0.1:{len(started)}/v1"
+        return started[-1]
+
+    def run(main: Any) -> Any:
+        with asyncio.Runner(loop_factory=lambda: BenchLoop(started)) as runner:
+            return runner.run(main)
+
+    monkeypatch.setattr(asyncio, "run", run)
+    return start
 
 
 @pytest.fixture

@@ -38,20 +38,21 @@ def apply(server, **phase):
     return contest.run(Contender(name="fake", url=server.url), Phase(**phase))
 
 
-def test_callers_send_one_turn_after_the_other(fake_server, behaviour):
-    server = fake_server(behaviour(first_s=0.01, num_cached=5))
+def test_callers_send_one_turn_after_the_other(timed_server, behaviour):
+    server = timed_server(behaviour(first_s=0.01, num_cached=5))
     figures, run = apply(server, duration_s=0.3, concurrency=3)
     assert server.max_running == 3
     assert figures.load.num_failed == 0
-    assert len(run.records) == figures.load.num_requests > 3
+    assert len(run.records) == figures.load.num_requests == 3 * 30
     ends: dict[int, int] = {}
     for record, (session, _) in zip(run.records, run.sent, strict=True):
         assert record.arrival_ns >= ends.get(id(session), 0)
         ends[id(session)] = record.end_ns
 
 
-def test_hit_rates_stand_beside_the_ideal(fake_server, behaviour):
-    figures, run = apply(fake_server(behaviour(num_cached=5)), duration_s=0.3, concurrency=2)
+def test_hit_rates_stand_beside_the_ideal(timed_server, behaviour):
+    server = timed_server(behaviour(first_s=0.01, num_cached=5))
+    figures, run = apply(server, duration_s=0.3, concurrency=2)
     num_prompt = sum(len(turn.token_ids) for _, turn in run.sent)
     assert figures.token_hit_rate == pytest.approx(5 * len(run.sent) / num_prompt)
     assert 0 < figures.ideal_hit_rate < 1
@@ -59,8 +60,8 @@ def test_hit_rates_stand_beside_the_ideal(fake_server, behaviour):
     assert figures.token_saving is None  # only our own engine says what it computed
 
 
-def test_urgent_requests_are_named_as_vllm_does_and_counted_apart(fake_server):
-    server = fake_server()
+def test_urgent_requests_are_named_as_vllm_does_and_counted_apart(timed_server, behaviour):
+    server = timed_server(behaviour(first_s=0.01))
     figures, run = apply(server, duration_s=0.4, concurrency=4)
     sent = server.bodies[2:]  # behind the warm-up
     priorities = sorted(body.get("priority", 0) for body in sent)
@@ -69,9 +70,9 @@ def test_urgent_requests_are_named_as_vllm_does_and_counted_apart(fake_server):
     assert sum(one.num_requests for one in figures.kinds.values()) == len(sent)
 
 
-def test_sessions_begin_at_the_rate(fake_server):
-    _, run = apply(fake_server(), duration_s=0.5, rate=40.0)
-    assert 8 <= len({id(session) for session, _ in run.sent}) <= 40
+def test_sessions_begin_at_the_rate(timed_server, behaviour):
+    _, run = apply(timed_server(behaviour(first_s=0.01)), duration_s=5.0, rate=40.0)
+    assert len({id(session) for session, _ in run.sent}) == pytest.approx(5 * 40, rel=0.15)
 
 
 def test_a_server_that_refuses_everything_is_an_error(fake_server, behaviour):
@@ -79,8 +80,8 @@ def test_a_server_that_refuses_everything_is_an_error(fake_server, behaviour):
         apply(fake_server(behaviour(status=500)), duration_s=0.2, concurrency=1)
 
 
-def test_all_servers_get_the_rate_that_the_slowest_carries(fake_server, behaviour):
-    ours, peer = fake_server(), fake_server(behaviour(first_s=0.05))
+def test_all_servers_get_the_rate_that_the_slowest_carries(timed_server, behaviour):
+    ours, peer = timed_server(behaviour(first_s=0.01)), timed_server(behaviour(first_s=0.05))
     settings = BenchmarkSettings(
         duration=0.5,
         concurrency=2,
@@ -90,6 +91,7 @@ def test_all_servers_get_the_rate_that_the_slowest_carries(fake_server, behaviou
     )
     done = run_benchmark(EngineConfig(), settings)
     slowest = min(one.load.request_throughput_per_s for one in done.figures["saturated"].values())
+    assert slowest == pytest.approx(2 / 0.05)
     assert done.rates == {"steady": pytest.approx(0.6 * slowest)}
     rows = headline(done.figures)
     assert rows["saturated.output_throughput_tokens_per_s"].keys() == {"sagellm", "vllm"}
@@ -165,8 +167,9 @@ def test_an_mfu_above_1_is_told_as_an_error_and_not_cut(own_engine, monkeypatch,
     assert "error: steady, sagellm: an MFU of " in capsys.readouterr().err
 
 
-def test_with_a_rate_there_is_one_phase(fake_server):
-    settings = BenchmarkSettings(duration=0.3, rate=30.0, max_len=400, base_url=fake_server().url)
+def test_with_a_rate_there_is_one_phase(timed_server, behaviour):
+    url = timed_server(behaviour(first_s=0.01)).url
+    settings = BenchmarkSettings(duration=0.3, rate=30.0, max_len=400, base_url=url)
     assert list(run_benchmark(EngineConfig(), settings).figures) == ["steady"]
 
 
@@ -259,8 +262,8 @@ def test_a_page_of_metrics_is_read_by_the_names_behind_the_prefix():
     }  # fmt: skip
 
 
-def test_requests_that_overlap_take_places_of_their_own_in_the_trace(fake_server, behaviour, tmp_path):
-    _, run = apply(fake_server(behaviour(first_s=0.02)), duration_s=0.2, concurrency=2)
+def test_requests_that_overlap_take_places_of_their_own_in_the_trace(timed_server, behaviour, tmp_path):
+    _, run = apply(timed_server(behaviour(first_s=0.02)), duration_s=0.2, concurrency=2)
     write_chrome_trace(tmp_path / "t.json", {"fake": request_rows(run.load_run())})
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     spans = [event for event in events if event["name"] == "request"]

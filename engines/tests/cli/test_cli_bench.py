@@ -243,7 +243,7 @@ def test_benchmark_loads_a_server_and_keeps_what_it_measured(sage, server, tmp_p
     assert result.code == 0, result.err
     saved = json.loads((tmp_path / "b.json").read_text())
     assert saved["settings"]["engine"]["prefix_cache.eviction_policy"] == "predictive"
-    assert saved["figures"]["saturated.ideal_hit_rate"]["sagellm"] > 0
+    assert 0 <= saved["figures"]["saturated.ideal_hit_rate"]["sagellm"] < 1
     assert "saturated.output throughput (tokens/s)" in result.out
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert sage("llm", "benchmark", "--compare", "b.json", "b.json").code == 0

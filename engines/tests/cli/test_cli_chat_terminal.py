@@ -11,7 +11,10 @@ import struct
 import subprocess
 import sys
 import termios
-import time
+from pathlib import Path
+
+from held_steps import HeldCores
+from patience import PATIENCE_S, wait_until
 
 from sagellm.engines.cli.chat.terminal import Terminal
 
@@ -21,13 +24,14 @@ FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temp
 class TerminalProgram:
     """A program on a terminal of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, echoes=False, variables=None):
         self.keys, theirs = pty.openpty()
-        attributes = termios.tcgetattr(theirs)
-        attributes[3] &= ~termios.ECHO
-        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        if not echoes:
+            attributes = termios.tcgetattr(theirs)
+            attributes[3] &= ~termios.ECHO
+            termios.tcsetattr(theirs, termios.TCSANOW, attributes)
         command = [sys.executable, "-m", "sagellm.engines.cli", *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", **(variables or {})}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _OWN_TERMINAL, *command], stdin=theirs, stdout=theirs, stderr=theirs,
             env=environment, start_new_session=True,
@@ -35,11 +39,10 @@ class TerminalProgram:
         os.close(theirs)
         self.seen = ""
 
-    def wait_for(self, text, timeout_s=120.0):
+    def wait_for(self, text):
         """Read until a text comes, and return what came with it."""
-        deadline = time.monotonic() + timeout_s
         while text not in self.seen:
-            if not select.select([self.keys], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not select.select([self.keys], [], [], PATIENCE_S)[0]:
                 raise AssertionError(f"{text!r} did not come; there is {self.seen!r}")
             try:
                 self.seen += os.read(self.keys, 4096).decode(errors="replace")
@@ -51,10 +54,15 @@ class TerminalProgram:
     def type(self, text):
         os.write(self.keys, text.encode())
 
+    def is_waiting(self):
+        """Say whether the program sleeps, as it does while it waits for a key."""
+        return ") S " in Path(f"/proc/{self.process.pid}/stat").read_text()
+
     def press(self, key):
         """Type a key that does something, again if it came just before it was waited for."""
+        wait_until(self.is_waiting)
         self.type(key)
-        if not select.select([self.keys], [], [], 5)[0]:
+        if not select.select([self.keys], [], [], 30)[0]:
             self.type(key[-1])
 
     def end(self, key):
@@ -66,7 +74,7 @@ class TerminalProgram:
         except OSError:  # Linux says so that nobody writes any more
             pass
         os.close(self.keys)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE_S)
 
 
 # Makes standard input the terminal that sends this process its signals, then becomes the program.
@@ -78,13 +86,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(checkpoint, tmp_path):
-    program = TerminalProgram(
-        "llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "3900", "--ignore-eos"
-    )
+    arguments = ("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "3900", "--ignore-eos")
+    program = TerminalProgram(*arguments, variables=HeldCores(tmp_path, "chat", 1000).environment)
     program.wait_for("> ")
     program.type("Hello\n")
-    deadline = time.monotonic() + 60
-    while len(program.seen) < 200 and time.monotonic() < deadline:  # the answer has begun
+    while len(program.seen) < 200:  # the answer has begun
         program.seen += os.read(program.keys, 4096).decode(errors="replace")
     program.type("\x03")
     ended = program.wait_for("stopped]")
@@ -117,14 +123,14 @@ def test_a_second_ctrl_c_at_the_prompt_leaves(checkpoint):
 
 
 def test_ctrl_c_behind_something_typed_clears_it_and_does_not_leave(checkpoint):
-    program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "8")
+    program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "8", echoes=True)
     program.wait_for("> ")
     program.press("\x03")
     program.wait_for("so does another Ctrl-C")
     program.wait_for("> ")
-    for typed in ("half a line", '"""quoted\n', "/und"):
+    for typed, shown in (("half a line", "half a line"), ('"""quoted\n', ". "), ("/und", "/und")):
         program.type(typed)
-        time.sleep(0.5)  # readline does not echo here, and Ctrl-C discards what it has not read yet
+        program.wait_for(shown)  # as Ctrl-C discards what was not read yet
         program.press("\x03")
         program.wait_for("so does another Ctrl-C")
         program.wait_for("> ")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import re
 import sys
-import time
+import threading
 from typing import ClassVar
 
 import pytest
+from patience import PATIENCE_S
 
 import sagellm.engines
 from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from sagellm.engines.cli.generated import TextPrinter
 from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.progress import _PlainLines
 from sagellm.engines.text import ChatTemplate
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
@@ -24,7 +26,7 @@ class FakeEngine:
     """Answers each prompt with its words in capitals, one a step, the last prompt first."""
 
     made: ClassVar[list] = []
-    pause_s = 0.0
+    pause = staticmethod(lambda: None)  # before each step
     chat_template = ChatTemplate(None)
     default_params = SamplingParams(temperature=0.6, top_k=11)
 
@@ -51,7 +53,7 @@ class FakeEngine:
         return any(not output.finished for output in self.requests.values())
 
     def step(self):
-        time.sleep(self.pause_s)
+        self.pause()
         output = [output for output in self.requests.values() if not output.finished][-1]
         words = output.prompt.split()
         for one in output.outputs:
@@ -111,10 +113,17 @@ def test_a_terminal_that_does_not_show_the_text_gets_no_headings(sage, engine, m
 
 
 def test_many_prompts_in_a_pipe_show_how_far_they_are(sage, engine, monkeypatch):
+    write, is_written = _PlainLines._write, threading.Event()
+
+    def note(lines, line):
+        write(lines, line)
+        is_written.set()
+
     monkeypatch.setattr("sagellm.engines.progress.PLAIN_INTERVAL_S", 0.01)
-    monkeypatch.setattr(FakeEngine, "pause_s", 0.05)
+    monkeypatch.setattr(_PlainLines, "_write", note)
+    monkeypatch.setattr(FakeEngine, "pause", staticmethod(lambda: is_written.wait(PATIENCE_S)))
     result = sage("llm", "generate", "one two three", "one two", "--model", "m", "--max-tokens", "10")
-    assert "tokens), 0 s" in result.err
+    assert re.search(r"generating: \d+% \([\d.,]+ of [\d,]+ tokens\), \d+ s", result.err)
     assert "generating: done" in result.err
     assert result.out == "ONE TWO THREE \nONE TWO \n"
     assert "generating" not in sage("llm", "generate", "one two", "--model", "m").err

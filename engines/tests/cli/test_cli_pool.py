@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from patience import wait_until
 
 from sagellm.core import EngineError
 from sagellm.engines import SamplingParams
@@ -54,8 +54,7 @@ def test_requests_go_on_and_get_the_same_tokens_while_blocks_move(make_engine, e
     step, finished, is_compacting = core.step, {}, threading.Event()
 
     def collect():
-        if not is_compacting.is_set():
-            time.sleep(0.001)
+        if not is_compacting.wait(0.001):
             return []
         outputs = step()
         for output in outputs:
@@ -77,8 +76,7 @@ def test_requests_go_on_and_get_the_same_tokens_while_blocks_move(make_engine, e
     run_engine(engine)
     result = sage("llm", "pool", "compact", "--json").json
     is_compacting.set()
-    while core.has_unfinished():
-        time.sleep(0.01)
+    wait_until(lambda: not core.has_unfinished())
     assert result["num_moved_blocks"] > 0
     tokens = [first[name] + finished[name] for name in sorted(first)]
     assert tokens == [expected[index] for index in (1, 3, 5)]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from held_steps import HeldCores, patched_processes
+from patience import PATIENCE_S, reserved_port, wait_until
 
 from sagellm.engines.testing import make_checkpoint
-
-READY_S = 90
 
 
 @pytest.fixture
@@ -33,23 +32,22 @@ def sage_process(environment) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "sagellm.engines.cli", "llm", *map(str, arguments)]
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=READY_S, check=False
+            command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     return run
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
-@pytest.fixture
-def serving(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
+def serve(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(checkpoint)]
     command += ["--port", str(port), "--num-blocks", "512", "--dtype", "float32", "--log-level", "INFO"]
+    command += ["--shutdown-timeout", "3600"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     yield process
     if process.poll() is None:
@@ -57,28 +55,48 @@ def serving(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
+@pytest.fixture
+def serving(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
+    yield from serve(environment, checkpoint, port)
+
+
+@pytest.fixture
+def held_cores(environment, tmp_path) -> HeldCores:
+    """Keep requests of the server from ending, until they are released."""
+    cores = HeldCores(tmp_path)
+    environment |= cores.environment
+    return cores
+
+
 def wait_until_ready(process: subprocess.Popen[str], port: int) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
+    def is_ready() -> bool:
         assert process.poll() is None, process.stderr.read()
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=READY_S).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError("the server did not become ready")
+        with suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE_S).status_code == 200
+        return False
+
+    wait_until(is_ready, "the server did not become ready")
+
+
+def is_refused(port: int) -> bool:
+    try:
+        httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
+    except httpx.TransportError:
+        return True
+    return False
 
 
 def stream(port: int, num_tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> Iterator[dict]:
+    models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=PATIENCE_S).json()
     body = {
-        "model": httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"],
+        "model": models["data"][0]["id"],
         "prompt": list(prompt),
         "max_tokens": num_tokens,
         "ignore_eos": True,
         "stream": True,
     }
     url = f"http://127.0.0.1:{port}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=READY_S) as response:
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
@@ -126,24 +144,25 @@ def test_what_keeps_an_engine_from_starting_is_said(sage_process, tmp_path, port
     assert "did you mean 'llm'" in sage_process("engine", "start", "x", "--engine-kind", "lm").stderr.lower()
 
 
-def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, sage_process, port):
+def test_a_signal_lets_streams_end_and_refuses_what_is_new(held_cores, serving, sage_process, port):
     wait_until_ready(serving, port)
     chunks: list[dict] = []
     reading = threading.Thread(target=lambda: chunks.extend(stream(port, 1200)))
     reading.start()
-    while not chunks:
-        time.sleep(0.01)
-        assert reading.is_alive() or chunks
+    wait_until(lambda: chunks or not reading.is_alive())
     serving.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]
-    assert engine["state"] == "draining"
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{port}/health")
+
+    def state() -> str:
+        (engine,) = json.loads(sage_process("engine", "status", "--json").stdout)["engines"]
+        return engine["state"]
+
+    wait_until(lambda: state() == "draining")
+    wait_until(lambda: is_refused(port))
     assert reading.is_alive(), "the stream is to run on while others are refused"
-    reading.join(READY_S)
+    held_cores.release()
+    reading.join(PATIENCE_S)
     assert chunks[-1].get("choices", [chunks[-1]])[0].get("finish_reason") == "length", chunks[-1]
-    assert serving.wait(READY_S) == 0
+    assert serving.wait(PATIENCE_S) == 0
     said = serving.stderr.read()
     assert "the requests that run may finish" in said
     assert "is loaded: float32 on cpu, KV for 8,192 tokens in blocks of 16" in said
@@ -151,7 +170,7 @@ def test_a_signal_lets_streams_end_and_refuses_what_is_new(serving, sage_process
 
 
 @pytest.mark.full
-def test_a_second_signal_stops_at_once(serving, port):
+def test_a_second_signal_stops_at_once(held_cores, serving, environment, port):
     wait_until_ready(serving, port)
     chunks: list[dict] = []
 
@@ -161,15 +180,13 @@ def test_a_second_signal_stops_at_once(serving, port):
 
     reading = threading.Thread(target=read)
     reading.start()
-    while not chunks and reading.is_alive():
-        time.sleep(0.01)
-    begun = time.monotonic()
+    wait_until(lambda: chunks or not reading.is_alive())
     serving.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    (entry,) = Path(environment["SAGELLM_RUNTIME_DIR"]).glob("*.json")
+    wait_until(lambda: json.loads(entry.read_text())["state"] == "draining")
     serving.send_signal(signal.SIGINT)
-    serving.wait(READY_S)
-    assert time.monotonic() - begun < 15
-    reading.join(READY_S)
+    serving.wait(PATIENCE_S)
+    reading.join(PATIENCE_S)
     assert chunks[-1]["error"]["code"] == "shutting_down"
     assert "ERROR" not in serving.stderr.read()
 
@@ -177,79 +194,98 @@ def test_a_second_signal_stops_at_once(serving, port):
 def wait_until_announced(environment) -> str:
     """Return the runtime folder once an engine has its entry there."""
     folder = environment["SAGELLM_RUNTIME_DIR"]
-    deadline = time.monotonic() + READY_S
-    while not (os.path.isdir(folder) and any(name.endswith(".json") for name in os.listdir(folder))):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: os.path.isdir(folder) and any(name.endswith(".json") for name in os.listdir(folder)))
     return folder
 
 
-def test_stopping_a_starting_engine_ends_the_start(environment, checkpoint, sage_process):
+def test_stopping_a_starting_engine_ends_the_start(environment, checkpoint, sage_process, tmp_path):
+    environment |= HeldCores(tmp_path, num_tokens=0).environment
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm"]
     command += ["engine", "start", str(checkpoint), "--port=0"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as starting:
         folder = wait_until_announced(environment)
         stopped = sage_process("engine", "stop")
-        assert starting.wait(READY_S) == 1
+        assert starting.wait(PATIENCE_S) == 1
         said = starting.stderr.read()
     assert (stopped.returncode, "stopped engine-" in stopped.stdout) == (0, True), stopped.stderr
     assert "the engine was stopped before it was ready" in said
     assert os.listdir(folder) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0, 3.0, 4.0])
-def test_a_second_signal_ends_a_start_at_once_even_if_its_core_is_stopped(serving, environment, seconds):
-    folder = wait_until_announced(environment)
-    time.sleep(seconds)
-    for child in psutil.Process(serving.pid).children():
-        child.suspend()
-    serving.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    serving.send_signal(signal.SIGTERM)
-    begun = time.monotonic()
-    serving.wait(READY_S)
-    assert time.monotonic() - begun < 3
-    assert os.listdir(folder) == []
+def has_pending(process: psutil.Process, number: int) -> bool:
+    """Say whether a stopped process was sent a signal."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        (pending,) = (line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+        return bool(int(pending, 16) >> (number - 1) & 1)
+    return False
 
 
 @pytest.mark.full
-def test_an_engine_is_healthy_in_a_long_step_and_replaced_when_it_is_frozen(environment, port, tmp_path):
-    """One prompt of 8,000 tokens in a single step of many seconds, then a core that is stopped."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
-    model = make_checkpoint(tmp_path / "wide", max_position_embeddings=16_384, **sizes)
+@pytest.mark.parametrize("moment", ["entry", "core", "socket", "ready"])
+def test_a_second_signal_ends_a_start_at_once_even_if_its_core_is_stopped(
+    environment, checkpoint, port, tmp_path, moment
+):
+    never = "import sagellm.engines.remote.core_handle as module; module._STOP_S = 3600.0"
+    environment |= patched_processes(tmp_path, "serve", never)
+    with contextmanager(serve)(environment, checkpoint, port) as serving:
+        folder = wait_until_announced(environment)
+        if moment == "core":
+            wait_until(psutil.Process(serving.pid).children)
+        elif moment == "socket":
+            wait_until(lambda: any(name.endswith(".sock") for name in os.listdir(folder)))
+        elif moment == "ready":
+            wait_until_ready(serving, port)
+        children = psutil.Process(serving.pid).children()
+        for child in children:
+            child.suspend()
+        serving.send_signal(signal.SIGTERM)
+        wait_until(
+            lambda: serving.poll() is not None or any(has_pending(each, signal.SIGTERM) for each in children)
+        )
+        serving.send_signal(signal.SIGTERM)
+        serving.wait(PATIENCE_S)
+        assert os.listdir(folder) == []
+
+
+@pytest.mark.full
+def test_an_engine_is_healthy_in_a_long_step_and_unhealthy_when_it_is_frozen(environment, port, tmp_path):
+    """Each layer of a step comes further; a core that is stopped does not, and is replaced at last."""
+    model = make_checkpoint(tmp_path / "deep", num_hidden_layers=25)
+    slow = (
+        "import time",
+        "from sagellm.engines.attention.progress_hook import ProgressReportingAttention as attention",
+        "forward = attention.forward",
+        "attention.forward = lambda *arguments: (time.sleep(0.2), forward(*arguments))[1]",
+    )
+    environment |= patched_processes(tmp_path, "core_process", *slow)
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(model), "--port", str(port)]
-    command += ["--max-num-batched-tokens", "8192", "--dtype", "float32", "--frozen-after-s", "6"]
+    command += ["--dtype", "float32", "--forward-backend", "torch", "--frozen-after-s", "20"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
     try:
         wait_until_ready(process, port)
         chunks: list[dict] = []
-        reading = threading.Thread(
-            target=lambda: chunks.extend(stream(port, 2, [5 + n % 90 for n in range(8000)]))
-        )
+        reading = threading.Thread(target=lambda: chunks.extend(stream(port, 2)))
         reading.start()
         while reading.is_alive():
-            assert [httpx.get(f"{url}/{page}").status_code for page in ("health", "ready")] == [200, 200]
-            time.sleep(0.1)
+            assert [client.get(f"/{page}").status_code for page in ("health", "ready")] == [200, 200]
         assert len(chunks) >= 2
 
-        rest = stream(port, 8000)
+        rest = stream(port, 8)
         next(rest)
         reading = threading.Thread(target=lambda: chunks.extend(rest))
         reading.start()
         children = psutil.Process(process.pid).children()
         (core,) = (child for child in children if any("core_process" in word for word in child.cmdline()))
         core.suspend()
-        begun = time.monotonic()
-        while httpx.get(f"{url}/health").status_code == 200:
-            time.sleep(0.05)
-        assert time.monotonic() - begun < 5
-        assert httpx.get(f"{url}/ready").status_code == 503
-        reading.join(READY_S)
+        wait_until(lambda: client.get("/health").status_code == 503)
+        assert core.status() == psutil.STATUS_STOPPED, "it is unhealthy before it is killed"
+        assert client.get("/ready").status_code == 503
+        reading.join(PATIENCE_S)
         assert chunks[-1]["error"]["code"] == "engine_dead"
         wait_until_ready(process, port)
-        assert sum(1 for _ in stream(port, 4)) >= 1
+        assert sum(1 for _ in stream(port, 1)) >= 1
     finally:
         process.kill()
         process.communicate()
@@ -258,6 +294,6 @@ def test_an_engine_is_healthy_in_a_long_step_and_replaced_when_it_is_frozen(envi
 def test_a_signal_while_the_model_loads_ends_it(serving, environment):
     entries = wait_until_announced(environment)
     serving.send_signal(signal.SIGINT)
-    serving.wait(READY_S)
+    serving.wait(PATIENCE_S)
     assert os.listdir(entries) == []
     assert "Traceback" not in serving.stderr.read()

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from patience import PATIENCE_S
 
 from sagellm.core import EngineDeadError, Namespace
 from sagellm.engines import SamplingParams
@@ -192,7 +193,7 @@ def test_watching_goes_on_until_it_is_interrupted_and_loads_no_torch(engine, arg
     )
     lines = [watching.stdout.readline() for _ in range(40 if "--json" not in arguments else 3)]
     watching.send_signal(signal.SIGINT)
-    _, told = watching.communicate(timeout=30)
+    _, told = watching.communicate(timeout=PATIENCE_S)
     assert (watching.returncode, told.strip()) == (0, "heavy: []")
     if "--json" in arguments:
         assert [json.loads(line)["num_lookups"] for line in lines] == [3, 3, 3]

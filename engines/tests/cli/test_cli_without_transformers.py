@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
+from patience import PATIENCE_S, reserved_port, wait_until
 
 from sagellm.engines.testing import make_checkpoint
 
-READY_S = 90
 # Read by every Python process at its start: notes who imports transformers, and fails.
 _SITE = """
 import os, sys, traceback
@@ -97,30 +96,30 @@ def test_generate_needs_no_transformers(imports):
 
 
 def test_a_server_answers_a_chat_without_transformers_in_any_of_its_processes(imports):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        answer_a_chat(port)
+    assert noted(imports) == ""
+
+
+def answer_a_chat(port):
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", "--port", str(port)]
     process = subprocess.Popen([*command, "--num-blocks", "64"], stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + READY_S
-        while True:
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            assert time.monotonic() < deadline, "the server did not become ready"
-            try:
-                if httpx.get(f"{url}/ready", timeout=READY_S).status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.05)
+
+        def is_ready():
+            assert process.poll() is None, process.stderr.read()
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+
+        wait_until(is_ready, "the server did not become ready")
         messages = [{"role": "user", "content": "What is a KV cache?"}]
         body = {"messages": messages, "max_tokens": 5, "bad_words": ["water"], "stop": ["zzz"]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=READY_S).json()
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
         assert answer["usage"]["completion_tokens"] > 0, answer
-        info = httpx.get(f"{url}/tokenizer_info", timeout=READY_S).json()
+        info = httpx.get(f"{url}/tokenizer_info", timeout=PATIENCE_S).json()
         assert info["tokenizer_class"] == "TokenizersBackend"
         assert json.dumps(info["chat_template"])
     finally:
         process.terminate()
         process.communicate()
-    assert noted(imports) == ""

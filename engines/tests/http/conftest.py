@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from patience import PATIENCE_S, wait_until
 
 from sagellm.core import EngineMetrics
 from sagellm.engines import AsyncLLMEngine, SamplingParams
@@ -35,27 +35,20 @@ class RunningServer:
         wait_until(lambda: self.server.started or not self.thread.is_alive())
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def openai(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
     def stop(self) -> None:
         self.http.close()
         self.server.force_exit = self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.002)
-
-
 @pytest.fixture(scope="session")
-def until() -> Callable[..., None]:
+def until() -> Callable[..., Any]:
     return wait_until
 
 

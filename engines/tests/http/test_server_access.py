@@ -6,6 +6,7 @@ import logging
 import socket
 
 import pytest
+from patience import PATIENCE_S
 
 from sagellm.core import ConfigError, Namespace, Tenant
 from sagellm.engines.config import EngineConfig, ServerConfig
@@ -54,7 +55,7 @@ def locked(serve):
 
 def raw(server, head: bytes) -> bytes:
     """Send bytes as they are; httpx would tidy the path and the headers."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
         answer = b""
         while chunk := connection.recv(65536):

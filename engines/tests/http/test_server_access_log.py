@@ -7,6 +7,7 @@ import re
 import socket
 
 import pytest
+from patience import PATIENCE_S
 
 from sagellm.core import EngineDeadError
 from sagellm.engines.http.access_log import access_line, logger
@@ -93,7 +94,7 @@ def test_probes_and_scrapes_that_succeed_are_noise(server, lines, until):
 
 def send(server, data: bytes) -> bytes:
     """Send bytes and return the answer until the server closes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=8) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(data)
         answer = b""
         while part := connection.recv(65536):
@@ -118,12 +119,13 @@ def test_what_never_reaches_the_application_has_a_line(server, lines, until, dat
     assert found == line or (line is None and found.endswith("400, bad_http") and found.isprintable())
 
 
-def test_a_refused_request_is_not_logged_with_the_path_of_the_one_before(server, lines):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=8) as connection:
+def test_a_refused_request_is_not_logged_with_the_path_of_the_one_before(server, lines, until):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"x" * 20_000)
         assert connection.recv(65536).startswith(b"HTTP/1.1 431")
+    until(lambda: len(lines) == 2)
     assert [line.partition(",")[0] for _, line in lines] == ["GET /version 200", "- - 431"]
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from step_executors import let_steps_take
 
-from sagellm.core import EngineMetrics, PassMetrics, SchedulerMetrics
+from sagellm.core import EngineMetrics, PassMetrics, Runtime, SchedulerMetrics, StepCost, VirtualClock
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.http.metrics import Histogram, ServerMetrics
 
@@ -103,16 +107,24 @@ def test_phases_of_a_request_add_up_to_what_it_took(server, complete):
     assert phases["queue"] + phases["inference"] <= took("e2e_request_latency_seconds")
 
 
-def test_a_request_that_waits_spends_its_time_in_the_queue(serve):
-    server = serve(engine={"max_num_seqs": 1})
+def test_a_request_that_waits_spends_its_time_in_the_queue(serve, hold, until):
+    clock = VirtualClock()
+    server = serve(engine={"max_num_seqs": 1, "runtime": replace(Runtime.system(seed=0), clock=clock)})
+    let_steps_take(server.front.engine, clock, StepCost(base_ns=1e6))
+    go_on = hold(server.front.engine)
     body = {"prompt": [[5, 6, 7], [7, 8, 9]], "max_tokens": 40, "ignore_eos": True}
-    server.http.post("/v1/completions", json=body).raise_for_status()
+    asking = threading.Thread(target=server.http.post, args=("/v1/completions",), kwargs={"json": body})
+    asking.start()
+    until(lambda: server.front.engine.metrics().num_waiting == 2)
+    go_on.set()
+    asking.join()
     families = read(server)
     waited, took = (
         value(families, name, f"{name}_sum")
         for name in ("request_queue_time_seconds", "request_inference_time_seconds")
     )
-    assert took / 4 < waited < took  # the second waits for the first
+    # 40 steps of a millisecond each; the second waits for the first.
+    assert (waited, took) == (pytest.approx(0.04), pytest.approx(0.08))
 
 
 def test_tokens_are_counted_by_step(serve):

@@ -9,6 +9,7 @@ import signal
 
 import httpx
 import pytest
+from patience import PATIENCE_S, wait_until_async
 
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.config import ServerConfig
@@ -21,8 +22,9 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "stream": T
 
 
 @pytest.fixture
-def with_server(checkpoint, tmp_path, monkeypatch):
-    """Run a coroutine function with a front and a client of the server over it."""
+def with_server(checkpoint, tmp_path, monkeypatch, held_cores):
+    """Run a coroutine function with a front and a client of the server over it; LONG requests do not end."""
+    monkeypatch.setenv("PYTHONPATH", held_cores.environment["PYTHONPATH"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = EngineConfig.from_flat(model=checkpoint, dtype="float32", device="cpu", num_blocks=512)
 
@@ -31,26 +33,24 @@ def with_server(checkpoint, tmp_path, monkeypatch):
         server = make_server(create_app(front, SETTINGS), SETTINGS)
         serving = asyncio.create_task(server.serve())
         try:
-            while not server.started:
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
                 return await use(front, client)
         finally:
             server.drain()
             await serving
             await front.close()
 
-    return lambda use: asyncio.run(asyncio.wait_for(main(use), 120))
+    return lambda use: asyncio.run(asyncio.wait_for(main(use), 2 * PATIENCE_S))
 
 
 async def idle(front):
-    for _ in range(500):
-        metrics = await front.metrics()
-        if metrics.num_running + metrics.num_waiting == 0:
-            return metrics
-        await asyncio.sleep(0.01)
-    raise AssertionError("the engine is still busy")
+    async def metrics():
+        found = await front.metrics()
+        return found if found.num_running + found.num_waiting == 0 else None
+
+    return await wait_until_async(metrics, "the engine is still busy")
 
 
 def test_answers_are_the_engines(with_server, make_engine):

@@ -11,6 +11,7 @@ import threading
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 
 from sagellm.engines import __version__
 from sagellm.engines.loading.tokenizer import load_tokenizer
@@ -171,19 +172,19 @@ class TestTokenizer:
 
         def read(text, **_):
             is_tokenizing.set()
-            assert may_go_on.wait(30)
+            assert may_go_on.wait(PATIENCE_S)
             return {"input_ids": [1]}
 
         server = scripted(tokenizer=read)
         answers = []
         slow = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/tokenize", json={"prompt": "a" * 5000}))
+            target=lambda: answers.append(server.http.post("/tokenize", json={"prompt": "a" * 5000}))
         )
         slow.start()
-        assert is_tokenizing.wait(30)
-        assert httpx.get(f"{server.url}/version", timeout=10).json() == {"version": __version__}
+        assert is_tokenizing.wait(PATIENCE_S)
+        assert httpx.get(f"{server.url}/version", timeout=PATIENCE_S).json() == {"version": __version__}
         may_go_on.set()
-        slow.join(30)
+        slow.join(PATIENCE_S)
         assert [answer.json()["count"] for answer in answers] == [1]
 
     def test_its_settings_are_told_and_no_path_of_this_machine(self, server, checkpoint):
@@ -228,7 +229,7 @@ class TestStartPage:
         assert "<code>http://HOST/v1</code>" in page.text
 
     def test_head_gives_the_headers_alone(self, server):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(b"HEAD / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 200 ")

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from patience import wait_until
 
 _FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 _LENGTH_BYTES = 4
@@ -126,9 +126,8 @@ def preloaded_python(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("preloaded")
     process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("preloaded.py")), str(folder)])
     path = folder / "python"
-    while not path.exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() or process.poll() is not None)
+    assert process.poll() is None
     yield str(path)
     process.kill()
     process.wait()

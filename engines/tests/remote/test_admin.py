@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import PATIENCE_S, wait_until
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
 from sagellm.core.runtime_folder import VARIABLE
@@ -79,7 +80,7 @@ def test_a_core_that_cannot_start_says_why(tmp_path):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(EngineError, match="no weights"):
-            AdminClient.connect(tmp_path / "s", timeout_s=10)
+            AdminClient.connect(tmp_path / "s", timeout_s=PATIENCE_S)
         thread.join()
 
 
@@ -115,10 +116,7 @@ def test_an_engine_is_alive_as_long_as_its_process_whatever_clocks_say(process, 
     with pytest.raises(ConfigError, match="'one' runs already"):
         EngineLock("one")
     process.kill()
-    deadline = time.monotonic() + 10
-    while engine.is_alive and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not engine.is_alive, "a process that nobody has waited for is gone, too"
+    wait_until(lambda: not engine.is_alive, "a process that nobody has waited for is gone, too")
     assert RunningEngine.all() == []
     with pytest.raises(UnknownNameError, match="no engine runs"):
         RunningEngine.find()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+from patience import PATIENCE_S, wait_until
 
 from sagellm.core import EngineDeadError, EngineError
 from sagellm.engines import SamplingParams
@@ -57,7 +57,7 @@ def client(request, core, tmp_path) -> Iterator[BlockingClient]:
         yield InProcessClient(core)
         return
     request.getfixturevalue("server")
-    with SocketClient.connect(tmp_path / "core.sock", timeout_s=30) as client:
+    with SocketClient.connect(tmp_path / "core.sock", timeout_s=PATIENCE_S) as client:
         yield client
 
 
@@ -118,11 +118,10 @@ def test_a_served_core_works_ahead_only_while_it_has_no_sequences(
         return len(rounds) % 50 != 0  # else the server waits for a message
 
     monkeypatch.setattr(core, "use_idle_time", use_idle_time)
-    with SocketClient.connect(tmp_path / "core.sock", timeout_s=30) as client:
+    with SocketClient.connect(tmp_path / "core.sock", timeout_s=PATIENCE_S) as client:
         add(client, inputs, PROMPTS[0])
         assert sum(map(len, run(client).values())) == 8
-        while len(rounds) < 200:
-            time.sleep(0.01)
+        wait_until(lambda: len(rounds) >= 200)
     assert not any(busy)
 
 
@@ -157,12 +156,13 @@ def test_two_clients_see_their_own_sequences_alone(server, inputs, tmp_path):
         assert (list(run(one)), list(run(two))) == (mine, theirs)
 
 
-def test_sequences_end_with_their_client(server, core, inputs, tmp_path):
+def test_sequences_end_with_their_client(server, engine, hold, inputs, tmp_path):
+    hold(engine, 5)  # so that they do not end by themselves
     client = SocketClient.connect(tmp_path / "core.sock")
     add(client, inputs, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
     client.step()
     client.close()
-    with SocketClient.connect(tmp_path / "core.sock", timeout_s=30) as other:
+    with SocketClient.connect(tmp_path / "core.sock", timeout_s=PATIENCE_S) as other:
         assert other.metrics().num_running == 0
         assert other.metrics().num_finished == 1
 
@@ -177,12 +177,12 @@ def test_an_unknown_operation_names_the_nearest(server, tmp_path):
 
 
 def test_a_message_that_cannot_be_read_ends_its_connection_alone(server, inputs, tmp_path):
-    with SocketClient.connect(tmp_path / "core.sock", timeout_s=30) as good:
+    with SocketClient.connect(tmp_path / "core.sock", timeout_s=PATIENCE_S) as good:
         for frame in (b"\xff\xff\xff\xff", b"\x03\0\0\0abc", b"\x01\0\0\0\x80"):
             peer = socket.socket(socket.AF_UNIX)
             peer.connect(str(tmp_path / "core.sock"))
             peer.sendall(frame)
-            peer.settimeout(30)
+            peer.settimeout(PATIENCE_S)
             while peer.recv(1 << 16):
                 pass
             peer.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sagellm.core import EngineError, Namespace
+from sagellm.core import EngineError, Namespace, VirtualClock
 from sagellm.engines import SamplingParams
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote import CoreServer
@@ -365,7 +364,23 @@ def test_a_peer_cannot_abort_the_sequences_of_another(core):
     two.close()
 
 
-def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(core):
+@pytest.fixture
+def slow_calls(core, monkeypatch):
+    """Have each call of "metrics" take a millisecond of a clock of the server's own; count them."""
+    clock, calls = VirtualClock(), []
+    metrics = core.server._operations["metrics"]
+
+    def take_time():
+        clock.advance_ns(1_000_000)
+        calls.append(clock.now_ns())
+        return metrics()
+
+    monkeypatch.setattr(core.server, "now_ns", clock.now_ns)
+    monkeypatch.setitem(core.server._operations, "metrics", take_time)
+    return calls
+
+
+def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(core, slow_calls):
     """Once its answers are not read, its calls stay in the socket."""
     flood = socket.socket(socket.AF_UNIX)
     flood.connect(str(core.path))
@@ -373,7 +388,7 @@ def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(co
     flood.setblocking(False)
     frame = encode(Call(1, "metrics", {})) * 1000
     pending, num_refused = b"", 0
-    slowest_s = 0.0
+    most_calls = 0
     while num_refused < 3:  # in a row: neither side's buffer takes more
         try:
             pending = pending or frame
@@ -381,10 +396,10 @@ def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(co
             num_refused = 0
         except BlockingIOError:
             num_refused += 1
-        begun = time.thread_time()
+        slow_calls.clear()
         core.server.turn(0)
-        slowest_s = max(slowest_s, time.thread_time() - begun)
-    assert slowest_s < 0.1
+        most_calls = max(most_calls, len(slow_calls))
+    assert most_calls == 5, "so many milliseconds has a turn"
     (connection,) = core.server._connections
     assert len(connection.unsent) < 4 << 20
     assert core.canary() == core.expected
@@ -392,23 +407,15 @@ def test_a_peer_that_reads_no_answers_delays_no_other_and_takes_little_memory(co
     core.server.turn(0)
 
 
-def test_a_flood_of_calls_takes_turns_with_the_requests_of_others(core):
+def test_a_flood_of_calls_takes_turns_with_the_requests_of_others(core, slow_calls):
     """260,000 calls once kept a request waiting for 20 s."""
-    flood, num_calls, num_done = Peer(core), 400, 0
-
-    def count():
-        nonlocal num_done
-        num_done += 1
-        time.sleep(0.001)
-
-    core.server._operations["count"] = count
-    flood.send(encode(Call(1, "count", {})) * num_calls)
+    flood, num_calls = Peer(core), 400
+    flood.send(encode(Call(1, "metrics", {})) * num_calls)
     assert core.canary() == core.expected
-    assert 0 < num_done < num_calls / 2, "the canary waited for some of them, not for all"
+    assert 0 < len(slow_calls) < num_calls / 2, "the canary waited for some of them, not for all"
     for _ in range(num_calls):
         if len(flood.messages) > num_calls:  # Hello and each Reply
             break
         flood.receive()
-    assert num_done == num_calls
+    assert len(slow_calls) == num_calls
     flood.close()
-    del core.server._operations["count"]

@@ -10,6 +10,8 @@ import signal
 import subprocess
 
 import pytest
+from held_steps import HeldCores
+from patience import PATIENCE_S, wait_until_async
 
 from sagellm.core import (
     ConfigError,
@@ -35,9 +37,10 @@ def config(checkpoint) -> EngineConfig:
 
 
 @pytest.fixture
-def with_front(config, checkpoint, tmp_path, monkeypatch):
-    """Run a coroutine function with a front that has started, and close that."""
+def with_front(config, checkpoint, tmp_path, monkeypatch, held_cores):
+    """Run a coroutine function with a front that has started, and close that. LONG requests do not end."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", held_cores.environment["PYTHONPATH"])
 
     def run(use):
         async def main():
@@ -49,19 +52,24 @@ def with_front(config, checkpoint, tmp_path, monkeypatch):
             finally:
                 await front.close()
 
-        return asyncio.run(asyncio.wait_for(main(), 120))
+        return asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
 
     return run
 
 
 @pytest.fixture(scope="module")
 def with_shared_front(config, checkpoint, tmp_path_factory):
-    """Run a coroutine function with a front that others use too; it leaves the front as it was."""
-    socket = tmp_path_factory.mktemp("shared") / "core.sock"
+    """Run a coroutine function with a front that others use too; it leaves the front as it was.
+
+    LONG requests do not end by themselves.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    socket, held_cores = folder / "core.sock", HeldCores(folder)
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("PYTHONPATH", held_cores.environment["PYTHONPATH"])
         front = runner.run(RemoteEngine.start(config, socket, tokenizer=load_tokenizer(checkpoint)))
-        yield lambda use: runner.run(asyncio.wait_for(use(front), 120))
+        yield lambda use: runner.run(asyncio.wait_for(use(front), 2 * PATIENCE_S))
         runner.run(front.close())
 
 
@@ -74,12 +82,11 @@ async def read(front: RemoteEngine, prompt, params=GREEDY) -> list[int]:
 
 
 async def none_runs(front: RemoteEngine) -> bool:
-    for _ in range(100):
+    async def is_idle() -> bool:
         metrics = await front.metrics()
-        if (metrics.num_running, metrics.num_waiting, front.num_live) == (0, 0, 0):
-            return True
-        await asyncio.sleep(0.01)
-    return False
+        return (metrics.num_running, metrics.num_waiting, front.num_live) == (0, 0, 0)
+
+    return await wait_until_async(is_idle)
 
 
 def test_streams_hold_the_engines_own_tokens(with_shared_front, make_engine):
@@ -123,7 +130,8 @@ def test_a_consumer_that_leaves_in_any_way_frees_the_blocks(with_shared_front):
                 stream.close()
             elif way == "cancel":
                 reading = asyncio.create_task(read_all(stream))
-                await asyncio.sleep(rng.random() / 100)
+                for _ in range(rng.randrange(20)):
+                    await asyncio.sleep(0)
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
             elif way == "abort":
@@ -166,7 +174,7 @@ def test_a_core_that_cannot_start_says_why(tmp_path, caplog):
         await RemoteEngine.start(config, tmp_path / "core.sock", tokenizer=None)
 
     with pytest.raises(EngineError, match="nowhere"):
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     assert caplog.records == [], "the error says it all"
     assert not (tmp_path / "core.sock").exists()
 
@@ -178,7 +186,7 @@ def test_a_setting_that_keeps_a_core_from_starting_is_a_wrong_setting_here_too(c
         await RemoteEngine.start(wrong, tmp_path / "core.sock", tokenizer=None)
 
     with pytest.raises(ConfigError, match=r"nonsense|max_model_len"):
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def test_a_process_that_cannot_be_started_is_no_endless_wait(config, tmp_path, monkeypatch):
@@ -186,8 +194,9 @@ def test_a_process_that_cannot_be_started_is_no_endless_wait(config, tmp_path, m
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("sagellm.engines.remote.core_handle.subprocess.Popen", refuse)
+    starting = RemoteEngine.start(config, tmp_path / "core.sock", tokenizer=None)
     with pytest.raises(EngineError, match="Cannot allocate memory"):
-        asyncio.run(asyncio.wait_for(RemoteEngine.start(config, tmp_path / "core.sock", tokenizer=None), 30))
+        asyncio.run(asyncio.wait_for(starting, PATIENCE_S))
 
 
 def test_a_restart_that_lacks_something_is_tried_again(with_front, monkeypatch):
@@ -203,8 +212,7 @@ def test_a_restart_that_lacks_something_is_tried_again(with_front, monkeypatch):
         monkeypatch.setattr("sagellm.engines.remote.supervisor._PAUSES_S", (0.0, 0.0))
         monkeypatch.setattr("sagellm.engines.remote.core_handle.subprocess.Popen", refuse_once)
         os.kill(front.supervisor.core.pid, signal.SIGKILL)
-        while front.is_ready:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: not front.is_ready)
         return await read(front, PROMPTS[0])
 
     assert len(with_front(use)) == GREEDY.max_tokens
@@ -214,13 +222,12 @@ def test_a_restart_that_lacks_something_is_tried_again(with_front, monkeypatch):
 def test_closing_ends_the_waits_for_a_core_that_is_being_started(with_front):
     async def use(front):
         os.kill(front.supervisor.core.pid, signal.SIGKILL)
-        while front.is_ready:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: not front.is_ready)
         waiting = asyncio.create_task(front.add_request([5], GREEDY))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         await front.close()
         with pytest.raises(EngineDeadError, match="shutting down"):
-            await asyncio.wait_for(waiting, 20)
+            await waiting
 
     with_front(use)
 
@@ -228,11 +235,9 @@ def test_closing_ends_the_waits_for_a_core_that_is_being_started(with_front):
 def test_an_output_that_came_whole_is_read_though_the_core_died_since(with_front):
     async def use(front):
         stream = await front.add_request([5], GREEDY)
-        while front.num_live:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: not front.num_live)
         os.kill(front.supervisor.core.pid, signal.SIGKILL)
-        while front.is_ready:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: not front.is_ready)
         return [output async for output in stream][-1].outputs[0].finish_reason
 
     assert with_front(use) == "length"

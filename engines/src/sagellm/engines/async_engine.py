@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -76,7 +75,8 @@ class AsyncLLMEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._closed = False
         self._is_working = False  # this and the next are set only by the engine's thread
-        self._beat_s = 0.0
+        self._now_ns = self.engine.clock.now_ns
+        self._beat_ns = 0
         self.engine.report_progress(self._beat)
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class AsyncLLMEngine:
     @property
     def is_responsive(self) -> bool:
         """Whether the engine's thread is idle or has made progress within the last 4 s."""
-        is_late = self._is_working and time.monotonic() - self._beat_s > RESPONSIVE_S
+        is_late = self._is_working and self._now_ns() - self._beat_ns > RESPONSIVE_S * 1e9
         return not self._closed and not is_late
 
     @property
@@ -265,7 +265,7 @@ class AsyncLLMEngine:
             self._is_working = False
 
     def _beat(self) -> None:
-        self._beat_s = time.monotonic()
+        self._beat_ns = self._now_ns()
 
     async def _step_until_idle(self) -> None:
         while self._streams:

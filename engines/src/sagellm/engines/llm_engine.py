@@ -64,6 +64,7 @@ class LLMEngine:
         config = _configuration(model, config, settings)
         assembled = assemble(config, registry=registry, runtime=runtime)
         self.config = assembled.config
+        self.clock = assembled.runtime.clock
         self.light_tokenizer = assembled.tokenizer  # what the engine itself needs of one
         self.geometry = assembled.core.info.geometry
         self.layout = assembled.core.info.layout

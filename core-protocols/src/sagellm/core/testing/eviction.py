@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import statistics
 import threading
-import time
 import weakref
 from collections import Counter
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import Any
 from sagellm.core.ids import BlockId, SequenceId
 from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate, EvictionPolicyProtocol
 from sagellm.core.runtime import Randomness
+from sagellm.core.testing.cost import cpu_ns, least_cpu_ns, slowness
 from sagellm.core.testing.eviction_machine import EvictionPolicyMachine, change, make_node
 from sagellm.core.testing.random_operations import run_operations
 from sagellm.core.testing.threads import NUM_THREADS, run_in_threads
@@ -80,6 +80,7 @@ class EvictionPolicyContract:
     """Holds for every policy, even one that protects everything. Override `make`."""
 
     names_victims = False  # whenever there is a candidate
+    # CPU time on a server of 2023; a slower machine is allowed as much more as it is slower.
     max_decision_s = 100e-6  # median of one victim among 10,000 leaves, its removal included
     max_growth = 5.0  # of that from 1,000 leaves to 10,000; a linear one grows by 10
     max_choice_s = 2e-3  # of victims among 1,000 sequences, best of several
@@ -195,10 +196,10 @@ class EvictionPolicyContract:
 
     def test_a_decision_is_cheap_among_many_leaves(self) -> None:
         """Less than 5 µs per block is expected; twenty times that is a fault."""
-        cost_s = self._decision_s(10_000)
-        assert cost_s < self.max_decision_s, (
+        cost_s, allowed_s = self._decision_s(10_000), self.max_decision_s * slowness()
+        assert cost_s < allowed_s, (
             f"one victim of 10,000 leaves took {cost_s * 1e6:.0f} µs; "
-            f"at most {self.max_decision_s * 1e6:.0f} µs are allowed"
+            f"at most {allowed_s * 1e6:.0f} µs are allowed"
         )
 
     def test_the_cost_of_a_decision_does_not_grow_with_the_number_of_leaves(self) -> None:
@@ -211,14 +212,11 @@ class EvictionPolicyContract:
     def test_the_cost_of_a_choice_among_a_thousand_sequences_is_small(self) -> None:
         """Less than 100 µs is expected; twenty times that is a fault."""
         policy, candidates = self.make(), make_candidates(Randomness(9).stream("choice"), 1_000)
-        costs_s = []
-        for _ in range(20):
-            start = time.perf_counter()
-            policy.select_victims(candidates, 500)
-            costs_s.append(time.perf_counter() - start)
-        assert min(costs_s) < self.max_choice_s, (
-            f"500 blocks of 1,000 sequences took {min(costs_s) * 1e6:.0f} µs; "
-            f"at most {self.max_choice_s * 1e6:.0f} µs are allowed"
+        cost_s = least_cpu_ns(lambda: policy.select_victims(candidates, 500), 20) / 1e9
+        allowed_s = self.max_choice_s * slowness()
+        assert cost_s < allowed_s, (
+            f"500 blocks of 1,000 sequences took {cost_s * 1e6:.0f} µs; "
+            f"at most {allowed_s * 1e6:.0f} µs are allowed"
         )
 
     def test_nodes_that_left_are_let_go(self) -> None:
@@ -239,14 +237,13 @@ class EvictionPolicyContract:
             node = make_node(node_id)
             policy.on_insert(node)
             policy.add_candidate(node)
-        durations_s = []
-        for _ in range(200):
-            start = time.perf_counter()
+
+        def decide() -> None:
             if victim := policy.victim():
                 policy.remove_candidate(victim)
                 policy.on_remove(victim)
-            durations_s.append(time.perf_counter() - start)
-        return statistics.median(durations_s)
+
+        return statistics.median(cpu_ns(decide) for _ in range(200)) / 1e9
 
 
 class RankingEvictionPolicyContract(EvictionPolicyContract):

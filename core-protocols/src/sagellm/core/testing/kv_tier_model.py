@@ -17,7 +17,7 @@ _NUM_NAMES, _MAX_IN_FLIGHT = 60, 6
 _SIZES = (64, 192, 256, 4032)
 MODEL = "model"
 """The fingerprint of the model whose blocks the kit stores."""
-_PATIENCE_S = 10.0
+_PATIENCE_S = 100.0
 
 
 class KVTierMachine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -16,6 +15,7 @@ from sagellm.core.protocols.logits_processor import (
     LogitsRequest,
     LogitsRow,
 )
+from sagellm.core.testing.cost import least_cpu_ns, slowness
 
 KIT_REQUESTS = (
     LogitsRequest(logit_bias={5: -100.0}),
@@ -45,7 +45,7 @@ class LogitsProcessorContract:
     not_asked = _NOT_ASKED  # why tests are skipped where `requests` returns none
     vocab_size = 97
     num_rows = 33
-    max_apply_s = 0.2  # a generous budget for all rows of a vocabulary of 151,936
+    max_apply_s = 0.2  # of CPU time for all rows of a vocabulary of 151,936, on a server of 2023
 
     @pytest.fixture
     def torch(self) -> Any:
@@ -159,10 +159,6 @@ class LogitsProcessorContract:
     def test_a_batch_over_a_large_vocabulary_takes_milliseconds(self, torch: Any) -> None:
         """The better of three calls."""
         processor, logits = self.make(151_936), self.logits(torch, 151_936)
-        rows, durations_s = self.rows(processor), []
-        for _ in range(3):
-            start_ns = time.perf_counter_ns()
-            if rows:
-                processor.apply(logits, rows)
-            durations_s.append((time.perf_counter_ns() - start_ns) / 1e9)
-        assert min(durations_s) < self.max_apply_s
+        if rows := self.rows(processor):
+            best_ns = least_cpu_ns(lambda: processor.apply(logits, rows), 3)
+            assert best_ns / 1e9 < self.max_apply_s * slowness()

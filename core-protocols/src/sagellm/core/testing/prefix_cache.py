@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 
 import pytest
 
@@ -13,6 +13,7 @@ from sagellm.core.protocols.eviction import EvictionPolicyProtocol, NullEviction
 from sagellm.core.protocols.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from sagellm.core.protocols.prefix_cache import EvictedBlocks, PrefixCacheProtocol, PrefixMatch
 from sagellm.core.runtime import Clock, Randomness, VirtualClock
+from sagellm.core.testing.cost import cpu_ns, slowness
 from sagellm.core.testing.eviction_audit import AuditingEvictionPolicy
 from sagellm.core.testing.prefix_cache_model import PrefixCacheMachine
 from sagellm.core.testing.prefix_cache_threads import ThreadedCache, YieldingClock, YieldingPolicy
@@ -30,6 +31,7 @@ OTHER = Namespace("other")
 class PrefixCacheContract:
     """Holds for every prefix cache, even one that remembers nothing. Override `make`."""
 
+    # CPU time on a server of 2023; a slower machine is allowed as much more as it is slower.
     max_match_s = 0.002  # median of one match of 512 tokens
     max_evict_s = 0.002  # per block, among 2,000 leaves
 
@@ -108,12 +110,8 @@ class PrefixCacheContract:
         cache = self.make(1000, 16)
         tokens = pack(range(512))
         cache.insert_prefix(tokens, blocks(0, 32))
-        durations_s = []
-        for _ in range(101):
-            start = time.perf_counter()
-            cache.match_prefix(tokens)
-            durations_s.append(time.perf_counter() - start)
-        assert sorted(durations_s)[50] < self.max_match_s
+        cost_ns = statistics.median(cpu_ns(lambda: cache.match_prefix(tokens)) for _ in range(101))
+        assert cost_ns / 1e9 < self.max_match_s * slowness()
 
 
 class KeepingPrefixCacheContract(PrefixCacheContract):
@@ -439,6 +437,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         cache = self.make(2_000, 1)
         for first in range(2_000):
             cache.insert_prefix([first], blocks(first, 1))
-        start = time.perf_counter()
-        assert len(cache.evict(1_000)) == 1_000
-        assert time.perf_counter() - start < 1_000 * self.max_evict_s
+        evicted: list[BlockId] = []
+        cost_ns = cpu_ns(lambda: evicted.extend(cache.evict(1_000)))
+        assert len(evicted) == 1_000
+        assert cost_ns / 1e9 < 1_000 * self.max_evict_s * slowness()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from sagellm.core.protocols.quantizer import (
     QuantizerMetrics,
     QuantizerProtocol,
 )
+from sagellm.core.testing.cost import least_cpu_ns, slowness
 
 GRANULARITIES = list(QuantizationGranularity)
 SHAPES = [(1, 8), (8, 8), (7, 24), (64, 48), (33, 136)]
@@ -170,7 +170,5 @@ class QuantizerContract:
 
     def test_quantizing_a_million_weights_takes_under_two_seconds(self, torch: Any) -> None:
         """A generous budget: two seconds for what should take tens of milliseconds."""
-        weight = torch.randn(1024, 1024)
-        start_ns = time.perf_counter_ns()
-        self.make().quantize(weight)
-        assert time.perf_counter_ns() - start_ns < 2e9
+        weight, quantizer = torch.randn(1024, 1024), self.make()
+        assert least_cpu_ns(lambda: quantizer.quantize(weight), 3) < 2e9 * slowness()

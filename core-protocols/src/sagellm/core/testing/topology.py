@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from sagellm.core.protocols.topology import Topology, TopologyMetrics, TopologyProtocol
+from sagellm.core.testing.cost import slowness
 
 
 class TopologyContract:
@@ -87,14 +88,15 @@ class TopologyContract:
         assert len(set(metrics.warnings)) == len(metrics.warnings)
 
     def test_reading_takes_well_under_a_second(self) -> None:
-        """The better of two readings, as the first may load libraries."""
-        reader = self.make()
-        durations_s = []
-        for _ in range(2):
+        """The best of five readings, as the first may load libraries, and others wait for the system."""
+        reader, allowed_ns = self.make(), self.max_read_s * 1e9 * slowness()
+
+        def took_ns() -> int:
             start_ns = time.perf_counter_ns()
             reader.read()
-            durations_s.append((time.perf_counter_ns() - start_ns) / 1e9)
-        assert min(durations_s) < self.max_read_s
+            return time.perf_counter_ns() - start_ns
+
+        assert any(took_ns() < allowed_ns for _ in range(5))
 
     def test_two_readers_in_many_threads_do_not_disturb_each_other(self) -> None:
         """Readers share nothing."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from sagellm.engines.bench.answer import AnswerReader
 from sagellm.engines.bench.http_client import HTTPClient
-from sagellm.engines.bench.records import RequestFailedError, RequestRecord
+from sagellm.engines.bench.records import RequestFailedError, RequestRecord, now_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class LoadDriver:
             for one in plan
         ]
         pairs = list(zip(plan, records, strict=True))
-        start_ns = time.perf_counter_ns()
+        start_ns = now_ns()
         if is_closed_loop:
             queue = iter(pairs)
             async with asyncio.TaskGroup() as group:
@@ -106,7 +105,7 @@ class LoadDriver:
         finally:
             del self._running[id(record)]
             self._num_ended_tokens += record.num_asked_tokens
-            record.end_ns = time.perf_counter_ns()
+            record.end_ns = now_ns()
 
     @property
     def max_running(self) -> int:
@@ -115,14 +114,14 @@ class LoadDriver:
 
     async def _work_off(self, queue: Iterable[tuple[PlannedRequest, RequestRecord]]) -> None:
         for planned, record in queue:
-            record.arrival_ns = time.perf_counter_ns()
+            record.arrival_ns = now_ns()
             await self.send(planned, record)
 
     async def _send_in_time(
         self, pairs: list[tuple[PlannedRequest, RequestRecord]], concurrency: int | None
     ) -> None:
         places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
-        start_ns = time.perf_counter_ns()
+        start_ns = now_ns()
 
         async def one(planned: PlannedRequest, record: RequestRecord) -> None:
             async with places:
@@ -130,9 +129,9 @@ class LoadDriver:
 
         async with asyncio.TaskGroup() as group:
             for planned, record in pairs:
-                wait_s = planned.due_s - (time.perf_counter_ns() - start_ns) / 1e9
+                wait_s = planned.due_s - (now_ns() - start_ns) / 1e9
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
-                record.arrival_ns = time.perf_counter_ns()
+                record.arrival_ns = now_ns()
                 self._late_s.append((record.arrival_ns - start_ns) / 1e9 - planned.due_s)
                 group.create_task(one(planned, record))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
 from sagellm.core import ConfigError
 from sagellm.engines.bench.http_reader import ResponseReader
-from sagellm.engines.bench.records import RequestFailedError
+from sagellm.engines.bench.records import RequestFailedError, now_ns
 
 REUSE_WITHIN_S = 1.0  # servers close idle connections after some seconds; avoid racing with that
 
@@ -53,20 +52,20 @@ class _Connection(asyncio.Protocol):
         return await self._answer
 
     def data_received(self, data: bytes) -> None:
-        now_ns = time.perf_counter_ns()
+        arrived_ns = now_ns()
         if self._answer is None or self._answer.done() or self._on_body is None:
             self.close()  # unsolicited data
             return
         try:
             body = self._reader.feed(data)
             if body:
-                self._on_body(self._reader, body, now_ns)
+                self._on_body(self._reader, body, arrived_ns)
         except Exception as error:
             self._answer.set_exception(error)
             self.close()
             return
         if self._reader.is_done:
-            self.idle_since_ns = now_ns
+            self.idle_since_ns = arrived_ns
             self._answer.set_result(self._reader)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -128,7 +127,7 @@ class HTTPClient:
             self._idle.pop().close()
 
     def _take_idle(self) -> _Connection | None:
-        oldest_ns = time.perf_counter_ns() - int(REUSE_WITHIN_S * 1e9)
+        oldest_ns = now_ns() - int(REUSE_WITHIN_S * 1e9)
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and connection.idle_since_ns > oldest_ns:

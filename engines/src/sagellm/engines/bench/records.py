@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import dataclass, field
 
 from sagellm.core import RequestTimes
+
+
+def now_ns() -> int:
+    """Return the time of the running event loop, which may be virtual."""
+    return round(asyncio.get_running_loop().time() * 1e9)
 
 
 class RequestFailedError(Exception):
@@ -23,7 +29,7 @@ class RequestFailedError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request, in nanoseconds of `time.perf_counter_ns`.
+    """One request, in nanoseconds of `now_ns`.
 
     `event_times_ns` are the arrival times of bytes with something visible: text, reasoning, a tool call or
     token ids. A server may put several tokens into one event.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sagellm.core import TraceRequest
 from sagellm.engines.bench.driver import LoadDriver, LoadRun, PlannedRequest
 from sagellm.engines.bench.http_client import HTTPClient
-from sagellm.engines.bench.records import RequestRecord
+from sagellm.engines.bench.records import RequestRecord, now_ns
 from sagellm.engines.bench.workloads import Session, Turn
 from sagellm.engines.traces.arrivals import arrival_times
 
@@ -76,7 +75,7 @@ class SessionDriver:
 
     async def run(self, sessions: Iterator[Session], phase: Phase) -> SessionRun:
         """Apply sessions until the phase is over, and wait for the last answers."""
-        self._run = SessionRun(start_ns=time.perf_counter_ns())
+        self._run = SessionRun(start_ns=now_ns())
         self._until_ns = self._run.start_ns + int(phase.duration_s * 1e9)
         if phase.rate is None:
             async with asyncio.TaskGroup() as group:
@@ -90,7 +89,7 @@ class SessionDriver:
     async def _call(self, sessions: Iterator[Session]) -> None:
         for session in sessions:  # shared by all callers
             for turn in session.turns:
-                if time.perf_counter_ns() >= self._until_ns:
+                if now_ns() >= self._until_ns:
                     return
                 await self._send(session, turn)
 
@@ -98,13 +97,13 @@ class SessionDriver:
         async def converse(session: Session) -> None:
             for turn in session.turns:
                 await asyncio.sleep(turn.think_s)
-                if time.perf_counter_ns() >= self._until_ns:
+                if now_ns() >= self._until_ns:
                     return
                 await self._send(session, turn)
 
         async with asyncio.TaskGroup() as group:
             for moment_s, session in zip(arrival_times(rate, 1.0, seed), sessions, strict=False):
-                wait_s = moment_s - (time.perf_counter_ns() - self._run.start_ns) / 1e9
+                wait_s = moment_s - (now_ns() - self._run.start_ns) / 1e9
                 await asyncio.sleep(max(0.0, min(wait_s, self._left_s)))
                 if not self._left_s:
                     return
@@ -112,7 +111,7 @@ class SessionDriver:
 
     @property
     def _left_s(self) -> float:
-        return max(0.0, (self._until_ns - time.perf_counter_ns()) / 1e9)
+        return max(0.0, (self._until_ns - now_ns()) / 1e9)
 
     async def _send(self, session: Session, turn: Turn) -> None:
         num_prompt_tokens = len(turn.token_ids)
@@ -123,7 +122,7 @@ class SessionDriver:
             num_asked_tokens=turn.num_output_tokens,
         )
         record = RequestRecord(
-            arrival_ns=time.perf_counter_ns(),
+            arrival_ns=now_ns(),
             num_asked_tokens=turn.num_output_tokens,
             num_prompt_tokens=num_prompt_tokens,
         )

@@ -172,7 +172,7 @@ def measure_steps(
         end_ns = shown_ns + round(settings.duration_s * 1e9)
         total = round(settings.duration_s)
         with progress_bar("measuring", total=total, unit="seconds", enabled=progress) as advance:
-            while not steps or shown_ns < end_ns:
+            while len(steps) < _LEAST_STEPS or shown_ns < end_ns:
                 steps += next(rounds)
                 now_ns = clock.now_ns()
                 advance((now_ns - shown_ns) / 1e9)

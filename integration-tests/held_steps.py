@@ -1,0 +1,63 @@
+"""Keeps requests from ending, so that what a test does meanwhile comes before their end on any machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sagellm.core import TokenOutput
+from sagellm.engines.engine_core.core import EngineCore
+
+NUM_TOKENS = 100
+"""The output that a held request of another process gets."""
+
+Step = Callable[[EngineCore], Sequence[TokenOutput]]
+
+
+def held(step: Step, is_held: Callable[[], bool], num_tokens: int = NUM_TOKENS) -> Step:
+    """Have steps do nothing while `is_held` says so and every sequence has that many tokens of output."""
+
+    def take(core: EngineCore) -> Sequence[TokenOutput]:
+        scheduler = core.scheduler
+        if is_held() and all(
+            scheduler[each].num_output_tokens >= num_tokens for each in scheduler.sequence_ids
+        ):
+            time.sleep(0.002)
+            return []
+        return step(core)
+
+    return take
+
+
+class HeldCores:
+    """Holds requests in processes that are started with `environment`, until `release`.
+
+    Those are cores, or processes with another argument. With no tokens they do not even load.
+    """
+
+    def __init__(self, folder: Path, argument: str = "core_process", num_tokens: int = NUM_TOKENS) -> None:
+        self._gate = folder / "held"
+        self._gate.touch()
+        is_held = f"Path({str(self._gate)!r}).exists"
+        lines = ["import time", f"while {is_held}(): time.sleep(0.01)"]
+        if num_tokens:
+            lines = ["from held_steps import EngineCore, held"]
+            lines += [f"EngineCore.step = held(EngineCore.step, {is_held}, {num_tokens})"]
+        self.environment = patched_processes(folder, argument, "from pathlib import Path", *lines)
+
+    def release(self) -> None:
+        """Let all go on to their ends."""
+        self._gate.unlink()
+
+
+def patched_processes(folder: Path, argument: str, *lines: str) -> dict[str, str]:
+    """Return the variables with which `python -m` runs lines first, where an argument has this text in it."""
+    source = [
+        "import sys",
+        f"if sys.orig_argv[1] == '-m' and any({argument!r} in each for each in sys.orig_argv):",
+        f"    sys.path.append({str(Path(__file__).parent)!r})",
+        *(f"    {line}" for line in lines),
+    ]
+    (folder / "sitecustomize.py").write_text("\n".join(source))
+    return {"PYTHONPATH": str(folder)}
