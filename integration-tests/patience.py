@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 120.0
@@ -41,6 +42,12 @@ def _pauses_s(what: str) -> Iterator[float]:
         yield pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise AssertionError(what)
+
+
+def listens(path: str | Path) -> bool:
+    """Say whether a server takes connections on a Unix socket, which is there a moment before."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from held_steps import HeldCores, held
-from patience import wait_until
+from patience import listens, wait_until
 
 from sagellm.engines import LLMEngine
 from sagellm.engines.testing import make_checkpoint
@@ -95,7 +95,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     socket = tmp_path_factory.mktemp("redis") / "redis.sock"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(socket.parent)]
     process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
-    wait_until(lambda: socket.exists() or process.poll() is not None)
+    wait_until(lambda: listens(socket) or process.poll() is not None)
     assert process.poll() is None, "the server did not start"
     yield f"unix://{socket}"
     process.kill()

@@ -9,7 +9,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 from xxhash import xxh3_128_digest
 
 from sagellm.core import MemoryFiles, Namespace, Runtime, StoreKey, SystemFiles, pack
@@ -105,7 +105,8 @@ class RedisStore:
     def __init__(self, url):
         redis = pytest.importorskip("redis")
         self.client = redis.Redis.from_url(url)
-        self.tiers = {"redis": {"max_bytes": "64MiB", "url": url, "prefix": "damaged"}}
+        redis = {"max_bytes": "64MiB", "url": url, "prefix": "damaged", "timeout_s": PATIENCE_S}
+        self.tiers = {"redis": redis}
         for name in self.client.scan_iter("damaged:*"):
             self.client.delete(name)
 

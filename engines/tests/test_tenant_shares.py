@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from sagellm.core import Tenant, jains_index
+from sagellm.core import Runtime, Tenant, VirtualClock, jains_index
 from sagellm.engines import SamplingParams
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def make_instant_engine(make_engine):
+    """Make engines whose steps take no time, so that none is cut for taking too long."""
+    return partial(make_engine, runtime=replace(Runtime.system(seed=0), clock=VirtualClock()))
 
 
 def steps_to_first_token(engine, request_id):
@@ -20,9 +29,9 @@ def steps_to_first_token(engine, request_id):
 
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 4}, {"max_num_seqs": 64, "num_blocks": 32}])
 @pytest.mark.parametrize("params", [LONG, SamplingParams(n=16, max_tokens=60, ignore_eos=True)])
-def test_a_flood_with_any_priority_costs_another_tenant_a_step_or_two(make_engine, settings, params):
+def test_a_flood_with_any_priority_costs_another_tenant_a_step_or_two(make_instant_engine, settings, params):
     """Where seats are short, and where blocks are."""
-    engine = make_engine(**settings)
+    engine = make_instant_engine(**settings)
     for number in range(32 // params.n):
         engine.add_request([5, 6, number + 7], params, tenant=Tenant("flood"), priority=2**31 - 1)
     for _ in range(20):
@@ -35,8 +44,8 @@ def test_a_flood_with_any_priority_costs_another_tenant_a_step_or_two(make_engin
         engine.step()
 
 
-def test_a_long_prompt_of_another_tenant_is_not_waited_for(make_engine):
-    engine = make_engine(max_num_batched_tokens=32, num_blocks=256)
+def test_a_long_prompt_of_another_tenant_is_not_waited_for(make_instant_engine):
+    engine = make_instant_engine(max_num_batched_tokens=32, num_blocks=256)
     for number in range(3):
         engine.add_request([5 + number] * 600, SHORT, tenant=Tenant("flood"), priority=1000)
     engine.step()
@@ -45,8 +54,8 @@ def test_a_long_prompt_of_another_tenant_is_not_waited_for(make_engine):
     assert steps_to_first_token(engine, "other") <= 2
 
 
-def test_service_goes_by_weight(make_engine):
-    engine = make_engine(max_num_seqs=14, num_blocks=512)
+def test_service_goes_by_weight(make_instant_engine):
+    engine = make_instant_engine(max_num_seqs=14, num_blocks=512)
     tenants = [Tenant("a", 1.0), Tenant("b", 2.0), Tenant("c", 4.0)]
     owner = {}
     for number in range(60):

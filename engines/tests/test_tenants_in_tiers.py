@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 
 from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
@@ -44,7 +44,7 @@ def test_hot_tiers_give_a_prompt_to_its_tenant_alone(make_engine, long_checkpoin
     options = {
         "host": {"max_bytes": small if "over" in where else "64MiB"},
         "file": {"max_bytes": 2 * small if "over" in where else "64MiB", "folder": str(tmp_path)},
-        "redis": {"max_bytes": "64MiB", "prefix": f"tenants-{len(where)}"},
+        "redis": {"max_bytes": "64MiB", "prefix": f"tenants-{len(where)}", "timeout_s": PATIENCE_S},
     }
     if "redis" in where:
         options["redis"]["url"] = request.getfixturevalue("redis_url")

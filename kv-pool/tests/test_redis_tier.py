@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE_S, wait_until
+from patience import PATIENCE_S, listens, wait_until
 
 from sagellm.core import Runtime, VirtualClock
 from sagellm.core.conformance import Conformance
@@ -58,7 +58,7 @@ class Server:
             str(self.socket.parent),
         ]
         self.process = subprocess.Popen([SERVER, *options], stdout=subprocess.DEVNULL)
-        wait_until(self.socket.exists, "the server did not start")
+        wait_until(lambda: listens(self.socket), "the server did not start")
 
     def stop(self) -> None:
         self.process.kill()
@@ -77,7 +77,9 @@ def make_tier(
     server: Server, max_bytes: int = 1 << 20, prefix: str | None = None, **options: Any
 ) -> KVTierProtocol:
     prefix = prefix or f"test{next(_prefixes)}"
-    return redis_tier(max_bytes, url=server.url, prefix=prefix, timeout_s=PATIENCE_S, **options)
+    tier = redis_tier(max_bytes, url=server.url, prefix=prefix, timeout_s=PATIENCE_S, **options)
+    assert tier.wait_for_search(PATIENCE_S)
+    return tier
 
 
 @pytest.fixture
@@ -180,12 +182,14 @@ def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(tmp_path, 
     tiered = TieredKVStorage({"host": host, "redis": below})
     for number in range(6):
         assert put(tiered, make_header(number), make_data(number)) == "done"
+    kept = [key for key in (make_header(number).key for number in range(6)) if below.contains(key)]
     server.process.send_signal(signal.SIGSTOP)
     for number in range(6, 9):
         request = TierRequest("put", make_header(number), make_data(number))
         assert do_meanwhile(tiered, clock, request) == "done"
+    assert not any(map(below.contains, kept))
     server.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: clock.advance_ns(100_000_000) or below.metrics().num_blocks)
+    wait_until(lambda: clock.advance_ns(100_000_000) or any(map(below.contains, kept)))
     for number in range(9, 30):
         assert put(tiered, make_header(number), make_data(number)) == "done"
         assert get(tiered, make_header(number)) == ("done", bytes(make_data(number)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from patience import PATIENCE_S
 
 NUM_TOKENS, BLOCK_SIZE = 512, 16
 PROMPT = [5 + 7 * index % 400 for index in range(NUM_TOKENS)]
@@ -19,7 +20,7 @@ def test_a_restarted_server_gives_stored_kv_only_to_the_key_that_computed_it(ser
             "folder": str(tmp_path),
             "name": "kept",
         },
-        "redis": {"max_bytes": "64MiB", "prefix": f"stores-{len(where)}"},
+        "redis": {"max_bytes": "64MiB", "prefix": f"stores-{len(where)}", "timeout_s": PATIENCE_S},
     }
     if "redis" in where:
         stores["redis"]["url"] = request.getfixturevalue("redis_url")
