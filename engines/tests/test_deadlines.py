@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from sagellm.core import InvalidRequestError, Runtime, Tenant, VirtualClock
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.remote.frames import FrameReader, encode
-from sagellm.engines.remote.messages import ToCore
+from sagellm.engines.remote.messages import Add, ToCore
 from sagellm.engines.request_checks import check_request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -142,8 +143,8 @@ def test_tenant_and_deadline_cross_the_socket(engine):
     tenant = Tenant("red", 2.5, is_trusted=True)
     request = engine.driver.input.process_request([5, 6], GREEDY, tenant=tenant, deadline_ms=1500)
     reader = FrameReader(ToCore)
-    reader.add(encode(request))
-    received = reader.next()
+    reader.add(encode(Add.of([request])))
+    (received,) = reader.next().requests()
     assert received == request
     assert received.request.tenant.code == tenant.code
     check_request(received, engine.driver.input.limits)
@@ -162,16 +163,13 @@ def test_tenant_and_deadline_cross_the_socket(engine):
     ],
 )
 def test_the_core_refuses_what_no_front_sends(engine, changed):
-    from dataclasses import replace
-
-    import msgspec
-
     request = engine.driver.input.process_request([5, 6], GREEDY)
-    hostile = msgspec.structs.replace(request, request=replace(request.request, **changed))
+    hostile = replace(request, request=replace(request.request, **changed))
     reader = FrameReader(ToCore)
-    reader.add(encode(hostile))
+    reader.add(encode(Add.of([hostile])))
+    (received,) = reader.next().requests()
     with pytest.raises(InvalidRequestError):
-        check_request(reader.next(), engine.driver.input.limits)
+        check_request(received, engine.driver.input.limits)
 
 
 def test_a_consumer_sees_the_reason(engine, clock):
