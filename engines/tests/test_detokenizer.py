@@ -1,4 +1,3 @@
-
 import pytest
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerFast
