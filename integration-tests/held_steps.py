@@ -55,7 +55,7 @@ def patched_processes(folder: Path, argument: str, *lines: str) -> dict[str, str
     """Return the variables with which `python -m` runs lines first, where an argument has this text in it."""
     source = [
         "import sys",
-        f"if sys.orig_argv[1] == '-m' and any({argument!r} in each for each in sys.orig_argv):",
+        f"if sys.orig_argv[1:2] == ['-m'] and any({argument!r} in each for each in sys.orig_argv):",
         f"    sys.path.append({str(Path(__file__).parent)!r})",
         *(f"    {line}" for line in lines),
     ]

@@ -73,6 +73,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started.stop()
 
 
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """Start a server that a test may stop."""
+    started = Server(tmp_path)
+    yield started
+    started.stop()
+
+
 def make_tier(
     server: Server, max_bytes: int = 1 << 20, prefix: str | None = None, **options: Any
 ) -> KVTierProtocol:
@@ -142,8 +150,8 @@ def test_what_somebody_changed_on_the_server_is_a_miss(server):
     tier.close()
 
 
-def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path, runtime, clock, caplog):
-    server = Server(tmp_path)
+def test_a_server_that_dies_fails_requests_and_is_found_again(own_server, runtime, clock, caplog):
+    server = own_server
     tier = make_tier(server, runtime=runtime)
     assert put(tier, make_header(1), make_data(1)) == "done"
     server.stop()
@@ -159,11 +167,10 @@ def test_a_server_that_dies_fails_requests_and_is_found_again(tmp_path, runtime,
     assert "tried again in 1 s" in given_up
     assert again.endswith(" answers again")
     tier.close()
-    server.stop()
 
 
-def test_a_server_that_hangs_is_given_up_and_found_again(tmp_path, runtime, clock):
-    server = Server(tmp_path)
+def test_a_server_that_hangs_is_given_up_and_found_again(own_server, runtime, clock):
+    server = own_server
     tier = make_tier(server, prefix="hangs", runtime=runtime)
     assert put(tier, make_header(1), make_data(1)) == "done"
     server.process.send_signal(signal.SIGSTOP)
@@ -173,11 +180,10 @@ def test_a_server_that_hangs_is_given_up_and_found_again(tmp_path, runtime, cloc
     assert get(tier, make_header(1)) == ("done", bytes(make_data(1)))
     assert put(tier, make_header(2), make_data(2)) == "done"
     tier.close()
-    server.stop()
 
 
-def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(tmp_path, runtime, clock):
-    server = Server(tmp_path)
+def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(own_server, runtime, clock):
+    server = own_server
     host, below = BackendTier(DDRBackend(1000)), make_tier(server, 1500, prefix="away", runtime=runtime)
     tiered = TieredKVStorage({"host": host, "redis": below})
     for number in range(6):
@@ -198,7 +204,6 @@ def test_a_storage_goes_on_with_what_its_server_has_after_it_was_away(tmp_path, 
     assert sum(tiered.level_of(make_header(number).key) == 1 for number in range(30)) >= 4
     tiered.check_integrity()
     tiered.close()
-    server.stop()
 
 
 def test_the_kit_checks_it_where_a_server_is_and_says_so_where_none_is(server, tmp_path):

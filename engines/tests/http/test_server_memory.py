@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import tracemalloc
+import weakref
 from functools import partial
 from pathlib import Path
+from struct import pack
 
 import httpx
 import pytest
 from msgspec import Struct
 from patience import PATIENCE_S, wait_until
 
+from sagellm.core import EngineDeadError, EngineError
 from sagellm.engines.http.body import HeldBody, nesting_fault
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from sagellm.engines.http.errors import APIError
@@ -37,6 +41,10 @@ def emoji(head: bytes, tail: bytes, *, size: int) -> bytes:
     return filled(head, b"a", "😀".encode() + tail, size=size)
 
 
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
 MESSAGE = b'{"role": "user", "content": '
 
 
@@ -150,6 +158,47 @@ def test_a_refused_body_is_freed_without_a_garbage_collection(scripted):
         wait_until(lambda: tracemalloc.get_traced_memory()[0] < len(body) / 2, "it stays in memory")
     finally:
         tracemalloc.stop()
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("end", "fields"),
+    [
+        ("length", {}),
+        (EngineError("broken"), {}),
+        (EngineDeadError("it is gone"), {}),
+        (None, {"deadline_ms": 100}),
+        (None, {}),
+    ],
+    ids=["it ends", "it fails", "the engine dies", "it is late", "its client leaves"],
+)
+@pytest.mark.parametrize("prompt", [[1], [[1], [2]]], ids=["one prompt", "two prompts"])
+def test_what_was_generated_is_freed_without_a_garbage_collection(
+    scripted, until, monkeypatch, end, fields, prompt
+):
+    """200 streams that nobody read left half a gigabyte in the server, for as long as it was idle."""
+    server = scripted("a", "b", end)
+    add_job, streams = server.front.add_job, []
+
+    async def add(*args, **options):
+        added = await add_job(*args, **options)
+        streams.extend(map(weakref.ref, added))
+        return added
+
+    server.front.add_job = add
+    monkeypatch.setattr("sagellm.engines.http.errors.logger.disabled", True)  # pytest keeps what is logged
+    body = json.dumps({"prompt": prompt, "stream": True, **fields}).encode()
+    gc.collect()
+    gc.disable()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, pack("ii", 1, 0))  # reset at its end
+            connection.sendall(HEAD % len(body) + body)
+            told = b""
+            while b"[DONE]" not in told and b'"error"' not in told and (end or fields or b"data" not in told):
+                told += connection.recv(1 << 16)
+        until(lambda: streams and not any(stream() for stream in streams))
+    finally:
         gc.enable()
 
 

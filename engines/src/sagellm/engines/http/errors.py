@@ -104,11 +104,16 @@ def deadline_exceeded() -> APIError:
 def as_api_error(error: BaseException) -> APIError:
     """Return the response for any error. Errors that the caller did not cause are logged and not described.
 
-    An APIError loses its traceback, whose frames would keep the request's body alive until the next garbage
-    collection.
+    The error loses its traceback, whose frames would keep the request's body, and what was generated for it,
+    alive until the next garbage collection: one error may be that of many requests.
     """
+    told = _told(error)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return told
+
+
+def _told(error: BaseException) -> APIError:
     if isinstance(error, APIError):
-        error.__traceback__ = error.__context__ = error.__cause__ = None
         return error
     if isinstance(error, InvalidRequestError):
         named = _NAMED.match(str(error))

@@ -35,7 +35,7 @@ class JobStreams:
         self._timers = timers
         self._stopped: Exception | None = None
         self._opening: asyncio.Future[Sequence[Stream]] | None = None
-        self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
+        self._watch: asyncio.Task[None] | None = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def open(self, front: EngineFront, job: Job, options: RequestOptions) -> None:
         """Queue every prompt. Raises InvalidRequestError, EngineError, ClientGoneError."""
@@ -79,8 +79,14 @@ class JobStreams:
             raise EngineError("a stream ended before its request")
 
     async def close(self, reason: str) -> None:
-        """Abort unfinished requests, which count as ended for this reason."""
-        self._watch.cancel()
+        """Abort unfinished requests, which count as ended for this reason.
+
+        What they have generated is freed at once then: what is kept here of exceptions, and of tasks that
+        end with one, refers to frames that refer to this, and only the garbage collector would find that.
+        """
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = self._opening = self._stopped = None
         for stream in self._streams:
             stream.close()
         for timer in self._timers[: len(self._streams)]:  # refused prompts never became requests
@@ -125,6 +131,7 @@ class JobStreams:
         finally:
             for task in tasks:
                 task.cancel()
+            faults.clear()
 
 
 @asynccontextmanager
