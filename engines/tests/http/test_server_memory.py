@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -14,12 +15,14 @@ import weakref
 from functools import partial
 from pathlib import Path
 from struct import pack
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from msgspec import Struct
 from patience import PATIENCE_S, wait_until
 
+import sagellm.engines.serve as serve
 from sagellm.core import EngineDeadError, EngineError
 from sagellm.engines.http.body import HeldBody, nesting_fault
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -200,6 +203,27 @@ def test_what_was_generated_is_freed_without_a_garbage_collection(
         until(lambda: streams and not any(stream() for stream in streams))
     finally:
         gc.enable()
+
+
+def test_freed_memory_is_given_back_beside_the_event_loop(monkeypatch):
+    threads: list[int] = []
+
+    async def use():
+        returning = asyncio.create_task(serve._return_memory())
+        while len(threads) < 3:
+            await asyncio.sleep(0)
+        returning.cancel()
+        await asyncio.gather(returning, return_exceptions=True)
+        monkeypatch.setattr(serve.ctypes, "CDLL", lambda _: SimpleNamespace())
+        await serve._return_memory()  # without glibc
+
+    def trim(_):
+        threads.append(threading.get_ident())
+
+    monkeypatch.setattr(serve, "_RETURN_S", 0.0)
+    monkeypatch.setattr(serve.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trim))
+    asyncio.run(asyncio.wait_for(use(), 30))
+    assert threading.get_ident() not in threads
 
 
 def test_a_body_counts_until_it_is_parsed(scripted):
