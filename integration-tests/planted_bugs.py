@@ -355,9 +355,9 @@ def blocks_kept_after_a_preemption() -> None:
     from sagellm.engines.engine_core.scheduler import Scheduler
 
     @change(Scheduler, "_preempt")
-    def preempt(original: Any, self: Any, sequence: Any) -> None:
+    def preempt(original: Any, self: Any, sequence: Any, **options: Any) -> None:
         self._kv._pool.share(sequence.block_ids)
-        original(self, sequence)
+        original(self, sequence, **options)
 
 
 @bug(

@@ -207,9 +207,9 @@ def seats_of_a_refused_request() -> None:
     from sagellm.engines.http.errors import APIError
 
     @change(Admission, "_take")
-    def take(original: Any, self: Any, num_more: int, *, others: int) -> None:
+    def take(original: Any, self: Any, use: Any, num_more: int, *sizes: int, **held: int) -> None:
         try:
-            original(self, num_more, others=others)
+            original(self, use, num_more, *sizes, **held)
         except APIError:
             self.num_live += num_more
             raise
@@ -492,7 +492,8 @@ def find_all(bugs: Sequence[ServedBug]) -> Iterator[tuple[str, bool, Found]]:
     yield "none", clean.kind is None, clean
     for each in bugs:
         found = run_with(each.plant)
-        yield each.name, found.kind is not None, found
+        fits = "<locals>" not in found.message  # else the plant itself has failed, as what it changes is new
+        yield each.name, found.kind is not None and fits, found
 
 
 def main() -> int:
