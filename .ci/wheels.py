@@ -34,8 +34,15 @@ def main() -> None:
 
     wheels = build(scratch, watch)
     constraints = write_constraints(scratch, wheels)
+    failures: list[str] = []
     for folder in options.packages:
-        check(folder, scratch, constraints, wheels, watch)
+        try:
+            check(folder, scratch, constraints, wheels, watch)
+        except SystemExit as failure:
+            failures.append(f"{folder}: {failure.code}")
+            watch.lap(f"{folder}: failed")
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Executors for tests: late ones, one with a replica of the worker elsewhere, and steps of a known cost."""
+"""Executors for tests: late ones, and one with a replica of the worker in another process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from sagellm.core import ExecutorProtocol, StepCost, StepInput, StepOutput, StepWorker, VirtualClock
+from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
 from sagellm.engines import LLMEngine
-from sagellm.engines.engine_core.step_cost_fit import work_of
 
 
 class LateExecutor(ExecutorProtocol):
@@ -56,20 +55,6 @@ class LateExecutor(ExecutorProtocol):
 def with_executor(monkeypatch: Any, make: Any) -> None:
     """Have engines that are made from now on compute steps there."""
     monkeypatch.setattr("sagellm.engines.worker.inline_executor.InlineExecutor", make)
-
-
-def let_steps_take(engine: LLMEngine, clock: VirtualClock, cost: StepCost) -> None:
-    """Advance the clock by what each step of an engine costs, whatever executor computes it."""
-    worker = engine.client.core.parts.worker  # type: ignore[attr-defined]
-    compute = worker.compute
-
-    def take_time(step: StepInput) -> StepOutput:
-        output: StepOutput = compute(step)
-        if len(step.seats):
-            clock.advance_ns(round(cost.predict_ns(work_of(step))))
-        return output
-
-    worker.compute = take_time
 
 
 class Mailbox:

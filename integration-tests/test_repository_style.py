@@ -36,15 +36,15 @@ LOOK_AT_CLOCKS = {
     "accel/tests/native/test_native_backend.py": "more time allows more beats",
     "core-protocols/src/sagellm/core/testing/kv_tier_model.py": "gives up after minutes",
     "core-protocols/src/sagellm/core/testing/topology.py": "the best of five, beside a piece of work",
+    "core-protocols/src/sagellm/core/testing/patience.py": "gives up after minutes",
     "core-protocols/tests/test_core_runtime.py": "one time lies between two others",
+    "engines/src/sagellm/engines/testing/steps.py": "between two looks",
     "engines/tests/bench/conftest.py": "servers that are told how long they take, on virtual time",
     "engines/tests/http/test_server_connections.py": "on virtual time",
     "engines/tests/remote/preloaded.py": "a program that waits for its other half",
     "engines/tests/remote/test_admin.py": "sets the clock of a file",
     "engines/tests/remote/test_supervision.py": "one time lies between two others",
     "engines/tests/test_progress.py": "more time allows more lines",
-    "integration-tests/held_steps.py": "between two looks",
-    "integration-tests/patience.py": "gives up after minutes",
     "integration-tests/planted_bugs.py": "tells how long a search took",
     "integration-tests/planted_served_bugs.py": "tells how long a search took",
 }
@@ -240,7 +240,7 @@ def looks_at_clock(node: ast.AST) -> bool:
 
 
 def test_no_test_depends_on_how_fast_the_machine_is():
-    """Wait with `patience.py`, hand in a clock, or count; what must look at the time says why above."""
+    """Wait with the kit, hand in a clock, or count; what must look at the time says why above."""
     found = {name for name, tree in trees(*TEST_FOLDERS) if any(map(looks_at_clock, ast.walk(tree)))}
     assert found == LOOK_AT_CLOCKS.keys()
 

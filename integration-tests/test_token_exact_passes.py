@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from parity import NUM_OUTPUT_TOKENS, Comparison, Reference
-from step_executors import let_steps_take
 
 from sagellm.core import PassMetrics, Runtime, StepCost, Tenant, VirtualClock
 from sagellm.engines import LLMEngine, SamplingParams
+from sagellm.engines.testing.steps import let_steps_take
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 8

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import ConfigError, NullKVAllocator, PluginError, UnknownProviderError
 from sagellm.core.conformance import Conformance, ProviderReport
@@ -16,6 +15,7 @@ from sagellm.core.conformance.aspects import ASPECTS, CONTRACT, aspect_of
 from sagellm.core.conformance.explain import explain
 from sagellm.core.conformance.process import WorkerProcess
 from sagellm.core.testing.calls import Calls
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 
 PLUGIN = """
 import os, signal, time

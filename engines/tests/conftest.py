@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from held_steps import HeldCores, held
-from patience import listens, wait_until
 
+from sagellm.core.testing.patience import listens, wait_until
 from sagellm.engines import LLMEngine
 from sagellm.engines.testing import make_checkpoint
+from sagellm.engines.testing.steps import HeldCores, held
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is in the background of a shell without job control, and programs that are started inherit it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from patience import PATIENCE_S, wait_until_async
 
 from sagellm.core import (
     ConfigError,
@@ -14,6 +13,7 @@ from sagellm.core import (
     InvalidRequestError,
     UnknownRequestError,
 )
+from sagellm.core.testing.patience import PATIENCE_S, wait_until_async
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

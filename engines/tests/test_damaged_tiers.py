@@ -9,10 +9,10 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from patience import PATIENCE_S, wait_until
 from xxhash import xxh3_128_digest
 
 from sagellm.core import MemoryFiles, Namespace, Runtime, StoreKey, SystemFiles, pack
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE_S
 
 from sagellm.core import DuplicateRequestError, InvalidRequestError, Namespace, UnknownRequestError, pack
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

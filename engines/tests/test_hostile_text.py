@@ -19,9 +19,9 @@ from typing import ClassVar
 import httpx
 import psutil
 import pytest
-from patience import PATIENCE_S, reserved_port, wait_until, wait_until_async
 
 from sagellm.core import EngineError, InvalidRequestError
+from sagellm.core.testing.patience import PATIENCE_S, reserved_port, wait_until, wait_until_async
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import ServerConfig
 from sagellm.engines.http import create_app, make_server

@@ -13,7 +13,6 @@ from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import (
     EngineError,
@@ -25,6 +24,7 @@ from sagellm.core import (
     TokenIds,
     headers_of,
 )
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 from sagellm.kvmgr.kv_pool.saves import joined_runs
 

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-from patience import wait_until
 
 import sagellm.engines.progress as module
 from sagellm.core import RequestId
+from sagellm.core.testing.patience import wait_until
 from sagellm.engines import SamplingParams
 from sagellm.engines.progress import RequestShares, progress_bar
 

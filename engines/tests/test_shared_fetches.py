@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from patience import wait_until
 
 from sagellm.core.protocols.kv_tier import TierResult
+from sagellm.core.testing.patience import wait_until
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import Runtime, VirtualClock
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

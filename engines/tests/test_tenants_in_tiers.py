@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import Namespace
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 from sagellm.engines.testing import make_checkpoint
 

@@ -7,9 +7,9 @@ import gc
 import os
 
 import pytest
-from patience import wait_until
 
 from sagellm.core import ConfigError, EngineError, UnknownNameError
+from sagellm.core.testing.patience import wait_until
 from sagellm.engines import AsyncLLMEngine, LLMEngine, SamplingParams
 from sagellm.engines.remote.core_process import listen
 from sagellm.engines.remote.core_server import CoreServer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import Namespace
 from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import wait_until
 
 from sagellm.core import (
     UNNAMED,
@@ -26,6 +25,7 @@ from sagellm.core import (
     pack,
 )
 from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.core.testing.patience import wait_until
 from sagellm.kvmgr.kv_pool import BackendTier, DDRBackend
 from sagellm.kvmgr.kv_pool.offload import KVOffload, tiered
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier, host_tier

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import Randomness, Runtime, StoreKey, VirtualClock
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest
 from sagellm.core.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.kvmgr.kv_pool.tiers import resp
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend

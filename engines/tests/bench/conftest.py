@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import VirtualClock
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines.simulation.served.loop import VirtualLoop
 from sagellm.engines.simulation.served.network import Network
 from sagellm.engines.simulation.served.weather import Weather

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from patience import reserved_port
 
 from sagellm.core import ConfigError
+from sagellm.core.testing.patience import reserved_port
 from sagellm.engines.bench import BenchmarkError, Lengths, Limits, LoadSettings, run_serve
 
 SHORT = {"input_len": Lengths.parse("8"), "output_len": Lengths.parse("5"), "warmup": 0}

@@ -9,9 +9,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import Namespace, Runtime, VirtualClock
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.names import complete_engine, complete_save
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE

@@ -13,10 +13,9 @@ import sys
 import termios
 from pathlib import Path
 
-from held_steps import HeldCores
-from patience import PATIENCE_S, wait_until
-
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines.cli.chat.terminal import Terminal
+from sagellm.engines.testing.steps import HeldCores
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temperature", "0")
 

@@ -9,9 +9,9 @@ import sys
 import threading
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core.runtime_folder import runtime_folder
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines.remote import AdminClient, EngineLock, RunningEngine
 
 # A front as far as stopping goes; {answer} is what it does when it is asked to end.

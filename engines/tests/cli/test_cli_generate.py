@@ -9,9 +9,9 @@ import threading
 from typing import ClassVar
 
 import pytest
-from patience import PATIENCE_S
 
 import sagellm.engines
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from sagellm.engines.cli.generated import TextPrinter
 from sagellm.engines.loading.tokenizer import load_tokenizer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-from patience import wait_until
 
 from sagellm.core import EngineError
+from sagellm.core.testing.patience import wait_until
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

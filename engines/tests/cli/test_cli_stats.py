@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import EngineDeadError, Namespace
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.figures import figures_table, label, tenants_table, write, write_duration
 from sagellm.engines.remote import AdminClient

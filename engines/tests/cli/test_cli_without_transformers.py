@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from patience import PATIENCE_S, reserved_port, wait_until
 
+from sagellm.core.testing.patience import PATIENCE_S, reserved_port, wait_until
 from sagellm.engines.testing import make_checkpoint
 
 # Read by every Python process at its start: notes who imports transformers, and fails.

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import EngineMetrics
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import EngineConfig, ServerConfig
 from sagellm.engines.http import create_app, make_server

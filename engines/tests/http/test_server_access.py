@@ -6,9 +6,9 @@ import logging
 import socket
 
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import ConfigError, Namespace, Tenant
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines.config import EngineConfig, ServerConfig
 from sagellm.engines.http import create_app
 from sagellm.engines.http.access_control import OPEN_PATHS, Keys, is_loopback, tenant_of

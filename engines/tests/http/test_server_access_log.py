@@ -7,9 +7,9 @@ import re
 import socket
 
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import EngineDeadError
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines.http.access_log import access_line, logger
 
 COMPLETION = {"prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import Tenant, VirtualClock
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines.http.body import BodyGate
 from sagellm.engines.http.request_parser import MAX_HEADERS
 from sagellm.engines.simulation.served.loop import VirtualLoop

@@ -12,9 +12,9 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
-from patience import PATIENCE_S, wait_until_async
 
 from sagellm.core import DeadlyRequestError, EngineDeadError, EngineError, Runtime, VirtualClock
+from sagellm.core.testing.patience import PATIENCE_S, wait_until_async
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.http.admission import Admission
 from sagellm.engines.http.errors import APIError

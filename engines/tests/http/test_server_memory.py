@@ -20,10 +20,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from msgspec import Struct
-from patience import PATIENCE_S, wait_until
 
 import sagellm.engines.serve as serve
 from sagellm.core import EngineDeadError, EngineError
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines.http.body import HeldBody, nesting_fault
 from sagellm.engines.http.body_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from sagellm.engines.http.errors import APIError

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from step_executors import let_steps_take
 
 from sagellm.core import EngineMetrics, PassMetrics, Runtime, SchedulerMetrics, StepCost, VirtualClock
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.http.metrics import Histogram, ServerMetrics
+from sagellm.engines.testing.steps import let_steps_take
 
 LABELS = {"model_name": "small", "engine": "0"}
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]

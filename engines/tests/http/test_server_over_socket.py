@@ -9,8 +9,8 @@ import signal
 
 import httpx
 import pytest
-from patience import PATIENCE_S, wait_until_async
 
+from sagellm.core.testing.patience import PATIENCE_S, wait_until_async
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.config import ServerConfig
 from sagellm.engines.http import create_app, make_server

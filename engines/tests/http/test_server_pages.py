@@ -11,8 +11,8 @@ import threading
 
 import httpx
 import pytest
-from patience import PATIENCE_S
 
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import __version__
 from sagellm.engines.loading.tokenizer import load_tokenizer
 

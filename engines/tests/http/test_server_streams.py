@@ -7,9 +7,9 @@ import socket
 
 import openai
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import EngineDeadError, EngineError, InvalidRequestError
+from sagellm.core.testing.patience import PATIENCE_S
 
 BODY = {"prompt": [1, 2], "max_tokens": 5}
 CHAT = {"messages": [{"role": "user", "content": "Tell me"}], "ignore_eos": True, "max_tokens": 1800}

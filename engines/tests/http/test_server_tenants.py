@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from patience import PATIENCE_S
 
 from sagellm.core import Runtime, Tenant, VirtualClock
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines.http.access_control import tenant_of
 
 KEYS = ("sk-red name=red weight=2 trusted", "sk-blue max_requests=3 max_tokens=60")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from patience import PATIENCE_S
+
+from sagellm.core.testing.patience import PATIENCE_S
 
 NUM_TOKENS, BLOCK_SIZE = 512, 16
 PROMPT = [5 + 7 * index % 400 for index in range(NUM_TOKENS)]

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from patience import wait_until
+
+from sagellm.core.testing.patience import wait_until
 
 _FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 _LENGTH_BYTES = 4

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import ConfigError, EngineDeadError, EngineError, UnknownNameError
 from sagellm.core.runtime_folder import VARIABLE
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import EngineConfig
 from sagellm.engines.remote import AdminClient, EngineLock, RunningEngine, core_process
 from sagellm.engines.remote.frames import encode

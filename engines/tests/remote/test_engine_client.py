@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from patience import PATIENCE_S, wait_until
 
 from sagellm.core import EngineDeadError, EngineError
+from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_client import BlockingClient, InProcessClient
 from sagellm.engines.engine_core.core import EngineCore

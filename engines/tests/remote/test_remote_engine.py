@@ -10,8 +10,6 @@ import signal
 import subprocess
 
 import pytest
-from held_steps import HeldCores
-from patience import PATIENCE_S, wait_until_async
 
 from sagellm.core import (
     ConfigError,
@@ -21,10 +19,12 @@ from sagellm.core import (
     InvalidRequestError,
     UnknownRequestError,
 )
+from sagellm.core.testing.patience import PATIENCE_S, wait_until_async
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.remote import RemoteEngine
 from sagellm.engines.remote.core_process import settle_collector
+from sagellm.engines.testing.steps import HeldCores
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

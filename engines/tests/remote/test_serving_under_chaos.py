@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
-from patience import PATIENCE_S, wait_until_async
 
 from sagellm.core import EngineDeadError, EngineError
 from sagellm.core.chaos import Chaos
+from sagellm.core.testing.patience import PATIENCE_S, wait_until_async
 from sagellm.engines import SamplingParams
 from sagellm.engines.remote import AdminClient
 
@@ -31,6 +31,8 @@ DEADLINE_S = 400
 NUM_ATTEMPTS = 8
 ALLOWED = {"engine_dead", "aborted"}
 """What a request may be told while the core is gone."""
+DIED_TWICE = "engine_died_twice"
+"""What a request is told that two cores may have died of, innocent or not; it is not to be sent again."""
 UNWANTED = (
     "AssertionError",
     "Task exception was never retrieved",
@@ -191,17 +193,22 @@ async def ask(client: httpx.AsyncClient, url: str, case: Case) -> Answer | None:
     raise AssertionError("a stream ended in silence")
 
 
-async def insist(client: httpx.AsyncClient, url: str, case: Case) -> None:
-    """Ask until there is an answer, which is the right one; all that came before are allowed errors."""
+async def insist(client: httpx.AsyncClient, url: str, case: Case) -> bool:
+    """Ask until there is an answer, which is the right one; all that came before are allowed errors.
+
+    False if the request is not to be sent again.
+    """
     for _ in range(NUM_ATTEMPTS):
         try:
             answer = await ask(client, url, case)
         except Refused as refused:
+            if str(refused) == DIED_TWICE:
+                return False
             if str(refused) not in ALLOWED:
                 raise
             continue
         assert answer in (case.expected, None if case.leaves_after else case.expected), case.body
-        return
+        return True
     raise AssertionError("the engine does not come back")
 
 
@@ -223,7 +230,8 @@ async def drive(server: Server, cases: list[Case]) -> None:
     """Ask everything at once, save, load, ask again, look, and end it while two streams run."""
     async with httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=64)) as client:
         await server.wait_until_ready(client)
-        await asyncio.gather(*(insist(client, server.url, case) for case in cases))
+        answered = await asyncio.gather(*(insist(client, server.url, case) for case in cases))
+        assert sum(answered) > len(cases) / 2, "two deaths are blamed on most requests"
         assert (await client.post(f"{server.url}/v1/completions", json={"prompt": 5})).status_code == 400
         saving = server.finish("cache_save")
         await asyncio.gather(saving, *(insist(client, server.url, case) for case in cases[:6]))
@@ -244,7 +252,10 @@ async def drain(server: Server, client: httpx.AsyncClient, case: Case) -> None:
     await wait_until_async(have_begun)
     server.process.send_signal(signal.SIGTERM)
     for answer in await asyncio.gather(*asked, return_exceptions=True):
-        is_refused = isinstance(answer, httpx.ConnectError) or str(answer) in ALLOWED | {"shutting_down"}
+        is_refused = isinstance(answer, httpx.ConnectError) or str(answer) in ALLOWED | {
+            "shutting_down",
+            DIED_TWICE,
+        }
         assert answer == case.expected or is_refused, repr(answer)
     await wait_until_async(lambda: server.process.poll() is not None)
     assert server.process.returncode == 0

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE_S, wait_until, wait_until_async
 
 from sagellm.core import (
     ConfigError,
@@ -30,6 +29,7 @@ from sagellm.core import (
     VirtualClock,
 )
 from sagellm.core.runtime_folder import runtime_folder
+from sagellm.core.testing.patience import PATIENCE_S, wait_until, wait_until_async
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.remote import CoreServer, RemoteEngine
 from sagellm.engines.remote.core_handle import Stall, start_process

@@ -1,4 +1,4 @@
-"""Keeps requests from ending, so that what a test does meanwhile comes before their end on any machine."""
+"""Steps that are held back or take a known time, so that a test sees the same on any machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sagellm.core import TokenOutput
+from sagellm.core import StepCost, StepInput, StepOutput, TokenOutput, VirtualClock
+from sagellm.engines import LLMEngine
 from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.engine_core.step_cost_fit import work_of
 
 NUM_TOKENS = 100
 """The output that a held request of another process gets."""
@@ -30,6 +32,20 @@ def held(step: Step, is_held: Callable[[], bool], num_tokens: int = NUM_TOKENS) 
     return take
 
 
+def let_steps_take(engine: LLMEngine, clock: VirtualClock, cost: StepCost) -> None:
+    """Advance the clock by what each step of an engine costs, whatever executor computes it."""
+    worker = engine.client.core.parts.worker  # type: ignore[attr-defined]
+    compute = worker.compute
+
+    def take_time(step: StepInput) -> StepOutput:
+        output: StepOutput = compute(step)
+        if len(step.seats):
+            clock.advance_ns(round(cost.predict_ns(work_of(step))))
+        return output
+
+    worker.compute = take_time
+
+
 class HeldCores:
     """Holds requests in processes that are started with `environment`, until `release`.
 
@@ -42,7 +58,7 @@ class HeldCores:
         is_held = f"Path({str(self._gate)!r}).exists"
         lines = ["import time", f"while {is_held}(): time.sleep(0.01)"]
         if num_tokens:
-            lines = ["from held_steps import EngineCore, held"]
+            lines = ["from sagellm.engines.testing.steps import EngineCore, held"]
             lines += [f"EngineCore.step = held(EngineCore.step, {is_held}, {num_tokens})"]
         self.environment = patched_processes(folder, argument, "from pathlib import Path", *lines)
 
@@ -56,7 +72,6 @@ def patched_processes(folder: Path, argument: str, *lines: str) -> dict[str, str
     source = [
         "import sys",
         f"if sys.orig_argv[1:2] == ['-m'] and any({argument!r} in each for each in sys.orig_argv):",
-        f"    sys.path.append({str(Path(__file__).parent)!r})",
         *(f"    {line}" for line in lines),
     ]
     (folder / "sitecustomize.py").write_text("\n".join(source))
