@@ -30,6 +30,7 @@ import pytest
 from common import describe_machine, save
 
 from sagellm.core import MemoryFiles, PluginRegistry, Randomness, VirtualClock
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.testing import (
     AuditingEvictionPolicy,
     KVAllocatorContract,
@@ -37,7 +38,6 @@ from sagellm.core.testing import (
     PrefixCacheMachine,
 )
 from sagellm.core.testing.kv_tier_model import KVTierMachine
-from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.engines.cli.output import columns
 from sagellm.engines.simulation.served.seeds import Totals, run_seeds as run_served_seeds
 from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, PagedKVPool

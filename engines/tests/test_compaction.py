@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sagellm.core import EngineError, KVAllocatorProtocol, RequestId, SequenceId
-from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_core.compaction import Compactor
 

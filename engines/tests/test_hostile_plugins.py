@@ -312,7 +312,7 @@ def test_a_tier_that_quits_costs_no_request(make_engine, all_blocks_are_back, mo
         assert engine.metrics().modules["kv_tier"].tiers.num_failed > 0
         assert found == expected
         assert all_blocks_are_back(engine)
-    assert caplog.messages.count("the KV tier 'exit' failed and is not used any more") == 1
+    assert caplog.messages.count("the KV tier 'exit' failed and is no longer used") == 1
 
 
 def test_a_predictor_that_always_fails_is_logged_ever_more_rarely(make_engine, monkeypatch, caplog):

@@ -24,7 +24,7 @@ from sagellm.core import (
     SequenceId,
     pack,
 )
-from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import Modules, build_core
 from sagellm.engines.engine_core.compaction import Compactor

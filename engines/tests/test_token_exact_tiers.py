@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sagellm.core import Namespace
-from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 

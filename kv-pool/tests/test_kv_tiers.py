@@ -7,10 +7,17 @@ from random import Random
 import pytest
 
 from sagellm.core import BlockError, ConfigError, MemoryFiles, OutOfMemoryError, Randomness, VirtualClock
-from sagellm.core.protocols.kv_tier import KVTierProtocol, NullKVTier, TierRequest, run_to_end
+from sagellm.core.late_kv_tier import LateKVTier
+from sagellm.core.protocols.kv_tier import (
+    KVTierProtocol,
+    NullKVTier,
+    Ticket,
+    TierRequest,
+    TierResult,
+    run_to_end,
+)
 from sagellm.core.testing.kv_tier import BLOCK_BYTES, KVTierContract, get, make_data, make_header, put
 from sagellm.core.testing.kv_tier_model import KVTierMachine
-from sagellm.core.testing.late_kv_tier import LateKVTier
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, HBMBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
@@ -315,10 +322,31 @@ def test_a_tier_that_raises_is_given_up_and_the_others_go_on(method, number, cap
     assert tiered.get_cost_ns([make_header(1).key]) >= 0
     tiered.metrics()
     tiered.close()
-    logged = [each for each in caplog.messages if "'broken' failed and is not used any more" in each]
+    logged = [each for each in caplog.messages if "'broken' failed and is no longer used" in each]
     assert logged == caplog.messages
     assert len(logged) == 1 or number > 1
     assert (tiered.metrics().tiers["broken"].num_failed > 0) == bool(logged)
+
+
+@pytest.mark.parametrize(
+    ("method", "returned"),
+    [
+        ("submit", None),
+        ("poll", None),
+        ("poll", [None]),
+        ("poll", [TierResult(Ticket(0), ())]),
+        ("poll", (1 / 0 for _ in (1,))),
+    ],
+    ids=["no ticket", "nothing", "no results", "fewer outcomes", "a generator that raises"],
+)
+def test_a_tier_whose_answer_makes_no_sense_is_given_up(method, returned, caplog):
+    tier = BackendTier(DDRBackend(1 << 16))
+    tiered = TieredKVStorage({"broken": tier, "file": file_tier(20 * 4096)}, clock=VirtualClock())
+    setattr(tier, method, lambda *_: returned)
+    assert run_to_end(tiered, [TierRequest("put", make_header(1), make_data(1))]) == ("done",)
+    assert len([each for each in caplog.messages if "'broken' failed and is no longer used" in each]) == 1
+    assert tiered.metrics().tiers["broken"].num_failed > 0
+    tiered.close()
 
 
 def test_many_requests_for_one_block_wait_for_each_other():

@@ -24,7 +24,7 @@ from sagellm.core import (
     headers_of,
     pack,
 )
-from sagellm.core.testing.late_kv_tier import LateKVTier
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.testing.patience import wait_until
 from sagellm.kvmgr.kv_pool import BackendTier, DDRBackend
 from sagellm.kvmgr.kv_pool.offload import KVOffload, tiered

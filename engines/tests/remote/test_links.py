@@ -173,21 +173,30 @@ def received(peer: socket.socket, reader: FrameReader | None = None) -> list[obj
     return messages
 
 
+async def reached(front: Links, listener: socket.socket, tenant: str) -> socket.socket:
+    """Open a tenant's connection and return the core's end of it."""
+    reaching = asyncio.create_task(front.reach(tenant))
+    peer, _ = await asyncio.to_thread(listener.accept)
+    peer.sendall(encode(Hello({}, LIMITS, SamplingParams(), 1)))
+    await reaching
+    return peer
+
+
 def test_a_tenant_with_much_unread_waits_and_delays_no_other(listener, tmp_path):
     async def use():
         front = Links(tmp_path / "s", print)
         await front.open()
-        await front.reach("a")
+        calls, _ = listener.accept()
+        a = await reached(front, listener, "a")
         num_sent = 0
         while front._tenants["a"]._takes_more.is_set():
             front.add(job(10, LARGE))
             num_sent += 1
         assert num_sent < 10
         waiting = asyncio.create_task(front.reach("a"))
-        await front.reach("b")
+        b = await reached(front, listener, "b")
         front.add(job(1, tenant="b"))
         front.calls.send(Call(1, "ping", {}))
-        calls, a, b = (listener.accept()[0] for _ in range(3))
         assert [type(each) for each in received(calls) + received(b)] == [Call, Add]
         assert not waiting.done()
         reader, num_read = FrameReader(ToCore), 0
@@ -204,11 +213,10 @@ def test_an_abort_follows_its_request_and_one_that_has_ended_is_not_aborted(list
     async def use():
         front = Links(tmp_path / "s", print)
         await front.open()
+        _calls, _ = listener.accept()
+        a, b = [await reached(front, listener, tenant) for tenant in ("a", "b")]
         for tenant in ("a", "b"):
-            await front.reach(tenant)
             front.add(job(2, tenant=tenant))
-        _, a, b = (listener.accept()[0] for _ in range(3))
-        b.sendall(encode(Hello({}, LIMITS, SamplingParams(), 1)))
         b.sendall(encode(Step([TokenOutput(SequenceId("b0#0"), [7], "stop")])))
         while "b0#0" in front._owner:
             await asyncio.sleep(0)
@@ -222,21 +230,23 @@ def test_an_abort_follows_its_request_and_one_that_has_ended_is_not_aborted(list
     asyncio.run(asyncio.wait_for(use(), 60))
 
 
-@pytest.mark.parametrize("lacks", ["room", "descriptors"])
+@pytest.mark.parametrize("lacks", ["room", "descriptors", "connections of the core"])
 def test_where_no_further_connection_is_had_tenants_share_one(listener, tmp_path, monkeypatch, lacks):
     async def use():
         front = Links(tmp_path / "s", print)
         await front.open()
-        await front.reach("a")
-        await front.reach("b")
+        peers = [listener.accept()[0], *[await reached(front, listener, tenant) for tenant in ("a", "b")]]
         if lacks == "descriptors":
             monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
-        await front.reach("c")
+        reaching = asyncio.create_task(front.reach("c"))
+        if lacks == "connections of the core":
+            (await asyncio.to_thread(listener.accept))[0].close()
+        await reaching
         front.add(job(1, tenant="c"))
-        shared = front.calls if lacks == "descriptors" else None
-        assert front._tenants["c"] in ({shared} if shared else {front._tenants["a"], front._tenants["b"]})
-        peers = [listener.accept()[0] for _ in range(3)]
+        others = {front._tenants["a"], front._tenants["b"]} if lacks == "room" else {front.calls}
+        assert front._tenants["c"] in others
         assert sum(len(received(peer)) for peer in peers) == 1
+        assert not front.lost.done(), "the core is alive"
         front.close()
 
     async def refuse(*_, **__):

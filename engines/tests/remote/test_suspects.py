@@ -104,6 +104,22 @@ def test_suspects_begin_one_after_the_other_and_what_is_new_beside_them(known):
     in_loop(use)
 
 
+def test_a_turn_that_a_death_has_ended_is_over_and_the_next_is_waited_for(known):
+    async def use():
+        first, second = request(1), request(2)
+        known.blame([first, second])
+        turn = await known.wait_for_turn([first])
+        known.end_turns()
+        assert turn != known.num_ends
+        await known.wait_for_turn([second])
+        waiting = asyncio.create_task(known.wait_for_turn([first]))
+        assert await is_waiting(waiting)
+        known.end_turns()
+        assert await waiting == known.num_ends
+
+    in_loop(use)
+
+
 @pytest.mark.parametrize("way", ["its client leaves", "it fails", "the core dies"])
 def test_a_turn_ends_with_its_request(known, way):
     async def use():

@@ -126,7 +126,7 @@ class AsyncLLMEngine:
 
     @property
     def status(self) -> str:
-        """ "ready", "unresponsive" or "closed"."""
+        """The engine's state: "ready", "unresponsive" or "closed"."""
         if self._closed:
             return "closed"
         return "ready" if self.is_responsive else "unresponsive"

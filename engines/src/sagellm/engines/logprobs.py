@@ -108,7 +108,7 @@ def _with_text(position: Position, text: TokenText) -> Position:
     return Position(token_ids, position.values, position.rank, texts)
 
 
-class _Entries(Sequence[T]):
+class _LazySequence(Sequence[T]):
     """A sequence whose entries are built when they are looked at. Equal to any sequence of equal ones."""
 
     @overload
@@ -135,7 +135,7 @@ class _Entries(Sequence[T]):
         """Return an entry that exists."""
 
 
-class Logprobs(_Entries[dict[int, Logprob]]):
+class Logprobs(_LazySequence[dict[int, Logprob]]):
     """A mapping per token of an output: the token itself, first, and the most likely ones, best first.
 
     It grows with the output. 20 bytes for each log-probability.
@@ -176,7 +176,7 @@ class Logprobs(_Entries[dict[int, Logprob]]):
         return next(self.positions(index)).by_id()
 
 
-class PromptLogprobs(_Entries[dict[int, Logprob] | None]):
+class PromptLogprobs(_LazySequence[dict[int, Logprob] | None]):
     """A mapping per token of a prompt, as of an output; None for the first token, which follows nothing.
 
     Texts are decoded when they are looked at.

@@ -58,6 +58,14 @@ class RequestDriver:
         assert self._input is not None, "begin is called first"
         return self._input
 
+    def check_unused(self, requests: Sequence[QueuedRequest]) -> None:
+        """Raise DuplicateRequestError if a live request has the id of one of these."""
+        for request in requests:
+            if request.request_id in self._output:
+                raise DuplicateRequestError(
+                    f"request id {request.request_id!r} is in use; give another one or none"
+                )
+
     def add(self, requests: Sequence[QueuedRequest], prompts: Sequence[Prompt]) -> None:
         """Queue processed requests with the same parameters, at least one.
 
@@ -66,11 +74,7 @@ class RequestDriver:
         added: list[QueuedRequest] = []
         try:
             for request, prompt in zip(requests, prompts, strict=True):
-                request_id = request.request_id
-                if request_id in self._output:
-                    raise DuplicateRequestError(
-                        f"request id {request_id!r} is in use; give another one or none"
-                    )
+                self.check_unused([request])  # also against those before it
                 self._output.add(request, prompt if isinstance(prompt, str) else None)
                 added.append(request)
             self._client.add(requests)

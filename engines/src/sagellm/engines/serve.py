@@ -35,8 +35,7 @@ logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
-_LOOP = () if sys.platform == "win32" else ("uvloop",)
-_EXTRA = ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client", *_LOOP)
+_EXTRA = ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client", "uvloop")
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 1 << 20
@@ -281,9 +280,7 @@ def _cancelled_by_signals() -> Iterator[None]:
             signal.signal(number, handlers[number])
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     import uvloop
 
     return uvloop.new_event_loop
@@ -292,7 +289,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _return_memory() -> None:
     """Give freed memory back to the system now and then; glibc keeps what lies between live blocks.
 
-    On a thread, though it takes milliseconds, as it waits for nobody. Does nothing without glibc.
+    On a thread, because it takes milliseconds. Does nothing without glibc.
     """
     with suppress(OSError, AttributeError):
         trim = ctypes.CDLL(None).malloc_trim

@@ -195,7 +195,7 @@ class EvictionPolicyContract:
         run_in_threads(work, num_threads=NUM_THREADS)
 
     def test_a_decision_is_cheap_among_many_leaves(self) -> None:
-        """Less than 5 µs per block is expected; twenty times that is a fault."""
+        """Less than 5 µs per block is expected; twenty times that is a failure."""
         cost_s, allowed_s = self._decision_s(10_000), self.max_decision_s * slowness()
         assert cost_s < allowed_s, (
             f"one victim of 10,000 leaves took {cost_s * 1e6:.0f} µs; "
@@ -210,7 +210,7 @@ class EvictionPolicyContract:
         )
 
     def test_the_cost_of_a_choice_among_a_thousand_sequences_is_small(self) -> None:
-        """Less than 100 µs is expected; twenty times that is a fault."""
+        """Less than 100 µs is expected; twenty times that is a failure."""
         policy, candidates = self.make(), make_candidates(Randomness(9).stream("choice"), 1_000)
         cost_s = least_cpu_ns(lambda: policy.select_victims(candidates, 500), 20) / 1e9
         allowed_s = self.max_choice_s * slowness()

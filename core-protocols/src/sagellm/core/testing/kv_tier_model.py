@@ -10,6 +10,7 @@ from sagellm.core.kv_block import BlockHeader
 from sagellm.core.namespace import Namespace
 from sagellm.core.protocols.kv_tier import KVTierProtocol, Ticket, TierOutcome, TierRequest, TierResult
 from sagellm.core.runtime import Randomness
+from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.core.testing.threads import NUM_THREADS, run_in_threads
 from sagellm.core.tokens import pack
 
@@ -17,7 +18,6 @@ _NUM_NAMES, _MAX_IN_FLIGHT = 60, 6
 _SIZES = (64, 192, 256, 4032)
 MODEL = "model"
 """The fingerprint of the model whose blocks the kit stores."""
-_PATIENCE_S = 100.0
 
 
 class KVTierMachine:
@@ -135,11 +135,11 @@ class ThreadedKVTier:
         return sum(num_hits)
 
     def _wait_for(self, ticket: Ticket) -> TierResult:
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while (mine := self._results.pop(ticket, None)) is None:
             for result in self._tier.poll():
                 assert result.ticket not in self._results, "a submit ended twice"
                 self._results[result.ticket] = result
-            assert time.monotonic() < deadline_s, f"a submit did not end within {_PATIENCE_S:g} s"
+            assert time.monotonic() < deadline_s, f"a submit did not end within {PATIENCE_S:g} s"
             time.sleep(0)
         return mine

@@ -17,7 +17,7 @@ PATIENCE_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 2e-3
 
 
-def wait_until(condition: Callable[[], Any], what: str = "it did not come to be") -> Any:
+def wait_until(condition: Callable[[], Any], what: str = "it did not come true in time") -> Any:
     """Return the first value that is true. Raises AssertionError, which says `what`, if none comes."""
     for pause_s in _pauses_s(what):
         if value := condition():
@@ -25,7 +25,7 @@ def wait_until(condition: Callable[[], Any], what: str = "it did not come to be"
         time.sleep(pause_s)
 
 
-async def wait_until_async(condition: Callable[[], Any], what: str = "it did not come to be") -> Any:
+async def wait_until_async(condition: Callable[[], Any], what: str = "it did not come true in time") -> Any:
     """Do as `wait_until` and let other tasks run; the condition may be a coroutine function."""
     for pause_s in _pauses_s(what):
         value = condition()

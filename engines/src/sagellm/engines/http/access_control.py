@@ -29,8 +29,8 @@ _FORWARDING = frozenset(
 )
 """Headers by which proxies name a client; and all that begin with `x-forwarded` or `x-original`."""
 _METRICS_NEED = (
-    "send one (Authorization: Bearer KEY), or name the address that asks with --metrics-allow, which holds "
-    "for requests that no proxy forwards"
+    "send one (Authorization: Bearer KEY), or allow the client's address with --metrics-allow; that does not "
+    "apply to requests forwarded by a proxy"
 )
 
 
@@ -145,11 +145,13 @@ class AccessControl:
         """
         hosts = _values(scope, b"host")
         if self._hosts is not None and (len(hosts) != 1 or _without_port(hosts[0]) not in self._hosts):
-            named = f"the host {_shown(hosts[0])}" if len(hosts) == 1 else "no host"
+            if len(hosts) != 1:
+                told = f"the request has {len(hosts)} Host headers; send one, with a name of this server"
+                raise APIError(403, told, code="bad_host")
             raise APIError(
                 403,
-                f"the request is for {named}, which is not a host of this server; if it should be one, "
-                f"start the server with --allowed-hosts",
+                f"the request is for the host {_shown(hosts[0])}, which is not a host of this server; if it "
+                f"should be one, start the server with --allowed-hosts",
                 code="bad_host",
             )
         foreign = [

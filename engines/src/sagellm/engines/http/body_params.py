@@ -88,16 +88,18 @@ def check_budget(
     max_model_len: int,
     *,
     scored_by: str = "prompt_logprobs",
+    times_scored: int = 1,
 ) -> None:
     """Raise APIError if the product of valid parts is out of range; `params.n` is best_of, if given.
 
-    `scored_by` is the parameter that asks for log-probabilities of the prompt.
+    `scored_by` is the parameter that asks for log-probabilities of the prompt, which are written
+    `times_scored` times.
     """
     num = num_prompts * params.n
     num_tokens = num * min(params.max_tokens or max_model_len, max_model_len)
     budgets = (
         *_budgets(params, num_prompts, num, num_tokens),
-        *_logprob_budgets(params, prompt_tokens, num_tokens, scored_by),
+        *_logprob_budgets(params, times_scored * prompt_tokens, num_tokens, scored_by),
     )
     for param, amount, most, told, advice in budgets:
         if amount > most:
@@ -130,13 +132,10 @@ def _logprob_budgets(
         )
         yield _Budget("logprobs", entries, MAX_LOGPROB_ENTRIES, told, "lower max_tokens or logprobs")
     if params.prompt_logprobs is not None and prompt_tokens:
-        scores = (
-            params.n * prompt_tokens * (params.prompt_logprobs + 1)
-        )  # each continuation is written with them
-        times = f", {params.n} times" if params.n > 1 else ""
+        scores = prompt_tokens * (params.prompt_logprobs + 1)
         others = f", and up to {entries} of the output" if entries else ""
         told = (
-            f"{params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens{times} are "
+            f"{params.prompt_logprobs} and the token itself for {prompt_tokens} prompt tokens are "
             f"{scores} log-probabilities{others}"
         )
         advice = f"lower {scored_by} or n, or send fewer or shorter prompts"

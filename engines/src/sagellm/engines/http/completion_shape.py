@@ -7,11 +7,11 @@ from itertools import chain
 
 from sagellm.engines.http.answer_ids import COMPLETION
 from sagellm.engines.http.logprobs import (
-    Placed,
+    TokenAt,
     completion_logprobs,
-    placed,
-    placed_in_prompt,
     prompt_logprobs,
+    with_offsets,
+    with_prompt_offsets,
 )
 from sagellm.engines.http.prompt_encoder import EncodedPrompt
 from sagellm.engines.http.reply import encode_json
@@ -82,7 +82,7 @@ class CompletionShape(Shape):
         """Return the log-probabilities of tokens whose text has become known."""
         if output.logprobs is None or self.job.hides_output:
             return b"null"
-        new = list(placed(output.logprobs.positions(cursor.num_scored), cursor.offset))
+        new = list(with_offsets(output.logprobs.positions(cursor.num_scored), cursor.offset))
         if new:
             last, offset = new[-1]
             cursor.offset = offset + last.texts[0].num_characters
@@ -94,14 +94,14 @@ class CompletionShape(Shape):
         assert output.logprobs is not None, "they were requested"
         own = iter(()) if self.job.hides_output else output.logprobs.positions()
         if not self.job.echoes or request.prompt_logprobs is None:
-            return self._written(placed(own))
+            return self._written(with_offsets(own))
         prompt = self._prompt(index)
         text = prompt.text or ""
         # The text of a prompt of token ids has its special tokens.
         echoed = request.prompt_logprobs.positions(skip_special_tokens=not prompt.is_decoded)
-        return self._written(chain(placed_in_prompt(echoed, text), placed(own, len(text))))
+        return self._written(chain(with_prompt_offsets(echoed, text), with_offsets(own, len(text))))
 
-    def _written(self, tokens: Iterable[Placed | None]) -> Iterator[bytes]:
+    def _written(self, tokens: Iterable[TokenAt | None]) -> Iterator[bytes]:
         num_top, as_ids = self.job.params.logprobs or 0, self.job.shows_tokens_as_ids
         return completion_logprobs(tokens, num_top, as_ids=as_ids)
 

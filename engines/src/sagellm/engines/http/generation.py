@@ -83,10 +83,10 @@ class Generation(ABC, Generic[B]):
                     await run.open(self.service.front, job, options)
                     if job.is_streamed:
                         reply = EventReply(send)
-                        rest = await _stream(run, shape, reply)
+                        await _stream(run, shape, reply)
                     else:
-                        rest = await _write(run, shape, whole)
-                await reply.finish(rest)
+                        await _write(run, shape, whole)
+                await reply.finish()
         except ClientGoneError:
             return
         except Exception as error:
@@ -119,6 +119,7 @@ class Generation(ABC, Generic[B]):
             num_tokens,
             service.front.max_model_len,
             scored_by="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",  # by an echo
+            times_scored=params.n if isinstance(body, CompletionBody) else 1,  # a chat has them once
         )
         options = body.stream_options or StreamOptions()
         is_ranked = isinstance(body, CompletionBody) and body.best_of is not None
@@ -181,14 +182,13 @@ def _left_ms(deadline_ms: float | None, arrived: float) -> float | None:
     return left_ms
 
 
-async def _write(run: JobStreams, shape: Shape, reply: JSONReply) -> bytes:
-    """Write the complete answer, giving others their turns; return what is left to send at the end."""
+async def _write(run: JobStreams, shape: Shape, reply: JSONReply) -> None:
+    """Write the complete answer, giving others their turns."""
     for number, part in enumerate(shape.parts(await _last_outputs(run)), start=1):
         await reply.write(part)
         if number % _SLICE_PARTS == 0:
             await asyncio.sleep(0)
             run.raise_if_stopped()
-    return b""
 
 
 async def _last_outputs(run: JobStreams) -> Sequence[RequestOutput]:
@@ -198,8 +198,8 @@ async def _last_outputs(run: JobStreams) -> Sequence[RequestOutput]:
     return [output for _, output in sorted(last.items())]
 
 
-async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> bytes:
-    """Send events as outputs arrive; return what is left to send at the end."""
+async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> None:
+    """Send events as outputs arrive."""
     cursors = shape.cursors()
     num = shape.job.params.n
     last: dict[int, RequestOutput] = {}
@@ -213,5 +213,5 @@ async def _stream(run: JobStreams, shape: Shape, reply: EventReply) -> bytes:
         last[index] = request
         if events:
             await reply.write(events)
-    requests = [request for _, request in sorted(last.items())]
-    return shape.usage_event(requests) if shape.job.includes_usage else b""
+    if shape.job.includes_usage:
+        await reply.write(shape.usage_event([request for _, request in sorted(last.items())]))

@@ -186,7 +186,7 @@ class BoundedHTTP(HttpToolsProtocol):
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """Return a `send` for HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
+    """Return a `send` for HTTP/1.0, which has no chunks: a body without a length ends by closing."""
     send, is_open = cycle.send, False
 
     async def answer(message: Any) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
 
-_HEAD_START_S = 0.02
+_GRACE_S = 0.02
 """How long after its deadline the server gives up on a request that the engine has not ended."""
 
 
@@ -104,7 +104,7 @@ class JobStreams:
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Read all streams, each in its own task; only the latest output of each is kept."""
         latest: dict[int, RequestOutput] = {}
-        faults: list[Exception] = []
+        errors: list[Exception] = []
         has_news = asyncio.Event()
 
         async def pump(index: int, stream: Stream) -> None:
@@ -113,7 +113,7 @@ class JobStreams:
                     latest[index] = output
                     has_news.set()
             except Exception as error:
-                faults.append(error)
+                errors.append(error)
             finally:
                 has_news.set()
 
@@ -126,12 +126,12 @@ class JobStreams:
                 latest.clear()
                 for entry in changed:
                     yield entry
-                if faults:
-                    raise faults[0]
+                if errors:
+                    raise errors[0]
         finally:
             for task in tasks:
                 task.cancel()
-            faults.clear()
+            errors.clear()
 
 
 @asynccontextmanager
@@ -146,7 +146,7 @@ async def running(
     run = JobStreams(receive, timers)
     reason = "error"
     try:
-        async with asyncio.timeout(None if left_ms is None else left_ms / 1e3 + _HEAD_START_S) as limit:
+        async with asyncio.timeout(None if left_ms is None else left_ms / 1e3 + _GRACE_S) as limit:
             yield run
     except TimeoutError:
         if not limit.expired():

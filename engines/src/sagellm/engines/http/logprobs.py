@@ -17,18 +17,18 @@ _LOWEST = -9999.0  # JSON has no infinity; vLLM's number
 _PART_BYTES = 64 << 10
 _SPACES = re.compile(r"\s+")
 
-Placed = tuple[Position, int]
+TokenAt = tuple[Position, int]
 """A position, and where its token begins in the text of the answer."""
 
 
-def placed(positions: Iterable[Position], offset: int = 0) -> Iterator[Placed]:
+def with_offsets(positions: Iterable[Position], offset: int = 0) -> Iterator[TokenAt]:
     """Yield positions of an output whose text begins at this offset."""
     for position in positions:
         yield position, offset
         offset += position.texts[0].num_characters
 
 
-def placed_in_prompt(positions: Iterable[Position | None], prompt: str) -> Iterator[Placed | None]:
+def with_prompt_offsets(positions: Iterable[Position | None], prompt: str) -> Iterator[TokenAt | None]:
     """Yield positions of a prompt, or None as they do.
 
     Each token is looked for where the one before ends. Special tokens that the tokenizer added are not in the
@@ -57,7 +57,7 @@ def _find(token: TokenText, prompt: str, offset: int) -> tuple[int, int]:
     return offset, min(offset + num_characters, len(prompt))
 
 
-def completion_logprobs(tokens: Iterable[Placed | None], num_top: int, *, as_ids: bool) -> Iterator[bytes]:
+def completion_logprobs(tokens: Iterable[TokenAt | None], num_top: int, *, as_ids: bool) -> Iterator[bytes]:
     """Yield the log-probabilities of a completion. With `as_ids`, tokens are `token_id:` and a number."""
     texts, values, offsets = bytearray(), bytearray(), bytearray()
     yield b'{"top_logprobs":['

@@ -143,7 +143,7 @@ def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: 
 
 def _read_parts(where: str, value: memoryview, limits: PromptLimits) -> list[TextPart]:
     if len(value) <= _MAX_PLAIN_BYTES:
-        with suppress(msgspec.ValidationError):  # what it names is less than what is named below
+        with suppress(msgspec.ValidationError):  # the slow path below gives the precise error
             parts: list[TextPart] = _decode_parts(value)
             return parts
     parts = []

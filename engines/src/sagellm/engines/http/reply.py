@@ -62,9 +62,9 @@ class JSONReply:
             held, self._held = bytes(self._held), bytearray()
             await self._send({"type": "http.response.body", "body": held, "more_body": True})
 
-    async def finish(self, part: bytes = b"") -> None:
-        """Send what is left, and a last part."""
-        rest = bytes(self._held) + part
+    async def finish(self) -> None:
+        """Send what is left."""
+        rest = bytes(self._held)
         if self._has_started:
             await self._send({"type": "http.response.body", "body": rest})
         else:
@@ -91,9 +91,9 @@ class EventReply:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def finish(self, events: bytes = b"") -> None:
-        """Send the last events and the end."""
-        await self.write(events + _DONE)
+    async def finish(self) -> None:
+        """Send the end."""
+        await self.write(_DONE)
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: APIError) -> None:

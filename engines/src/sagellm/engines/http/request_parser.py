@@ -70,8 +70,8 @@ class RequestParser:
 
     @property
     def is_between_requests(self) -> bool:
-        """Whether no byte of the next request has arrived."""
-        return self._take_line == self._take_request_line and not self._num_line_bytes
+        """Whether nothing of the next request has arrived but blank lines."""
+        return self._take_line == self._take_request_line and not self._line
 
     def get_method(self) -> bytes:
         """Return the method of the request whose head came last."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -37,9 +36,6 @@ class HTTPServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the given sockets, or on the configured address."""
-        if sys.platform == "win32":  # its event loop has no add_reader
-            await super().startup(sockets)
-            return
         config = self.config
         self._connections.max_open = fit_to_files(self._connections.max_open)
         if sockets is None:

@@ -58,7 +58,8 @@ def _refusal(decoder: dict[str, Any], vocab: Collection[str]) -> str | None:
         return f"has {len(kinds):,} steps, {kinds.count('Replace'):,} of them Replace"
     if any("Regex" in part for part in parts):
         return "replaces what a regular expression matches, which may take minutes"
-    longest = max(len(text) for part in parts for text in part.values() if isinstance(text, str))
+    texts = (text for part in parts for key, text in part.items() if key != "type" and isinstance(text, str))
+    longest = max(map(len, texts), default=0)
     most_stripped = max((part.get(end, 0) for part in parts for end in ("start", "stop")), default=0)
     if longest > _MAX_CHARACTERS or most_stripped > _MAX_CHARACTERS:
         return f"replaces, inserts or strips up to {max(longest, most_stripped):,} characters"
@@ -72,5 +73,5 @@ def _refusal(decoder: dict[str, Any], vocab: Collection[str]) -> str | None:
 
 
 def _most_matches(pattern: str, vocab: Collection[str]) -> int:
-    """Return how often a pattern occurs in a token, at most; tokens too short to have many count as none."""
+    """Return how often a pattern occurs in a token, at most; of a token that is too short for many, 0."""
     return max((token.count(pattern) for token in vocab if len(token) > _MAX_MATCHES), default=0)

@@ -14,8 +14,8 @@ logger = get_logger(__name__)
 _FILE = "generation_config.json"
 _MAX_BAD_TOKENS = 8192  # of all words; each request carries them
 _DEFAULT_MAX_LENGTH = 20  # transformers writes it where nothing was chosen
-# Left out is what changes nothing without beams (length_penalty, early_stopping, diversity_penalty) or at all
-# (renormalize_logits), and what is about speed or the form of the answer.
+# Not listed: settings with no effect without beam search (length_penalty, early_stopping, diversity_penalty)
+# or at all (renormalize_logits), and those that affect only speed or the output format.
 _NOT_APPLIED: dict[str, object] = {
     "begin_suppress_tokens": [],
     "constraints": [],
@@ -181,7 +181,7 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
     try:
         return float(_checked(value, name, "number"))
     except OverflowError:
-        raise CheckpointError(f"{_FILE}: {name} is beyond any number of a computer") from None
+        raise CheckpointError(f"{_FILE}: {name} is too large for a float") from None
 
 
 def _integer(values: Mapping[str, Any], name: str) -> int | None:

@@ -83,8 +83,8 @@ class Link(asyncio.Protocol):
             self._handle_next()
         self._takes_more.set()
         if not self.first.done():
-            self.first.set_result(None)
-        if not self._lost.done():
+            self.first.set_result(None)  # the core refuses a connection beyond those that it has
+        elif not self._lost.done():
             self._lost.set_result(None)
 
     def _take_turn(self) -> None:
@@ -166,6 +166,8 @@ class Links:
         link = Link(self._take, self.lost)
         try:
             await self._connect(link)
+            if await link.first is None:
+                raise ConnectionError("the engine has no room for another connection")
         except OSError as error:  # no descriptor is free, or the core has just ended
             logger.info("a tenant shares the connection of the calls: %s", error)
             link = self.calls

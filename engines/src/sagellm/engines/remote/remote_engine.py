@@ -169,13 +169,17 @@ class RemoteEngine:
                 requests.append(next(checking))
                 if len(requests) % _CHECKED_AT_ONCE == 0:
                     await asyncio.sleep(0)
-        await self._suspects.wait_for_turn(requests)
+        self._driver.check_unused(requests)
         try:
-            await self.supervisor.reach(requests[0].request.tenant.name)
+            turn = -1
+            while turn != self._suspects.num_ends:  # the core may die before this job is sent
+                turn = await self._suspects.wait_for_turn(requests)
+                await self.supervisor.reach(requests[0].request.tenant.name)
             self._driver.add(requests, prompts)
         except BaseException:
             for request in requests:
-                self._suspects.leave(request.request_id)
+                if request.request_id not in self._driver:  # with the id of another one
+                    self._suspects.leave(request.request_id)
             raise
         streams = [OutputStream(each.request_id, self._drop) for each in requests]
         self._streams.update({each.request_id: each for each in streams})
@@ -250,6 +254,7 @@ class RemoteEngine:
         self._fail_all(error)
 
     def _fail_all(self, error: EngineDeadError) -> None:
+        self._suspects.end_turns()
         self._driver.forget_all()
         self._streams.fail_all(error)
         calls, self._calls = self._calls, {}

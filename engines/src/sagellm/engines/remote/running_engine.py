@@ -3,8 +3,8 @@
 An engine's process holds a lock on NAME.lock until it ends, for whatever reason. So liveness depends on no
 clock, and a reused process id is never mistaken for the engine.
 
-Whatever else stands in the folder is not trusted: what is no entry, or no regular file of ours, is logged
-once and skipped, and no file can make a reader wait.
+Whatever else stands in the folder is not trusted: anything that is not a valid entry, or not a regular file
+of this user, is logged once and skipped, and reading never blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -45,7 +45,7 @@ class EngineLock:
     """
 
     def __init__(self, name: str) -> None:
-        """Take the lock. Raises ConfigError if an engine of this name runs, or the file is no lock."""
+        """Take the lock. Raises ConfigError if an engine of this name runs, or the file cannot be locked."""
         deadline = time.monotonic() + _LOCK_WAIT_S
         try:
             while (descriptor := _try_lock(name)) is None:
@@ -58,10 +58,12 @@ class EngineLock:
 
     def release(self) -> None:
         """Remove the engine's entry, its socket and the lock. Idempotent."""
-        if self._descriptor >= 0:
-            _remove(self._name)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                _remove(self._name)
+            finally:
+                os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -137,21 +139,24 @@ class RunningEngine:
     def withdraw_dead(cls) -> list[Self]:
         """Remove the files of engines that ended without cleaning up, and return those engines.
 
-        Regular files of ours that are no entry, and are no running engine's, are removed too.
+        This user's regular files that are not valid entries, and no running engine's, are removed too.
         """
         dead = []
         for path in _entries():
             engine = cls._read(path)
             if not _NAME.fullmatch(path.stem):
                 continue
-            with suppress(OSError):  # it is gone, or the lock is none, which is logged where it is asked for
+            with suppress(OSError):  # it is gone, or its lock is unusable, which `is_alive` logs
                 if not _is_own_file(path):
                     continue
                 descriptor = _try_lock(path.stem)  # so that no engine of this name starts meanwhile
-                if descriptor is not None:
+                if descriptor is None:
+                    continue
+                try:
                     if engine is not None and path.exists():
                         dead.append(engine)
                     _remove(path.stem)
+                finally:
                     os.close(descriptor)
         return dead
 
@@ -216,7 +221,7 @@ def _entries() -> list[Path]:
 def _read_own_file(path: Path) -> bytes:
     """Return the content of a regular file of ours, without waiting. Raises OSError, InvalidInputError."""
     if not _is_own_file(path):
-        raise InvalidInputError("it is no regular file, or somebody else's")
+        raise InvalidInputError("it is not a regular file, or it belongs to another user")
     descriptor = os.open(path, os.O_RDONLY | _CAREFUL)
     try:
         data = os.read(descriptor, _MAX_ENTRY_BYTES + 1)
@@ -233,9 +238,9 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
 
 
-@cache
+@lru_cache(256)
 def _say_once(path: Path, reason: str) -> None:
-    logger.warning("%s is no engine's file and is ignored: %s", path, reason)
+    logger.warning("ignoring %s, which is not an engine's file: %s", path, reason)
 
 
 def _entry_of(name: str) -> Path:

@@ -27,11 +27,11 @@ from sagellm.engines.remote.messages import Call, Failed, FromCore, Hello
 logger = get_logger(__name__)
 
 _MAX_FIRST_STARTS = 4
-"""Starts without success after which the first core is given up."""
+"""Deaths before any core was ready, after which it is given up; after an error at its start, at once."""
 _PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before the restart after the first death, the second, …; further ones are like the last."""
 _CALM_S = 60.0
-"""A core that was ready for so long begins the pauses anew with its death."""
+"""A core that was ready for so long resets the pauses."""
 _TICK_S = 0.5
 
 _DIED = "the engine's process died"

@@ -29,10 +29,11 @@ class _Suspect:
 class Suspects:
     """Counts the deaths of the core that a request has seen, also when a client sends it again.
 
-    A request that was live in one death is a suspect. Suspects begin one after the other, each when the last
-    one has its first token or has ended, beside others. If the core dies meanwhile, that one is the likely
-    cause: the other suspects that run are not blamed. What was live in two deaths is refused. A suspect
-    that is answered is none any longer; all are forgotten ten minutes after their last death.
+    A request that was live in one death is a suspect. Suspects start one job at a time: the next starts when
+    all of the last have their first token or have ended. Other requests run beside them. If the core dies
+    meanwhile, that job is the likely cause: the other suspects that run are not blamed. What was live in
+    two deaths is refused. A suspect that is answered is cleared; all are forgotten ten minutes after their
+    last death.
 
     A request is known by a hash, with a key of this process, of its tenant, namespace, tokens and parameters.
     """
@@ -44,9 +45,11 @@ class Suspects:
         self._live: dict[RequestId, bytes] = {}  # suspects that were sent to the core
         self._beginning: set[RequestId] = set()  # of one job: those without a token
         self._has_begun = asyncio.Event()
+        self.num_ends = 0
+        """Times that all turns ended at once. One that was got before that is over."""
 
-    async def wait_for_turn(self, requests: Sequence[QueuedRequest]) -> None:
-        """Let a job with suspects begin when no other one does; `leave` ends its turn.
+    async def wait_for_turn(self, requests: Sequence[QueuedRequest]) -> int:
+        """Let a job with suspects begin when no other one does, and return `num_ends`; `leave` ends its turn.
 
         Raises DeadlyRequestError for a request that was live in two deaths.
         """
@@ -57,6 +60,7 @@ class Suspects:
             suspects = self._known(requests)
         self._live.update(suspects)
         self._beginning.update(suspects)
+        return self.num_ends
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Record which requests have their first token, and which are answered."""
@@ -89,6 +93,11 @@ class Suspects:
                 logger.warning("%d processes ended while they had request %s", num_deaths, request.request_id)
         for mark in list(self._suspects)[:-_MAX_SUSPECTS]:
             del self._suspects[mark]
+        self.end_turns()
+
+    def end_turns(self) -> None:
+        """Let all who wait for a turn look again: the core is gone, and what it had."""
+        self.num_ends += 1
         self._live.clear()
         self._beginning.clear()
         self._has_begun.set()

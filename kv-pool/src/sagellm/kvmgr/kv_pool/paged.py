@@ -115,9 +115,9 @@ class PagedKVPool(KVPoolProtocol):
         Raises OutOfBlocksError when fewer are free. About 0.1 µs per block.
         """
         num_blocks = len(sequence_ids)
-        if not num_blocks:
-            return []
         granted = list(zip(sequence_ids, priorities, repeat(self._clock.now_ns(), num_blocks), strict=True))
+        if not granted:
+            return []
         with self._lock:
             try:
                 block_ids = self._allocator.allocate(num_blocks)

@@ -9,7 +9,8 @@ from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from sagellm.core import KVTierProtocol, Randomness, RequestLimits, Runtime, TierResult, VirtualClock
+from sagellm.core import Randomness, RequestLimits, Runtime, VirtualClock
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines.assembly import Modules, build_core
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.remote.core_server import CoreServer
@@ -93,26 +94,6 @@ class SimSelector(selectors.BaseSelector):
 
     def _tell(self) -> None:
         self.on_change()
-
-
-class LateTier:
-    """Forwards to a tier, and returns results some polls later, out of order."""
-
-    def __init__(self, tier: KVTierProtocol, random: Random) -> None:
-        self._tier, self._random = tier, random
-        self._late: list[TierResult] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
-
-    def poll(self) -> list[TierResult]:
-        """Return about a third of the finished results."""
-        ready: list[TierResult] = []
-        late: list[TierResult] = []
-        for result in [*self._late, *self._tier.poll()]:
-            (ready if self._random.random() < 0.3 else late).append(result)
-        self._late = late
-        return ready
 
 
 class SimCoreProcess:
@@ -213,7 +194,7 @@ class SimCoreProcess:
             self._fail_to_load(error)
             return
         offload = self.core.kv.offload
-        offload.tiers = LateTier(offload.tiers, runtime.randomness.stream("late tiers"))
+        offload.tiers = LateKVTier(offload.tiers, runtime.randomness.stream("late tiers"))
         limits = RequestLimits(
             vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, num_blocks=num_blocks, block_size=LAYOUT.block_size
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from sagellm.core.errors import PluginError
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.kv_tier import (
@@ -47,7 +48,7 @@ class GuardedTier(KVTierProtocol):
         check_requests(requests)
         ticket = Ticket(self._num_submits)
         self._num_submits += 1
-        begun = self._ask(None, self.tier.submit, requests)
+        begun = self._ask(None, self._submitted, requests)
         if begun is None:
             self._fail(ticket, len(requests))
         else:
@@ -56,9 +57,7 @@ class GuardedTier(KVTierProtocol):
 
     def poll(self) -> list[TierResult]:
         """Return what has ended or failed."""
-        for result in self._ask([], self.tier.poll):
-            if (begun := self._open.pop(result.ticket, None)) is not None:
-                self._results.append(TierResult(begun[0], result.outcomes))
+        self._ask(None, self._take_results)
         results, self._results = self._results, []
         return results
 
@@ -100,6 +99,22 @@ class GuardedTier(KVTierProtocol):
         except BaseException as error:
             self._give_up(error)
 
+    def _submitted(self, requests: Sequence[TierRequest]) -> Ticket:
+        ticket = self.tier.submit(requests)
+        if not isinstance(ticket, int):
+            raise PluginError(f"submit returned {ticket!r} and no ticket")
+        return ticket
+
+    def _take_results(self) -> None:
+        for result in self.tier.poll():
+            if (begun := self._open.get(result.ticket)) is None:
+                continue
+            ticket, num_requests = begun
+            if len(result.outcomes) != num_requests:
+                raise PluginError(f"poll returned {len(result.outcomes)} outcomes of {num_requests} requests")
+            del self._open[result.ticket]
+            self._results.append(TierResult(ticket, result.outcomes))
+
     def _ask(self, otherwise: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._is_broken:
             return otherwise
@@ -113,7 +128,7 @@ class GuardedTier(KVTierProtocol):
         if isinstance(error, KeyboardInterrupt):
             raise error
         if not self._is_broken:
-            _log.error("the KV tier %r failed and is not used any more", self._name, exc_info=error)
+            _log.error("the KV tier %r failed and is no longer used", self._name, exc_info=error)
         self._is_broken = True
         begun, self._open = self._open, {}
         for ticket, num_requests in begun.values():

@@ -157,7 +157,7 @@ class TieredKVStorage(KVTierProtocol):
 
     A put goes to the first tier, even if the block was in a lower one. A full tier demotes its coldest blocks
     to the next one, and the last tier drops them; a tier that fails, or is full of busy blocks, is skipped,
-    and one that raises is not used any more. A get reads from the tier that has the block; a block that is
+    and one that raises is no longer used. A get reads from the tier that has the block; a block that is
     then hot moves up, if there is room. The classifier decides both.
 
     Operations on one block run in sequence, on several in the order of the tiers' answers. One lock guards

@@ -31,7 +31,7 @@ class LateKVTier(KVTierProtocol):
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
         """Forward the requests that do not fail."""
         check_requests(requests)
-        failed = [each.action != "delete" and self._random.random() < self._failure_rate for each in requests]
+        failed = [each.action != "delete" and self._fails() for each in requests]
         for request, fails in zip(requests, failed, strict=True):
             if fails and request.action == "get" and request.data is not None:
                 request.data.cast("B")[:] = self._random.randbytes(request.data.nbytes)
@@ -76,6 +76,9 @@ class LateKVTier(KVTierProtocol):
     def close(self) -> None:
         """Pass on."""
         self._tier.close()
+
+    def _fails(self) -> bool:
+        return self._failure_rate > 0 and self._random.random() < self._failure_rate
 
     def _with_failures(self, result: TierResult) -> TierResult:
         outcomes = iter(result.outcomes)
