@@ -96,7 +96,8 @@ def write(shape, run):
         await asyncio.sleep(0)
         try:
             reply = JSONReply(send)
-            await reply.finish(await generation._write(run, shape, reply))
+            await generation._write(run, shape, reply)
+            await reply.finish()
         finally:
             task.cancel()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sagellm.engines.http.errors import APIError
-from sagellm.engines.http.request_parser import MAX_HEADER_BYTES, RequestParser
+from sagellm.engines.http.request_parser import MAX_CHUNKS, MAX_HEADER_BYTES, RequestParser
 
 HOST = b"Host: here\r\n"
 H2C = (
@@ -45,7 +45,9 @@ class Requests:
 def read(data, size=None):
     requests = Requests()
     for start in range(0, len(data), size or max(len(data), 1)):
-        requests.parser.feed_data(data[start : start + (size or len(data))])
+        piece = data[start : start + (size or len(data))]
+        while piece:
+            piece = piece[requests.parser.feed_data(piece) :]
     return requests
 
 
@@ -208,9 +210,26 @@ def test_what_is_not_http_is_refused_before_a_line_ends(data):
 @pytest.mark.parametrize("piece", [b"a", b"a:b\r\n", b"\r\n"])
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nA: ", CHUNKED])
 def test_what_does_not_end_is_refused(start, piece):
-    parser = read(start).parser
     with pytest.raises(APIError):
-        parser.feed_data(piece * (MAX_HEADER_BYTES + 1))
+        read(start + piece * (MAX_HEADER_BYTES + 1))
+
+
+def test_a_request_is_read_alone_and_a_few_lines_at_a_time():
+    two = b"GET /a HTTP/1.1\r\nHost: h\r\n\r\n" * 2
+    parser = Requests().parser
+    assert parser.feed_data(two) == len(two) / 2
+    body = CHUNKED + b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n"
+    requests, num_turns = Requests(), 0
+    while body:
+        body = body[requests.parser.feed_data(body) :]
+        num_turns += 1
+    assert num_turns == 8
+    assert requests.whole[0][-1] == b"x" * 1000
+
+
+def test_a_body_has_no_more_chunks_than_are_allowed():
+    assert len(read(CHUNKED + b"1\r\nx\r\n" * (MAX_CHUNKS - 1) + b"0\r\n\r\n").whole) == 1
+    assert refused(CHUNKED + b"1\r\nx\r\n" * MAX_CHUNKS + b"0\r\n\r\n") == 400
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def test_log_probabilities_of_a_prompt_and_of_the_output_have_one_budget():
 def test_log_probabilities_of_a_prompt_count_for_each_continuation():
     check_budget(SamplingParams(prompt_logprobs=20), 1, 8000, 9000)
     with pytest.raises(APIError) as caught:
-        check_budget(SamplingParams(prompt_logprobs=20, n=100), 1, 8000, 9000)
+        check_budget(SamplingParams(prompt_logprobs=20, n=100), 1, 8000, 9000, times_scored=100)
     assert told(caught, "prompt_logprobs").startswith(
-        "prompt_logprobs: 20 and the token itself for 8000 prompt tokens, 100 times are 16800000 log-prob"
+        "prompt_logprobs: 20 and the token itself for 800000 prompt tokens are 16800000 log-probabilities"
     )
 
 

@@ -17,7 +17,8 @@ import pytest
 from sagellm.core import Tenant, VirtualClock
 from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines.http.body import BodyGate
-from sagellm.engines.http.request_parser import MAX_HEADERS
+from sagellm.engines.http.http_protocol import BoundedHTTP
+from sagellm.engines.http.request_parser import MAX_CHUNKS, MAX_HEADERS
 from sagellm.engines.simulation.served.loop import VirtualLoop
 
 GET = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -89,6 +90,37 @@ def test_a_message_has_one_meaning(server, data, status):
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer
     assert (b'"error"' in answer) is (status != 200)
     assert answer.count(b"HTTP/1.1 ") == (2 if data.startswith(WHOLE) else 1)
+
+
+@pytest.mark.parametrize("closes_half", [False, True])
+def test_requests_that_come_at_once_are_answered_in_order(server, closes_half):
+    paths = [b"/version", b"/nowhere", b"/health"] * 20
+    data = b"".join(b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % path for path in paths)
+    answer = exchange(server, data, closes_half=closes_half)
+    assert [each[:3] for each in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404", b"200"] * 20
+    answer = exchange(server, WHOLE + GET + b"\r\n" + b"no request\r\n", closes_half=closes_half)
+    assert [each[:3] for each in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"400"]
+
+
+def test_a_body_in_many_chunks_is_whole_even_if_its_client_has_closed_its_half(server):
+    body = BODY + b" " * 2000
+    data = CHUNKED + b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+    assert exchange(server, data, closes_half=True).startswith(b"HTTP/1.1 200 ")
+
+
+def test_of_a_client_that_sends_faster_than_it_is_read_little_is_kept(server, monkeypatch):
+    kept, take_turn = [], BoundedHTTP._take_turn
+
+    def take(connection):
+        kept.append(len(connection._unread))
+        take_turn(connection)
+
+    monkeypatch.setattr(BoundedHTTP, "_take_turn", take)
+    answer = exchange(server, CHUNKED + b"1\r\nx\r\n" * (MAX_CHUNKS + 1))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert len(kept) > MAX_CHUNKS / 200
+    assert max(kept) < 512 << 10  # what is read at once, and what is kept before
+    assert sorted(kept)[len(kept) // 2] <= 320 << 10
 
 
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"

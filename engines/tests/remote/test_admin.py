@@ -187,7 +187,7 @@ def test_a_file_that_is_no_entry_is_named_once_and_then_removed(folder, caplog, 
         for _ in range(2):
             assert [engine.name for engine in RunningEngine.all()] == ["one"]
         (record,) = caplog.records
-        assert record.getMessage().startswith(f"{path} is no engine's file and is ignored: ")
+        assert record.getMessage().startswith(f"ignoring {path}, which is not an engine's file: ")
         assert RunningEngine.withdraw_dead() == []
         assert sorted(each.name for each in folder.iterdir()) == ["one.json", "one.lock"]
 

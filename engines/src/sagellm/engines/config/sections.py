@@ -378,7 +378,7 @@ class ServerConfig(Checked):
     metrics_allow: Names = Field(
         default=(),
         description="addresses and networks, such as 10.0.0.5 or 10.0.0.0/8, that read /metrics without a "
-        "key where keys are set; requests through a proxy need one",
+        "key where keys are set; not for requests that a proxy has marked, so not 127.0.0.1 behind one here",
     )
     public_namespaces: Names = Field(
         default=(), description="namespaces in which all who name one in cache_namespace share prefixes"

@@ -24,8 +24,9 @@ METRICS_PATH = "/metrics"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _MAX_HEADER_BYTES = 4096
 _FORWARDING = frozenset(
-    b"client-ip cf-connecting-ip fastly-client-ip fly-client-ip forwarded true-client-ip via x-client-ip "
-    b"x-cluster-client-ip x-envoy-external-address x-real-ip".split()
+    b"cf-connecting-ip cf-ray client-ip fastly-client-ip fly-client-ip forwarded true-client-ip via "
+    b"x-amzn-trace-id x-azure-clientip x-client-ip x-cluster-client-ip x-envoy-external-address "
+    b"x-envoy-original-path x-proxyuser-ip x-real-ip x_forwarded_for".split()
 )
 """Headers by which proxies name a client; and all that begin with `x-forwarded` or `x-original`."""
 _METRICS_NEED = (
@@ -227,7 +228,7 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 
 def _without_port(host: bytes) -> bytes:
     name, colon, port = host.rpartition(b":")
-    return (name if colon and port.isdigit() else host).lower()
+    return (name if colon and (port.isdigit() or not port) else host).lower()
 
 
 def _is_preflight(scope: Scope) -> bool:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sagellm.core.chaos import in_pieces
@@ -22,14 +23,31 @@ _STALL_TIMEOUT_S = 60.0
 _HALF_CLOSED_S = 0.25
 """Time after a client closes its sending half until it is first probed."""
 _MAX_HALF_CLOSED_S = 4.0
+_MAX_UNREAD_BYTES = 64 << 10
+"""Unread bytes above which no more are taken from a client; below, its end is noticed."""
 _HAS_TCP_INFO = hasattr(socket, "TCP_INFO")
 _TCP_CLOSE = 7
+
+
+class _Flow(FlowControl):
+    """Takes nothing from a client of whom much is unread, whoever asks for more."""
+
+    def __init__(self, transport: asyncio.Transport, has_much: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._has_much = has_much
+
+    def resume_reading(self) -> None:
+        """Take more, unless much is unread."""
+        if not self._has_much():
+            super().resume_reading()
 
 
 class BoundedHTTP(HttpToolsProtocol):
     """HTTP/1.1 with time limits for heads and for clients that read too slowly, and bounded headers.
 
-    Refused requests never reach the application, so they are logged here if `is_logged`.
+    A request is read once the one before it is answered, and a few hundred lines at a time, between which
+    other connections have their turns. Refused requests never reach the application, so they are logged here
+    if `is_logged`.
     """
 
     def __init__(self, *args: Any, connections: Connections, is_logged: bool, **options: Any) -> None:
@@ -39,6 +57,9 @@ class BoundedHTTP(HttpToolsProtocol):
         self._is_logged = is_logged
         self.url = b""
         self.parser: RequestParser = RequestParser(self)  # type: ignore[assignment]
+        self._unread = b""
+        self._turn: asyncio.Handle | None = None
+        self._has_eof = False
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
@@ -46,6 +67,7 @@ class BoundedHTTP(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register the connection and start to wait for headers."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: len(self._unread) > _MAX_UNREAD_BYTES)
         self.peer = peer_of(self.client[0]) if self.client else None
         refusal = self._connections.add(self)
         self._is_probe_only = refusal is not None
@@ -55,7 +77,7 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel all timers and unregister."""
-        for timer in (self._deadline, self._stall, self._probe):
+        for timer in (self._turn, self._deadline, self._stall, self._probe):
             if timer is not None:
                 timer.cancel()
         self._connections.remove(self)
@@ -81,17 +103,42 @@ class BoundedHTTP(HttpToolsProtocol):
 
     @in_pieces("http.receive", lambda self: self.transport.is_closing())
     def data_received(self, data: bytes) -> None:
-        """Read requests; refuse what is invalid or exceeds a limit."""
+        """Read a request, now or when its turn comes."""
+        self._unread += data
+        if self._turn is None:
+            self._take_turn()
+        if len(self._unread) > _MAX_UNREAD_BYTES:
+            self.flow.pause_reading()
+
+    def _take_turn(self) -> None:
+        """Read on in the current request, or in the next one if that is answered; refuse what is invalid."""
+        self._turn = None
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
+            self._unread = b""
             return
-        try:
-            self.parser.feed_data(data)
-        except APIError as refusal:
-            self._refuse(refusal)
-            return
+        if self._is_idle or self.cycle.more_body:
+            try:
+                num_read = self.parser.feed_data(self._unread)
+            except APIError as refusal:
+                self._unread = b""
+                self._refuse(refusal)
+                return
+            self._unread = self._unread[num_read:]
+            self._read_on()
         if self._is_idle:  # this is not part of a running request, which has its own timers
             self._start_deadline()
+
+    def _read_on(self) -> None:
+        """Have the next turn if something is left to read, else take more from the client."""
+        if self._unread:
+            if self._turn is None and (self._is_idle or self.cycle.more_body):
+                self._turn = self.loop.call_soon(self._take_turn)
+        elif self._has_eof:
+            if self._is_idle or self.cycle.more_body:
+                self.transport.close()
+        elif self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         """Start a request."""
@@ -110,16 +157,21 @@ class BoundedHTTP(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, after the rest of this one's body if that was not read."""
         super().on_response_complete()
-        if self._is_idle and not self.transport.is_closing():
-            self._connections.mark_idle(self)
-            if not self.parser.is_between_requests:
-                self._start_deadline()
+        if self.transport.is_closing():
+            return
+        self._connections.mark_idle(self)
+        if self._unread or not self.parser.is_between_requests:
+            self._start_deadline()
+        self._read_on()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Continue the running request: a client may close its sending half and wait for the answer."""
-        if self._is_idle or self.cycle.more_body or not _HAS_TCP_INFO:
+        is_waiting = self._turn is None and (self._is_idle or self.cycle.more_body)
+        if is_waiting or not _HAS_TCP_INFO:
             return False
-        self.cycle.keep_alive = False
+        self._has_eof = True
+        if self.cycle is not None and not self._unread:
+            self.cycle.keep_alive = False
         self._probe = self.loop.call_later(_HALF_CLOSED_S, self._probe_client, _HALF_CLOSED_S)
         return True
 
@@ -128,6 +180,9 @@ class BoundedHTTP(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_idle:
+            if self.parser.is_in_body:  # of a request that is answered
+                self.transport.close()
+                return
             self._log(error)
         else:
             self.cycle.scope["state"]["failure"] = error.code  # for the access log
@@ -179,7 +234,7 @@ class BoundedHTTP(HttpToolsProtocol):
             self.transport.abort()
             return
         cycle = self.cycle
-        if not cycle.response_started and not self.pipeline and cycle.scope["http_version"] == "1.1":
+        if not cycle.response_started and cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         wait_s = min(2 * waited_s, _MAX_HALF_CLOSED_S)
         self._probe = self.loop.call_later(wait_s, self._probe_client, wait_s)

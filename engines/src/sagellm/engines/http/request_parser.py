@@ -15,6 +15,11 @@ from sagellm.engines.http.errors import APIError
 MAX_HEADER_BYTES = 16 << 10
 """Limit on the request line and headers together, and on the trailers."""
 MAX_HEADERS = 100
+MAX_CHUNKS = 1 << 16
+"""Limit on the chunks of one body, of which each takes some 4 µs."""
+
+_MAX_LINES = 256
+"""Lines that are read in one go: about half a millisecond."""
 
 _END = b"\r\n"
 _CONTROL = rb"\x00-\x08\x0a-\x1f\x7f"  # all but a tab
@@ -62,7 +67,8 @@ class RequestParser:
         self._take_line: Callable[[bytes], None] = self._take_request_line
         self._num_line_bytes = 0  # of the head or the trailers so far
         self._num_left = 0  # bytes left of the body or the chunk
-        self._is_chunked = False
+        self._num_chunks = 0
+        self._is_chunked = self._has_ended = False
         self._is_last = self._is_over = False
         self._method, self._version = b"", "1.1"
         self._host: bytes | None = None  # of an absolute request URI
@@ -72,6 +78,11 @@ class RequestParser:
     def is_between_requests(self) -> bool:
         """Whether nothing of the next request has arrived but blank lines."""
         return self._take_line == self._take_request_line and not self._line
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether the body of the last request has not come to its end."""
+        return self._is_chunked or self._num_left > 0
 
     def get_method(self) -> bytes:
         """Return the method of the request whose head came last."""
@@ -89,10 +100,16 @@ class RequestParser:
         """Say that the protocol never changes."""
         return False
 
-    def feed_data(self, data: bytes) -> None:
-        """Read the next bytes of the connection, however they are split."""
-        position = 0
-        while position < len(data) and not self._is_over:
+    def feed_data(self, data: bytes) -> int:
+        """Read the next bytes of the connection, however they are split, and return how many.
+
+        Stops at the end of a request, and after `_MAX_LINES` lines, so that nobody else waits for long.
+        """
+        if self._is_over:
+            return len(data)
+        position = num_lines = 0
+        self._has_ended = False
+        while position < len(data) and num_lines < _MAX_LINES and not self._has_ended:
             if self._num_left:
                 size = min(self._num_left, len(data) - position)
                 self._num_left -= size
@@ -104,6 +121,7 @@ class RequestParser:
             end = data.find(b"\n", position) + 1
             piece = data[position : end or len(data)]
             position += len(piece)
+            num_lines += 1
             self._num_line_bytes += len(piece)
             if self._num_line_bytes > MAX_HEADER_BYTES:
                 raise _too_many_headers(f"The headers or trailers are longer than {MAX_HEADER_BYTES} bytes.")
@@ -114,6 +132,9 @@ class RequestParser:
                 self._take_line(line)
             else:
                 self._take_line(piece)
+        if self._has_ended and data.startswith(_END, position):
+            position += len(_END)  # some clients send one after a body
+        return position
 
     def _keep(self, piece: bytes) -> None:
         """Keep the next part of a line, unless it is not HTTP, which may have no lines."""
@@ -182,6 +203,9 @@ class RequestParser:
         found = _CHUNK_SIZE.fullmatch(line)
         if found is None:
             raise _bad("A chunk must begin with its size in at most 8 hexadecimal digits, nothing else.")
+        self._num_chunks += 1
+        if self._num_chunks > MAX_CHUNKS:
+            raise _bad(f"A body may have at most {MAX_CHUNKS} chunks; send larger ones.")
         self._num_left, self._num_line_bytes = int(found[1], 16), 0
         self._take_line = self._take_chunk_end if self._num_left else self._take_trailer
 
@@ -198,9 +222,9 @@ class RequestParser:
             self._end_message()
 
     def _end_message(self) -> None:
-        self._is_chunked = False
+        self._is_chunked, self._has_ended = False, True
         self._is_over = self._is_last
-        self._num_line_bytes = 0
+        self._num_line_bytes = self._num_chunks = 0
         self._take_line = self._take_request_line
         self._handler.on_message_complete()
 
