@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,17 @@ def test_bad_words_of_a_request_come_on_top_of_the_checkpoints(copy):
     (word,) = engine.tokenizer("e")["input_ids"]
     words = engine.driver.input.process_request(PROMPT, params).params.bad_words_token_ids
     assert {(7,), (word,)} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"min_new_tokens": -3}, "generation_config.json: min_new_tokens is -3; "),
+        ({"max_new_tokens": 0}, "generation_config.json: max_new_tokens is 0; "),
+        ({"stop_strings": [""]}, "generation_config.json: stop_strings has ''; "),
+        ({"top_p": 7.5}, "generation_config.json: top_p is 7.5; "),
+    ],
+)
+def test_a_setting_out_of_range_is_named_as_in_the_file(copy, settings, told):
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        engine_with(copy, **settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sagellm.engines.cli.flags import command_help
+
 BOMBS = [
     "{a0: &a0 [lol], "
     + ", ".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9))
@@ -25,3 +27,15 @@ def test_a_mapping_beyond_a_limit_is_an_error_that_names_the_flag(sage, text: st
         assert (result.code, f"Error: {flag} cannot be read: it " in result.err) == (2, True), result.err
     result = sage("config", "show", "--engine-kind", f"llm{{size={text}}}")
     assert (result.code, "engine.name (engine_kind) cannot be read: it " in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "told"),
+    [
+        ("time; null: no limit", 3_600_000, "Time. [default: 3600000]"),
+        ("time; null: no limit", None, "Time. [default: no limit]"),
+        ("time", None, "Time."),
+    ],
+)
+def test_the_help_names_the_default_that_holds(text, default, told):
+    assert command_help(text, default) == told

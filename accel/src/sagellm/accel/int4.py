@@ -16,7 +16,7 @@ _SHRINKS = (1.0, 0.93, 0.86, 0.79, 0.72)
 
 
 class Int4Quantizer(IntegerQuantizer):
-    """Rounds weights to -8 … 7, scale = clip_ratio · max|w| ÷ 7; one scale for a group of 128 by default.
+    """Rounds weights to -8 … 7, scale = clip_ratio · max|w| ÷ 7 × 1 … 0.72; one for groups of 128 by default.
 
     A group size of 128 becomes the largest smaller power of two that divides a row, if it does not. A value
     takes a byte here; a backend with kernels of its own packs two into one.

@@ -53,7 +53,7 @@ from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
 from sagellm.engines.loading.device_and_dtype import resolve_device
 from sagellm.engines.loading.fingerprint import fingerprint_of
-from sagellm.engines.loading.generation_defaults import GenerationDefaults
+from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, GenerationDefaults
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
@@ -371,7 +371,8 @@ def _default_params(generation: GenerationDefaults) -> dict[str, Any]:
     try:
         SamplingParams(**generation.params)
     except InvalidRequestError as error:
-        raise CheckpointError(f"generation_config.json: {error}") from error
+        name, _, told = str(error).partition(" ")
+        raise CheckpointError(f"generation_config.json: {NAMES_IN_FILE.get(name, name)} {told}") from error
     return generation.params
 
 

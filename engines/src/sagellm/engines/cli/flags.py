@@ -48,7 +48,7 @@ def with_flags(*tables: Sequence[inspect.Parameter]) -> Callable[[Callable[..., 
 def command_help(text: str, default: object = None) -> str:
     """Write a flag's help: a sentence, and its default if it has one; `null` occurs only in files."""
     text, _, without = text.partition("; null: ")
-    default = without or default
+    default = without if default is None and without else default
     sentence = f"{text[:1].upper()}{text[1:]}."
     if default is None or default == ():
         return sentence

@@ -82,7 +82,7 @@ def _phrase(kind: Any, field: FieldInfo) -> str:
         return ("a whole number" if kind is int else "a number") + _limits(field)
     if kind is str:
         return "a text that is not empty"
-    return "a list of names"
+    return "a list of texts that are not empty"
 
 
 def _choices(kind: Any, field: FieldInfo) -> Iterator[str]:

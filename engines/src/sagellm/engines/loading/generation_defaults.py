@@ -11,6 +11,8 @@ from sagellm.engines.config.shown import shown
 
 logger = get_logger(__name__)
 
+NAMES_IN_FILE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
+"""How the file names parameters that requests name otherwise."""
 _FILE = "generation_config.json"
 _MAX_BAD_TOKENS = 8192  # of all words; each request carries them
 _DEFAULT_MAX_LENGTH = 20  # transformers writes it where nothing was chosen

@@ -117,7 +117,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
             f"model's own tokenizer (model.tokenizer, --tokenizer)"
         )
     logger.warning(
-        "the embedding has no row for %s of the tokenizer in %s; prompts with it are refused",
+        "the embedding has no row for %s of the tokenizer in %s; a prompt with such a token is refused",
         first_few(list(added.values())),
         path,
     )
