@@ -1,5 +1,6 @@
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer, decoders as steps, models
 from transformers import PreTrainedTokenizerFast
 
 from sagellm.core.testing.cost import least_cpu_ns, slowness
@@ -11,9 +12,7 @@ from sagellm.engines.testing.decoders import (
     llama_style,
     word_piece,
 )
-from sagellm.engines.text.detokenizer import (
-    IncrementalDetokenizer,
-)
+from sagellm.engines.text.detokenizer import IncrementalDetokenizer, TokenwiseDetokenizer, decoder_of
 
 SAMPLES = [
     *CORPUS[:5],
@@ -152,6 +151,97 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(kind):
     # Ten times the tokens; a hundred times the cost if it grew.
     assert least_cpu_ns(lambda: append(5000), 3) < 40 * short_ns
     assert short_ns < 0.5e9 * slowness()
+
+
+def words(decoder, *tokens):
+    """A tokenizer that has these tokens, spelled as they are."""
+    vocab = {token: index for index, token in enumerate([*tokens, "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.decoder = decoder
+    return tokenizer
+
+
+A_TO_NOTHING = steps.Sequence([steps.Replace("a", "b"), steps.Replace("b", "")])
+STRIPPED = [steps.Replace("▁", " "), steps.Replace("a", ""), steps.ByteFallback(), steps.Fuse()]
+HOSTILE = {
+    "replaced": words(steps.Replace("a", ""), "a" * 64),
+    "replaced twice": words(A_TO_NOTHING, "a" * 64),
+    "stripped": words(steps.Strip("a", 8, 0), "a" * 8),
+    "bytes": words(steps.ByteLevel(), ""),
+    "fused": words(steps.Fuse(), ""),
+    "two": words(A_TO_NOTHING, "a" * 64, "ab"),
+    "beside special ones": words(steps.Fuse(), "", "<s>"),
+    "beside half a character": words(A_TO_NOTHING, "a" * 64, "\ufffd"),
+    "replacements": words(steps.Fuse(), "\ufffd" * 4096),
+    "across": words(steps.Sequence([steps.Fuse(), steps.Replace("xy", "")]), "x", "y"),
+}
+HOSTILE["beside special ones"].add_special_tokens(["<s>"])
+
+
+@pytest.mark.parametrize("kind", [IncrementalDetokenizer, TokenwiseDetokenizer])
+@pytest.mark.parametrize("num_words", [0, 1])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_cost_of_a_token_does_not_grow_with_the_text_whatever_decodes_it(
+    name, num_words, kind, monkeypatch
+):
+    """Counted in the characters of tokens that are decoded, and in a fixed part for each token."""
+    tokenizer = HOSTILE[name]
+    num_ids = tokenizer.get_vocab_size() - 1
+    decoder = decoder_of(tokenizer, skip_special_tokens=True)
+    decoded = [0]
+    real = type(decoder).decode
+
+    def decode(self, token_ids):
+        decoded[0] += sum(8 + len(tokenizer.id_to_token(token_id)) for token_id in token_ids)
+        return real(self, token_ids)
+
+    monkeypatch.setattr(type(decoder), "decode", decode)
+
+    def cost(num_tokens):
+        decoded[0] = 0
+        detokenizer = kind(decoder)
+        for token_id in [num_ids] * num_words + [index % num_ids for index in range(num_tokens)]:
+            detokenizer.append([token_id])
+        detokenizer.finish()
+        return decoded[0]
+
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert cost(300) <= 300 * (6 * longest + 500)
+    assert cost(3000) <= 11 * cost(300)
+
+
+POSITIONAL = {
+    "metaspace": words(
+        steps.Sequence([steps.ByteFallback(), steps.Replace("a", ""), steps.Metaspace()]),
+        *("a", "▁", "▁▁", "▁b", "<0xE2>", "<0x82>", "<0xAC>", "", "\ufffd"),
+    ),
+    "one space stripped": words(
+        steps.Sequence([*STRIPPED, steps.Strip(" ", 1, 0)]),
+        *("a", "aa", "▁", "▁b", "<0xE2>", "<0x82>", "<0xAC>", "<0x20>", "", "\ufffd"),
+    ),
+    "spaces stripped": words(
+        steps.Sequence([*STRIPPED, steps.Strip(" ", 8, 0)]), "a", "▁", "▁▁", "▁b", "<0xE2>", ""
+    ),
+    "word pieces": words(steps.WordPiece(cleanup=False), "##", "##a", "b", "", "\ufffd"),
+    "suffixes": words(steps.BPEDecoder("</w>"), "</w>", "a</w>", "b", "", "\ufffd"),
+    "bytes": words(
+        steps.Sequence([steps.ByteLevel()]), "a", "", *map(byte_characters().__getitem__, (226, 130, 172))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+@settings(max_examples=300, deadline=None)
+@given(runs=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40)), max_size=12), step=st.integers(1, 3))
+def test_streamed_text_equals_the_whole_beside_tokens_without_text(name, runs, step):
+    tokenizer = POSITIONAL[name]
+    ids = [seed % (tokenizer.get_vocab_size() - 1) for seed, count in runs for _ in range(count)]
+    assert "".join(stream(tokenizer, ids, step=step)) == tokenizer.decode(ids)
+    detokenizer = TokenwiseDetokenizer(tokenizer)
+    pieces = [detokenizer.append([token_id]) for token_id in ids]
+    texts = [*detokenizer.settled()]
+    assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
+    assert len([*texts, *detokenizer.settled()]) == len(ids)
 
 
 class PythonTokenizer:

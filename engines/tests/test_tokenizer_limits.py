@@ -88,6 +88,7 @@ def opened(path: Path, vocab_size: int = VOCAB_SIZE) -> Any:
             {"type": "Strip", "content": " ", "start": 10**18, "stop": 0},
             "strips up to 1,000,000,000,000,000,000",
         ),
+        (sequence(*[{"type": "Strip", "content": " ", "start": 2, "stop": 1}] * 3), "strips up to 9"),
         (replace("a", "b" * 5), "can make a text 5 times as long"),
         (replace("", "bbbb"), "can make a text 5 times as long"),
         (sequence(replace("a", "aaa"), replace("a", "aa")), "can make a text 6 times as long"),

@@ -23,7 +23,7 @@ def parse_json(
     object_hook: Callable[[dict[str, Any]], Any] | None = None,
     has_unique_names: bool = False,
 ) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text in UTF-8. The integer -0 is a float, as to the format's other parsers.
 
     Raises ConfigError for invalid JSON, more than 32 levels, integers of more than 40 digits, more than
     `max_values` values or, if demanded, an object with two entries of one name: of these, other parsers may
@@ -33,7 +33,7 @@ def parse_json(
         raise ConfigError(f"it has more than {max_values} values")
     try:
         found = json.loads(
-            text,
+            text.decode(),
             object_hook=object_hook,
             object_pairs_hook=_unique if has_unique_names else None,
             parse_int=_parse_int,
@@ -48,10 +48,10 @@ def parse_json(
     return found
 
 
-def _parse_int(digits: str) -> int:
+def _parse_int(digits: str) -> float:
     if len(digits) > _MAX_DIGITS:
         raise ConfigError(f"it has a number of {len(digits)} digits; the limit is {_MAX_DIGITS}")
-    return int(digits)
+    return int(digits) if digits != "-0" else -0.0
 
 
 def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:

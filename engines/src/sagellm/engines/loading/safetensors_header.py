@@ -67,20 +67,27 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
                 raise CheckpointError(
                     f"{path} has a header of {header_bytes} bytes; it may have at most {_MAX_HEADER_BYTES}"
                 )
-            header = parse_json(file.read(header_bytes), max_values=_MAX_VALUES, has_unique_names=True)
+            text = file.read(header_bytes)
+            header = parse_json(text, max_values=_MAX_VALUES, has_unique_names=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
     except ConfigError as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has a damaged header: it is no JSON object; fetch it again")
+    if not isinstance(header, dict) or not text.startswith(b"{"):
+        raise CheckpointError(
+            f"{path} has a damaged header: it is no JSON object from its first byte; fetch it again"
+        )
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CheckpointError(
             f"{path} has a damaged header: its __metadata__ is not of texts; fetch it again"
         )
+    try:
+        "".join((*header, *metadata, *metadata.values())).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     begin = _LENGTH_BYTES + header_bytes
     tensors = {name: _stored_tensor(path, name, entry, begin) for name, entry in header.items()}
     _check_extent(path, tensors, begin, file_bytes)

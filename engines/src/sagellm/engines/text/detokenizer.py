@@ -9,13 +9,17 @@ from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
+from sagellm.engines.text.errors import TokenizerError
 from sagellm.engines.text.guarded_tokenizer import decode
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_LONG = 32
-_KEPT = 8
-"""Pending tokens above which the window is shortened, and how many remain; a character has at most four."""
+_TOKEN_WEIGHT = 8  # of a token, beside one for each character that it is spelled with
+_LONG = 192
+_KEPT = 64
+"""Weight of pending tokens above which the window is shortened, and what remains; a character has at most
+four tokens. Both are far below what decodes in 100 µs."""
+_COPIES = 9  # more than the characters that a decoder may strip from both ends
 _MAX_SHARED_TEXTS = 1 << 18
 
 
@@ -47,6 +51,8 @@ class Decoder(ABC):
 
     def __init__(self) -> None:
         self._ends_text: dict[int, bool] = {}
+        self._adds_nothing: dict[int, bool] = {}
+        self._weights: dict[int, int] = {}
         self._raw: dict[int, bytes | None] = {}
         self._first: dict[int, TokenText] = {}
         self._shared: dict[tuple[str, bytes], TokenText] = {}
@@ -103,6 +109,24 @@ class Decoder(ABC):
             known = self._ends_text[token_id] = not self.is_silent(token_id) and not self.is_byte(token_id)
         return known
 
+    def adds_nothing(self, token_id: int) -> bool:
+        """Say whether a token's text is empty wherever it stands, not only in front."""
+        known = self._adds_nothing.get(token_id)
+        if known is None:
+            try:
+                known = not self.decode([token_id]) and not self.decode([token_id] * _COPIES)
+            except TokenizerError:  # it may have a text beside others
+                known = False
+            self._adds_nothing[token_id] = known
+        return known
+
+    def weight(self, token_id: int) -> int:
+        """Return what decoding a token takes, in characters."""
+        known = self._weights.get(token_id)
+        if known is None:
+            known = self._weights[token_id] = _TOKEN_WEIGHT + len(self.spelling(token_id))
+        return known
+
 
 class IncrementalDetokenizer:
     """Decodes one sequence. The pieces joined equal `tokenizer.decode` of all its ids exactly.
@@ -113,7 +137,8 @@ class IncrementalDetokenizer:
     all of which tokenizers turns into replacement characters if any part is malformed.
 
     Each step decodes a window that begins with text already returned, so that special treatment of the very
-    first token — stripping a space — affects only that. O(1) amortised per token.
+    first token — stripping a space — affects only that. O(1) amortised per token, whatever its text: of
+    tokens in a row that add nothing, one is decoded, and silent ones are left out.
     """
 
     # ids:  [0, read)     context, its text is returned
@@ -129,24 +154,28 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens and return the text that became final, usually but not always theirs."""
-        start = len(self._ids)
-        self._ids += map(int, token_ids)
-        num_final = self._num_final
-        for index in range(start, len(self._ids)):
-            if self._decoder.ends_text(self._ids[index]):
-                num_final = index + 1
+        decoder, num_final = self._decoder, self._num_final
+        for token_id in map(int, token_ids):
+            if decoder.ends_text(token_id):
+                if self._ids and decoder.adds_nothing(token_id) and decoder.adds_nothing(self._ids[-1]):
+                    continue
+                self._ids.append(token_id)
+                num_final = len(self._ids)
+            elif not decoder.is_silent(token_id):
+                self._ids.append(token_id)
         if num_final == self._num_final:
             return ""
         self._num_final = num_final
-        text = self._decoder.decode(self._ids[:num_final])
+        text = decoder.decode(self._ids[:num_final])
         certain = text.removesuffix(REPLACEMENT)
         piece = certain[self._num_returned :]
         self._num_returned = max(self._num_returned, len(certain))
         self._is_whole = certain == text
-        if self._is_whole and piece:
-            self._move()
-        elif num_final - self._read > _LONG:
-            self._shorten()
+        if self._is_whole and decoder.joins_texts:
+            del self._ids[:num_final]
+            self._num_final = self._num_returned = 0
+        elif (self._is_whole and piece) or self._is_long():
+            piece += self._move(text)
         return piece
 
     def finish(self) -> str:
@@ -155,30 +184,32 @@ class IncrementalDetokenizer:
         self._num_returned += len(piece)
         return piece
 
-    def _move(self) -> None:
-        """Drop the context; the final ids become the next one, if the text of later ones depends on them."""
-        if self._decoder.joins_texts:
-            del self._ids[: self._num_final]
-            self._num_final = self._num_returned = 0
-            return
-        context = self._ids[self._read : self._num_final]
-        self._ids = self._ids[self._read :]
-        self._read = self._num_final = len(context)
-        self._num_returned = len(self._decoder.decode(context))
+    def _is_long(self) -> bool:
+        return sum(map(self._decoder.weight, self._ids[self._read : self._num_final])) > _LONG
 
-    def _shorten(self) -> None:
-        """Drop most of the context even though a run of malformed characters continues.
+    def _move(self, text: str) -> str:
+        """Let the last of the pending ids be the context of what follows; `text` is that of the window.
 
         Wherever a window begins, it resynchronizes with the character boundaries within a few tokens. Up to
-        there its count may differ; the difference of the two lengths corrects for that.
+        there its count may differ; the difference of the two lengths corrects for that. Returns a final
+        replacement character that the context does not end with: no later token completes it.
         """
-        border = self._num_final - _KEPT
-        context = self._decoder.decode(self._ids[self._read : border])
-        if context:
-            self._num_returned += len(context) - len(self._decoder.decode(self._ids[:border]))
-            self._ids = self._ids[self._read :]
-            self._num_final -= self._read
-            self._read = border - self._read
+        border, weight = self._num_final, 0
+        while border > self._read and weight < _KEPT:
+            border -= 1
+            weight += self._decoder.weight(self._ids[border])
+        context = self._decoder.decode(self._ids[border : self._num_final])
+        if not context and border > self._read:
+            border = self._read
+            context = self._decoder.decode(self._ids[border : self._num_final])
+        if not context and not self._is_long():
+            return ""  # from the front of a window without text, more may be stripped
+        piece = "" if context.endswith(REPLACEMENT) else text[self._num_returned :]
+        self._is_whole |= bool(piece)
+        self._num_returned += len(piece) + len(context) - len(text)
+        del self._ids[:border]
+        self._read = self._num_final = self._num_final - border
+        return piece
 
 
 class TokenwiseDetokenizer(IncrementalDetokenizer):
