@@ -117,7 +117,8 @@ def test_many_prompts_in_a_pipe_show_how_far_they_are(sage, engine, monkeypatch)
 
     def note(lines, line):
         write(lines, line)
-        is_written.set()
+        if "generating: " in line:
+            is_written.set()
 
     monkeypatch.setattr("sagellm.engines.progress.PLAIN_INTERVAL_S", 0.01)
     monkeypatch.setattr(_PlainLines, "_write", note)
