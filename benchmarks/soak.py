@@ -7,7 +7,7 @@ processes is sampled.
 
 It holds, or the exit code is 1:
     no slope   least squares over the resident memory of either process, from when cache, ghosts and tiers
-               are full and a third of the time is over: below 1 MiB per minute
+               are full and a third of the time is over: below 0.5 MiB per minute
     no leak    at the end no block is in use, no request runs or waits, and both processes are the first ones
     no drift   idle again, the server gives the tokens for the same requests that it gave at the beginning
     no wrong answer   every status was one that its request may have
@@ -41,7 +41,7 @@ from sagellm.engines.remote.admin_client import AdminClient
 from sagellm.engines.remote.running_engine import RunningEngine
 
 KEYS = ("soak-key-one", "soak-key-two", "soak-key-three")
-MAX_SLOPE_MIB_PER_MIN = 1.0
+MAX_SLOPE_MIB_PER_MIN = 0.5
 SAMPLE_S = 2.0
 WARM_SHARE = 1 / 3
 """Of the time, before the fit: torch keeps up to 1,024 compiled products, one for each size of a step."""

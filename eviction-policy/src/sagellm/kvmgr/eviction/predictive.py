@@ -28,7 +28,7 @@ _MAX_CALLS = 4
 """Due calls of the predictor per call of the policy, at most."""
 
 _MAX_HISTORY = 32
-_MAX_GONE = 16_384
+_MAX_GONE = 8_192
 """Nodes that left the cache whose conversation is remembered, in case it comes back."""
 
 _MIN_SHARE = 0.3

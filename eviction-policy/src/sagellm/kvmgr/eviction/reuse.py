@@ -30,7 +30,7 @@ _MIN_SHARE = 0.3
 _MIN_ENDS = 20
 """Returns needed to decide whether the last blocks of turns are reused."""
 
-_MAX_GONE = 16_384
+_MAX_GONE = 8_192
 """Nodes that left the cache whose turn is remembered, in case they come back: about 1 KB each."""
 
 _SAME_USE_S = 1.0
