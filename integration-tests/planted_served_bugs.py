@@ -322,10 +322,11 @@ def suspects_that_begin_together() -> None:
     from sagellm.engines.remote.suspects import Suspects
 
     @change(Suspects, "wait_for_turn")
-    async def wait_for_turn(original: Any, self: Any, requests: Any) -> None:
+    async def wait_for_turn(original: Any, self: Any, requests: Any) -> Any:
         self._beginning.clear()
-        await original(self, requests)
+        turn = await original(self, requests)
         self._beginning.clear()
+        return turn
 
 
 # -- the core
