@@ -173,11 +173,23 @@ def received(peer: socket.socket, reader: FrameReader | None = None) -> list[obj
     return messages
 
 
+async def greeted(listener: socket.socket) -> socket.socket:
+    """Take the next connection, as the core does, and return its end."""
+    peer, _ = await asyncio.to_thread(listener.accept)
+    peer.sendall(encode(Hello({}, LIMITS, SamplingParams(), 1)))
+    return peer
+
+
+async def opened(front: Links, listener: socket.socket) -> socket.socket:
+    """Open the connection for calls and return the core's end of it."""
+    await front.open()
+    return await greeted(listener)
+
+
 async def reached(front: Links, listener: socket.socket, tenant: str) -> socket.socket:
     """Open a tenant's connection and return the core's end of it."""
     reaching = asyncio.create_task(front.reach(tenant))
-    peer, _ = await asyncio.to_thread(listener.accept)
-    peer.sendall(encode(Hello({}, LIMITS, SamplingParams(), 1)))
+    peer = await greeted(listener)
     await reaching
     return peer
 
@@ -185,8 +197,7 @@ async def reached(front: Links, listener: socket.socket, tenant: str) -> socket.
 def test_a_tenant_with_much_unread_waits_and_delays_no_other(listener, tmp_path):
     async def use():
         front = Links(tmp_path / "s", print)
-        await front.open()
-        calls, _ = listener.accept()
+        calls = await opened(front, listener)
         a = await reached(front, listener, "a")
         num_sent = 0
         while front._tenants["a"]._takes_more.is_set():
@@ -212,8 +223,7 @@ def test_a_tenant_with_much_unread_waits_and_delays_no_other(listener, tmp_path)
 def test_an_abort_follows_its_request_and_one_that_has_ended_is_not_aborted(listener, tmp_path):
     async def use():
         front = Links(tmp_path / "s", print)
-        await front.open()
-        _calls, _ = listener.accept()
+        _calls = await opened(front, listener)
         a, b = [await reached(front, listener, tenant) for tenant in ("a", "b")]
         for tenant in ("a", "b"):
             front.add(job(2, tenant=tenant))
@@ -234,8 +244,8 @@ def test_an_abort_follows_its_request_and_one_that_has_ended_is_not_aborted(list
 def test_where_no_further_connection_is_had_tenants_share_one(listener, tmp_path, monkeypatch, lacks):
     async def use():
         front = Links(tmp_path / "s", print)
-        await front.open()
-        peers = [listener.accept()[0], *[await reached(front, listener, tenant) for tenant in ("a", "b")]]
+        peers = [await opened(front, listener)]
+        peers += [await reached(front, listener, tenant) for tenant in ("a", "b")]
         if lacks == "descriptors":
             monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
         reaching = asyncio.create_task(front.reach("c"))
@@ -253,6 +263,25 @@ def test_where_no_further_connection_is_had_tenants_share_one(listener, tmp_path
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(links, "_MAX_TENANTS", 2 if lacks == "room" else 128)
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_who_leaves_while_a_connection_is_opened_neither_loses_it_nor_the_core(listener, tmp_path):
+    async def use():
+        front = Links(tmp_path / "s", print)
+        calls = await opened(front, listener)
+        leaving = asyncio.create_task(front.reach("a"))
+        peer, _ = await asyncio.to_thread(listener.accept)
+        leaving.cancel()
+        staying = asyncio.create_task(front.reach("a"))
+        peer.sendall(encode(Hello({}, LIMITS, SamplingParams(), 1)))
+        await staying
+        assert leaving.cancelled()
+        front.add(job(1))
+        assert [len(received(each)) for each in (calls, peer)] == [0, 1]
+        assert not front.lost.done()
+        front.close()
+
     asyncio.run(asyncio.wait_for(use(), 60))
 
 

@@ -173,7 +173,7 @@ def test_a_death_in_a_turn_is_not_blamed_on_suspects_that_had_theirs(known):
     in_loop(use)
 
 
-def test_an_answered_suspect_is_none_any_longer(known):
+def test_an_answered_suspect_is_cleared(known):
     async def use():
         known.blame([request(1)])
         again = request(1)

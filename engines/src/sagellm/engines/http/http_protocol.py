@@ -24,20 +24,20 @@ _HALF_CLOSED_S = 0.25
 """Time after a client closes its sending half until it is first probed."""
 _MAX_HALF_CLOSED_S = 4.0
 _MAX_UNREAD_BYTES = 64 << 10
-"""Unread bytes above which no more are taken from a client; below, its end is noticed."""
+"""Unparsed bytes above which a connection is paused; below, it is read, so that its end is noticed."""
 _HAS_TCP_INFO = hasattr(socket, "TCP_INFO")
 _TCP_CLOSE = 7
 
 
 class _Flow(FlowControl):
-    """Takes nothing from a client of whom much is unread, whoever asks for more."""
+    """Flow control that keeps a connection paused while much of what it sent has not been parsed."""
 
     def __init__(self, transport: asyncio.Transport, has_much: Callable[[], bool]) -> None:
         super().__init__(transport)
         self._has_much = has_much
 
     def resume_reading(self) -> None:
-        """Take more, unless much is unread."""
+        """Resume reading, unless much has not been parsed."""
         if not self._has_much():
             super().resume_reading()
 
@@ -111,7 +111,7 @@ class BoundedHTTP(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _take_turn(self) -> None:
-        """Read on in the current request, or in the next one if that is answered; refuse what is invalid."""
+        """Parse more of the current request, or of the next once that is answered; refuse what is invalid."""
         self._turn = None
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
@@ -130,7 +130,7 @@ class BoundedHTTP(HttpToolsProtocol):
             self._start_deadline()
 
     def _read_on(self) -> None:
-        """Have the next turn if something is left to read, else take more from the client."""
+        """Schedule the next turn if something is left to parse, else read more from the client."""
         if self._unread:
             if self._turn is None and (self._is_idle or self.cycle.more_body):
                 self._turn = self.loop.call_soon(self._take_turn)

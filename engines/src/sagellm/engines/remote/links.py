@@ -134,8 +134,11 @@ class Links:
         """Wait until the tenant's connection, which is opened if it has none, takes more requests."""
         async with self._opening:
             if tenant not in self._tenants:
-                await self._open(tenant)
-        await self._tenants[tenant].wait_until_taken()
+                self._tenants[tenant] = await self._open(tenant)
+        link = self._tenants[tenant]
+        if await asyncio.shield(link.first) is None:  # others may wait for it, too
+            link = self._tenants[tenant] = self.calls
+        await link.wait_until_taken()
 
     def add(self, requests: Sequence[QueuedRequest]) -> None:
         """Send requests of one tenant with the same parameters."""
@@ -158,20 +161,17 @@ class Links:
         for link in (self.calls, *self._tenants.values()):
             link.close()
 
-    async def _open(self, tenant: str) -> None:
+    async def _open(self, tenant: str) -> Link:
         if len(set(self._tenants.values())) >= _MAX_TENANTS:
             links = list(self._tenants.values())
-            self._tenants[tenant] = links[crc32(tenant.encode()) % len(links)]
-            return
+            return links[crc32(tenant.encode()) % len(links)]
         link = Link(self._take, self.lost)
         try:
             await self._connect(link)
-            if await link.first is None:
-                raise ConnectionError("the engine has no room for another connection")
         except OSError as error:  # no descriptor is free, or the core has just ended
             logger.info("a tenant shares the connection of the calls: %s", error)
-            link = self.calls
-        self._tenants[tenant] = link
+            return self.calls
+        return link
 
     @flaky("core.connect", ECONNREFUSED, rate=10)
     async def _connect(self, link: Link) -> None:

@@ -46,7 +46,7 @@ class Suspects:
         self._beginning: set[RequestId] = set()  # of one job: those without a token
         self._has_begun = asyncio.Event()
         self.num_ends = 0
-        """Times that all turns ended at once. One that was got before that is over."""
+        """How often all turns ended at once, which also ends those that `wait_for_turn` gave before."""
 
     async def wait_for_turn(self, requests: Sequence[QueuedRequest]) -> int:
         """Let a job with suspects begin when no other one does, and return `num_ends`; `leave` ends its turn.
@@ -96,7 +96,7 @@ class Suspects:
         self.end_turns()
 
     def end_turns(self) -> None:
-        """Let all who wait for a turn look again: the core is gone, and what it had."""
+        """End all turns, because the core and what it ran are gone, and wake all that wait for one."""
         self.num_ends += 1
         self._live.clear()
         self._beginning.clear()

@@ -316,7 +316,7 @@ class TokenwiseDetokenizer(IncrementalDetokenizer):
     def _divided(
         self, loose: str, waiting: Sequence[_Waiting], lengths: Sequence[int]
     ) -> Iterator[TokenText]:
-        # What is no byte's is the first token's; what is missing was stripped from the front.
+        # Text beyond the tokens' lengths belongs to the first; missing text was stripped from the front.
         end = len(loose) - sum(lengths)
         start = 0
         for each, length in zip(waiting, lengths, strict=True):
