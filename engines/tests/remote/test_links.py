@@ -272,6 +272,8 @@ def test_who_leaves_while_a_connection_is_opened_neither_loses_it_nor_the_core(l
         calls = await opened(front, listener)
         leaving = asyncio.create_task(front.reach("a"))
         peer, _ = await asyncio.to_thread(listener.accept)
+        while "a" not in front._tenants:
+            await asyncio.sleep(0)
         leaving.cancel()
         staying = asyncio.create_task(front.reach("a"))
         peer.sendall(encode(Hello({}, LIMITS, SamplingParams(), 1)))
