@@ -26,7 +26,7 @@ from planted_bugs import change
 from sagellm.engines.simulation.served.plan import draw_plan
 from sagellm.engines.simulation.served.world import run_plan
 
-MAX_SEEDS, CLEAN_SEEDS = 120, 60
+MAX_SEEDS, CLEAN_SEEDS = 600, 60
 """Seeds within which each bug must be found, and how many are run without one."""
 
 ALSO_FOUND = (
