@@ -69,7 +69,8 @@ def test_a_result_that_changes_changes_the_table(readme_table, tmp_path):
 
 TARGETS = (
     "hit rate", "saved", "lookup", "allocation", "fragmentation", "utilisation", "eviction", "re-prefill",
-    "fairness", "schedule", "throughput", "batching", "P99", "MAE", "within 10 %", "prediction <", "over vLLM",
+    "fairness", "schedule", "throughput", "batching", "P99", "MAE", "within 10 %", "prediction <",
+    "over vLLM",
 )  # fmt: skip
 
 
