@@ -51,7 +51,9 @@ NOT_RUN = {
 # What stands for something of the reader's, and what would take minutes: (in the document, here).
 SUBSTITUTIONS = [
     (r" \[(?:-|[A-Z])[^\]]*\]", ""),  # what may be left out
-    (r"bench fit MODEL", "bench fit MODEL --duration 5"),
+    (r"bench fit MODEL", "bench fit MODEL --overwrite --duration 5"),
+    (r"bench startup", "bench startup --warmup 0 --repeats 1"),
+    (r"simulate TRACE --cost", "simulate TRACE --limit 40 --cost"),
     (r"\bMODEL\b|Qwen/Qwen3-0\.6B", str(EMBEDDED)),
     (r"\bTRACE\b", TRACE),
     (r"\bNAME\b", "lru"),
