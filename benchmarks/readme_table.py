@@ -1,7 +1,7 @@
-"""Writes the README's tables from the kept results; a test checks that they agree.
+"""Writes the tables of README.md and docs/performance.md from kept results; a test checks that they agree.
 
-python benchmarks/readme_table.py            # writes README.md
-python benchmarks/readme_table.py --check    # exits 1 if README.md differs from what it would write
+python benchmarks/readme_table.py            # writes both
+python benchmarks/readme_table.py --check    # exits 1 if one of them differs from what it would write
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-BEGIN = "<!-- measured: written by benchmarks/readme_table.py -->\n"
-END = "<!-- end of measured -->"
-FORWARD_BEGIN = "<!-- beside peers: written by benchmarks/readme_table.py -->\n"
-FORWARD_END = "<!-- end of beside peers -->"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,26 @@ class Row:
     figure: Callable[[dict[str, Any]], str]
 
 
+@dataclass(frozen=True)
+class Target:
+    """One line of the table of targets; `figure` gets the kept results in this order."""
+
+    what: str
+    results: tuple[str, ...]
+    commands: str  # several are separated by commas
+    figure: Callable[..., str]
+
+
+MIXED, MIXED_SMALL = "mixed-0.6b-float32-avx2-2core", "mixed-embedded-float32-avx2-2core"
+KV_MICRO, POLICIES = "kv-micro-amx-2core", "policies-h200-8b"
+
+
+def kept(folder: Path, name: str) -> dict[str, Any]:
+    """Read a kept result."""
+    result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
 def times(figures: dict[str, Any]) -> str:
     """Format a ratio: median (min)."""
     return f"{figures['median']:.2f}× ({figures['min']:.2f}×)"
@@ -41,12 +58,17 @@ def times(figures: dict[str, Any]) -> str:
 
 def micros(figures: dict[str, Any], digits: int = 1) -> str:
     """Format microseconds: median (min)."""
-    return f"{figures['median']:,.{digits}f} us ({figures['min']:,.{digits}f} us)"
+    return f"{figures['median']:,.{digits}f} µs ({figures['min']:,.{digits}f} µs)"
 
 
 def share(value: float, digits: int = 0) -> str:
     """Format a share of one in percent."""
     return f"{100 * value:.{digits}f} %"
+
+
+def gain(value: float) -> str:
+    """Format a relative change in percent, with its sign."""
+    return f"{100 * value:+.0f} %"
 
 
 def select(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
@@ -76,15 +98,6 @@ def fetched_share(result: dict[str, Any]) -> str:
     return "; ".join(f"{place} {share(of['share_of_cold']['always'])}" for place, of in places.items())
 
 
-def saving(result: dict[str, Any]) -> str:
-    """Format the share of prompt tokens saved by LRU and the default policy, by capacity."""
-    lru, ours = (result["policies"][name] for name in ("lru", "reuse"))
-    return "; ".join(
-        f"{a['capacity']:,}: {share(b['token_saving'], 1)} ({share(a['token_saving'], 1)})"
-        for a, b in zip(lru, ours, strict=True)
-    )
-
-
 def beside_neighbours(result: dict[str, Any]) -> str:
     """Format what neighbours make of a request's time: as the engine comes, and with all threads."""
     rows = result["request_ms"]
@@ -105,7 +118,7 @@ def eviction_costs(result: dict[str, Any]) -> str:
     costs = {row["policy"]: row["evict_16_us_a_block"]["median"] for row in result["evictions"]}
     slowest = max(costs, key=lambda name: costs[name])
     shown = f"`lru` {costs['lru']:.1f}, `reuse` {costs['reuse']:.1f}"
-    return f"{shown} us" if slowest == "reuse" else f"{shown}, `{slowest}` {costs[slowest]:.1f} us"
+    return f"{shown} µs" if slowest == "reuse" else f"{shown}, `{slowest}` {costs[slowest]:.1f} µs"
 
 
 def compaction(result: dict[str, Any]) -> str:
@@ -119,51 +132,6 @@ def compaction(result: dict[str, Any]) -> str:
 
 
 ROWS = [
-    Row(
-        "16 requests at once ÷ one after another, output tokens/s",
-        "batching-zen4-2core",
-        "batching.py MODEL",
-        lambda r: times(r["batching_gain"]),
-    ),
-    Row(
-        "one request (128 + 128 tokens) ÷ `transformers`' `generate`, tokens/s",
-        "batching-zen4-2core",
-        "batching.py MODEL",
-        lambda r: times(r["ratio"]),
-    ),
-    Row(
-        "sequences at once ÷ 4,096 tokens reserved each, Azure trace",
-        "paged_capacity",
-        "paged_capacity.py",
-        lambda r: times(r["memory_use_gain"]),
-    ),
-    Row(
-        "KV in use that holds live tokens, same run",
-        "paged_capacity",
-        "paged_capacity.py",
-        lambda r: share(r["utilisation_by_live_tokens"]["median"]),
-    ),
-    Row(
-        "KV lost inside blocks of 16, requests of 1,000 tokens, a queue waiting",
-        "fragmentation-zen4-2core",
-        "fragmentation.py",
-        lambda r: share(
-            select(r["load"], allocator="free_list", prefix_cache=True, mean_tokens=983)[
-                "internal_fragmentation"
-            ],
-            2,
-        ),
-    ),
-    Row(
-        "external fragmentation of free blocks, same load without prefix caching (with it, no block is free)",
-        "fragmentation-zen4-2core",
-        "fragmentation.py",
-        lambda r: share(
-            select(r["load"], allocator="free_list", prefix_cache=False, mean_tokens=983)[
-                "external_fragmentation"
-            ]
-        ),
-    ),
     Row(
         "peak memory beyond weights and KV, 512 blocks",
         "memory-zen4-2core",
@@ -195,18 +163,6 @@ ROWS = [
         lambda r: f"{r['free_after_ms']['median']:.0f} ms (longest {r['longest_ms']:.0f} ms)",
     ),
     Row(
-        "lookup of a cached prompt of 32,768 tokens, packed",
-        "kv-micro-amx-2core",
-        "kv_micro.py",
-        beside_peers("match", 32768),
-    ),
-    Row(
-        "eviction of one block, 100,000 leaves of one block",
-        "kv-micro-amx-2core",
-        "kv_micro.py",
-        beside_peers("evict 1", 100000),
-    ),
-    Row(
         "eviction of 512 blocks, 8,000 leaves of one block",
         "kv-micro-amx-2core",
         "kv_micro.py",
@@ -231,18 +187,6 @@ ROWS = [
         eviction_costs,
     ),
     Row(
-        "prompt tokens saved by the default policy (LRU), Mooncake trace, by capacity in blocks",
-        "eviction",
-        "eviction.py TRACE",
-        saving,
-    ),
-    Row(
-        "prompt tokens saved ÷ all that an earlier prompt began with, multi-turn, 10,000 blocks",
-        "reference-experiment",
-        "reference_experiment.py",
-        lambda r: share(select(r["traces"]["multi_turn"], run="ours", capacity=10000)["share_of_ideal"], 1),
-    ),
-    Row(
         "TTFT of 2,048 tokens with the KV of 1,920 in a tier ÷ TTFT of computing all",
         "tier-prefill-zen4-2core",
         "tier_prefill.py MODEL",
@@ -257,15 +201,235 @@ ROWS = [
 ]
 
 
+def _hit_rate(reference: dict[str, Any], mixed: dict[str, Any]) -> str:
+    ours, vllm, ideal = (
+        select(reference["traces"]["multi_turn"], run=run, capacity=capacity)["token_hit_rate"]
+        for run, capacity in (("ours", 10000), ("vllm", 10000), ("ideal", None))
+    )
+    figures = mixed["figures"]
+    rates = (figures[f"saturated.{which}_hit_rate"] for which in ("token", "ideal"))
+    served = [share(rate["sagellm"], 1) for rate in rates]
+    return (
+        f"100 requests of conversations: {share(ours, 1)}, all that can be found ({share(ideal, 1)}); "
+        f"vLLM {share(vllm, 1)}<br/>mixed load, served: {served[0]} of {served[1]}; "
+        f"vLLM {share(figures['saturated.token_hit_rate']['vllm'], 1)}"
+    )
+
+
+def _saved(result: dict[str, Any]) -> str:
+    lru, ours = (result["policies"][name] for name in ("lru", "reuse"))
+    by_capacity = "<br/>".join(
+        f"{a['capacity']:,} blocks {share(b['token_saving'], 1)} (LRU {share(a['token_saving'], 1)})"
+        for a, b in zip(lru, ours, strict=True)
+    )
+    return f"Mooncake's conversations, where {share(result['unlimited'], 1)} is possible:<br/>{by_capacity}"
+
+
+def _by_size(call: str, *sizes: int) -> Callable[[dict[str, Any]], str]:
+    def figure(result: dict[str, Any]) -> str:
+        return "<br/>".join(f"{size:,} tokens {beside_peers(call, size)(result)}" for size in sizes)
+
+    return figure
+
+
+def _fragmentation(result: dict[str, Any]) -> str:
+    cached, plain = (
+        select(result["load"], allocator="free_list", prefix_cache=is_on, mean_tokens=983)
+        for is_on in (True, False)
+    )
+    return (
+        f"inside blocks of 16 {share(cached['internal_fragmentation'], 2)}<br/>of free blocks "
+        f"{share(cached['external_fragmentation'], 1)}, without prefix caching "
+        f"{share(plain['external_fragmentation'])} (blocks need not adjoin; compaction brings it to 0)"
+    )
+
+
+def _utilisation(capacity: dict[str, Any], mixed: dict[str, Any]) -> str:
+    held = mixed["figures"]["saturated.kv_held_share_under_pressure"]["sagellm"]
+    return (
+        f"{share(capacity['utilisation_by_live_tokens']['median'])} of the KV in use holds live tokens<br/>"
+        f"{share(held)} of all blocks are in use while requests wait for some"
+    )
+
+
+def _re_prefill(result: dict[str, Any]) -> str:
+    by_policy = (result["policies"][name] for name in ("reuse", "lru", "belady"))
+    return "Mooncake's conversations:<br/>" + "<br/>".join(
+        f"{ours['capacity']:,} blocks {share(ours['re_prefill_rate'], 1)} "
+        f"(LRU {share(lru['re_prefill_rate'], 1)}, the optimum {share(best['re_prefill_rate'], 1)})"
+        for ours, lru, best in zip(*by_policy, strict=True)
+    )
+
+
+def _fairness(cache: dict[str, Any], served: dict[str, Any]) -> str:
+    index = {name: of["jains_index"] for name, of in cache["policies"].items()}
+    return (
+        f"blocks of the cache: `qos{{within=reuse}}` {index['qos, within: reuse']:.3f}, "
+        f"default {index['reuse']:.2f}, LRU {index['lru']:.2f}<br/>"
+        f"tokens served by weight, five tenants: {served['shares']['jains_index']:.3f}"
+    )
+
+
+def _schedule(result: dict[str, Any]) -> str:
+    texts = []
+    for running in (32, 256, 1024):
+        row = select(result["rows"], running=running, waiting=1000, context=1024, tenants=1)
+        ours, vllm = (row[name]["schedule_us"]["median"] for name in ("sagellm", "vllm"))
+        texts.append(f"{running:,} running, 1,000 waiting {ours:.0f} µs; vLLM {vllm:,.0f}")
+    return "<br/>".join(texts)
+
+
+def _order_gain(result: dict[str, Any]) -> str:
+    texts = [
+        f"at {one['load']} of capacity {gain(one['throughput_gain'])} and {gain(one['goodput_gain'])}"
+        for one in result["choice"]["second_half"]
+    ]
+    return f"tokens per second, and requests in time:<br/>{'<br/>'.join(texts)}"
+
+
+def _batching(result: dict[str, Any]) -> str:
+    chosen = [one for one in result["targets"] if "lifetime" in one["run"]["passes"]]
+    lowered = chosen[0]["run"]["lowered_batching_efficiency"]
+    texts = (f"{one['target_ms']} ms {one['run']['batching_efficiency']:.2f}" for one in chosen)
+    return (
+        f"{lowered:.2f} of the budget that fits a step's target<br/>of the whole budget: {'; '.join(texts)}"
+    )
+
+
+def _urgent(policies: dict[str, Any], mixed: dict[str, Any]) -> str:
+    waits = {name: 1000 * of["urgent_queueing_s"]["p99"] for name, of in policies["priority"].items()}
+    ttft, whole = (mixed["figures"][f"steady.high_priority_{what}_p99_ms"] for what in ("ttft", "e2e"))
+    return (
+        f"wait: `priority` {waits['order=priority']:,.0f} ms, in order of arrival {waits['fcfs']:,.0f}<br/>"
+        f"embedded model, served: first token {ttft['sagellm']:,.0f} ms; vLLM {ttft['vllm']:,.0f}; "
+        f"whole answer {whole['sagellm']:,.0f}; vLLM {whole['vllm']:,.0f}"
+    )
+
+
+def _by_load(key: str, show: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
+    names = {
+        "statistical": "",
+        "statistical, confidence >= 0.8": "those used",
+        "control: the best constant": "the best constant",
+        "control: knows the template": "knowing the template",
+    }
+
+    def figure(result: dict[str, Any]) -> str:
+        texts = []
+        for load, found in result["loads"].items():
+            scores = [
+                f"{name} {show(found[who][key])}" for who, name in names.items() if found[who]["num_scored"]
+            ]
+            used = found["statistical, confidence >= 0.8"]["num_scored"] / found["statistical"]["num_scored"]
+            texts.append(f"{load} ({share(used)} used){'; '.join(scores)}")
+        return "<br/>".join(texts)
+
+    return figure
+
+
+def _beside_vllm(result: dict[str, Any]) -> str:
+    rates = result["figures"]["saturated.output_throughput_tokens_per_s"]
+    ours, vllm = rates["sagellm"], rates["vllm"]
+    return f"0.6B, mixed load, output: {ours:.1f} tokens/s; vLLM {vllm:.1f} ({gain(ours / vllm - 1)})"
+
+
+def _batched(result: dict[str, Any]) -> str:
+    (ours,) = (run for run in result["runs"] if (run["engine"], run["format"]) == ("sagellm", "bf16"))
+    one, many = (ours["figures"][f"{key}_tokens_per_s"]["median"] for key in ("decode", "batch_16"))
+    return f"16 requests at once {many:.0f} tokens/s, one {one:.1f}: {many / one:.1f}×"
+
+
+TARGETS = [
+    Target(
+        "hit rate ≥ 60 % where the load allows it",
+        ("reference-experiment", MIXED),
+        "reference_experiment.py, sage llm benchmark",
+        _hit_rate,
+    ),
+    Target("prompt tokens saved ≥ 30 %", ("eviction",), "eviction.py TRACE", _saved),
+    Target(
+        "lookup of a cached prompt < 10 µs", (KV_MICRO,), "kv_micro.py", _by_size("match", 512, 8192, 32768)
+    ),
+    Target("allocation < 20 µs", (KV_MICRO,), "kv_micro.py", _by_size("allocate", 512, 8192, 32768)),
+    Target("fragmentation < 10 %", ("fragmentation-zen4-2core",), "fragmentation.py", _fragmentation),
+    Target(
+        "utilisation of KV memory ≥ 90 %",
+        ("paged_capacity", MIXED),
+        "paged_capacity.py, sage llm benchmark",
+        _utilisation,
+    ),
+    Target(
+        "eviction decision < 100 µs",
+        (KV_MICRO,),
+        "kv_micro.py",
+        lambda r: "one of 100,000 blocks " + beside_peers("evict 1", 100000)(r),
+    ),
+    Target("re-prefill < 20 %; whole system < 15 %", ("eviction",), "eviction.py TRACE", _re_prefill),
+    Target(
+        "fairness between tenants, Jain's index ≥ 0.8",
+        ("fairness", "tenants-amx-2core"),
+        "fairness.py TRACE, tenants.py",
+        _fairness,
+    ),
+    Target("schedule of a step < 200 µs", ("host-step-amx-2core",), "host_step.py", _schedule),
+    Target("throughput +20 % over the engine's own order", (POLICIES,), "policies.py TRACE", _order_gain),
+    Target("batching efficiency ≥ 0.85", (POLICIES,), "policies.py TRACE", _batching),
+    Target(
+        "P99 of urgent requests < 500 ms",
+        (POLICIES, MIXED_SMALL),
+        "policies.py TRACE, sage llm benchmark",
+        _urgent,
+    ),
+    Target(
+        "MAE of predicted lengths < 10 tokens",
+        ("lifetime",),
+        "lifetime.py",
+        _by_load("mae_tokens", "{:.1f}".format),
+    ),
+    Target(
+        "predictions within 10 % for ≥ 70 %",
+        ("lifetime",),
+        "lifetime.py",
+        _by_load("within_10_percent", share),
+    ),
+    Target(
+        "prediction < 1 ms",
+        ("lifetime",),
+        "lifetime.py",
+        lambda r: micros(r["loads"]["open chat"]["predict_us"]),
+    ),
+    Target("throughput +25 % over vLLM", (MIXED,), "sage llm benchmark", _beside_vllm),
+    Target("continuous batching × 3–5", ("forward-amx-2core",), "forward_peers.py MODEL", _batched),
+    Target(
+        "paged KV × 2–3 sequences in the same memory",
+        ("paged_capacity",),
+        "paged_capacity.py",
+        lambda r: f"Azure's conversations, beside 4,096 tokens reserved each: {times(r['memory_use_gain'])}",
+    ),
+]
+
+
+def target_table(folder: Path = RESULTS) -> str:
+    """Return each target beside what is measured, its command and the kept results."""
+    lines = ["| target | measured | command | kept |", "|---|---|---|---|"]
+    for target in TARGETS:
+        results = (kept(folder, name) for name in target.results)
+        links = ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in target.results)
+        commands = ", ".join(f"`{command}`" for command in target.commands.split(", "))
+        lines.append(f"| {target.what} | {target.figure(*results)} | {commands} | {links} |")
+    return "\n".join(lines) + "\n"
+
+
 def table(folder: Path = RESULTS) -> str:
-    """Return the whole part of the README, a table for each machine that a result was taken on."""
+    """Return what else is measured, a table for each machine that a result was taken on."""
     by_machine: dict[str, list[str]] = {}
     for row in ROWS:
-        result = json.loads((folder / f"{row.result}.json").read_text(encoding="utf-8"))
+        result = kept(folder, row.result)
         line = f"| {row.what} | {row.figure(result)} | `{row.command}` |"
         by_machine.setdefault(machine(result["machine"]), []).append(line)
-    head = "| what | median (min) | command, in `benchmarks/` |\n|---|---|---|\n"
-    return "\n".join(f"{name}:\n\n{head}" + "\n".join(lines) + "\n" for name, lines in by_machine.items())
+    head = "| what | median (min) | command |\n|---|---|---|\n"
+    tables = (f"{name}:\n\n{head}" + "\n".join(lines) + "\n" for name, lines in by_machine.items())
+    return "\n" + "\n".join(tables) + "\n"
 
 
 ENGINES = {"sagellm": "sageLLM", "vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers"}
@@ -312,11 +476,16 @@ def _forward_rows(result: dict[str, Any]) -> list[str]:
                     values[engine] = read(by_run[engine, number_format])
             if not values:
                 continue
-            best = max(values, key=lambda engine: values[engine])
-            cells = [_rate(values.get(engine), is_best=engine == best) for engine in ENGINES]
+            cells = _cells(values, ENGINES)
             cpu = CPUS.get(result["kind"], result["kind"])
             rows.append(f"| {cpu} | {shown} | {load} | {' | '.join(cells)} |")
     return rows
+
+
+def _cells(values: dict[str, float], engines: Iterable[str]) -> list[str]:
+    """Format the engines' rates, the fastest in bold."""
+    best = max(values, key=lambda engine: values[engine])
+    return [_rate(values.get(engine), is_best=engine == best) for engine in engines]
 
 
 def _rate(value: float | None, *, is_best: bool) -> str:
@@ -341,8 +510,41 @@ def machine(described: dict[str, Any]) -> str:
     return f"{described['cpus']} cores of {described['cpu']} ({widest}), torch {described['torch']}"
 
 
-def _replaced(text: str, begin: str, end: str, what: str) -> str:
-    return text[: text.index(begin) + len(begin)] + what + text[text.index(end) :]
+SUMMARY = (
+    ("bf16", "one request"),
+    ("bf16", "32 requests"),
+    ("bf16", "prompt of 512"),
+    ("int8", "one request"),
+)
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """Return the four rows of the README, all of one machine."""
+    result = kept(folder, "forward-amx-2core")
+    by_run = {(run["engine"], run["format"]): run["figures"] for run in result["runs"]}
+    names = [name for name in ENGINES if all((name, weights) in by_run for weights, _ in SUMMARY)]
+    lines = [
+        f"| weights | tokens per second | {' | '.join(ENGINES[name] for name in names)} |",
+        "|---|---|" + "---|" * len(names),
+    ]
+    for weights, load in SUMMARY:
+        values = {name: MEASURES[load](by_run[name, weights]) for name in names}
+        lines.append(f"| {weights} | {load} | {' | '.join(_cells(values, names))} |")
+    return "\n".join(lines) + "\n"
+
+
+SECTIONS = {
+    "summary": (README, summary),
+    "targets": (PERFORMANCE, target_table),
+    "beside other engines": (PERFORMANCE, forward_table),
+    "measured": (PERFORMANCE, table),
+}
+
+
+def section(text: str, name: str) -> tuple[int, int]:
+    """Return where a section lies between its marks."""
+    begin = f"<!-- {name}: written by benchmarks/readme_table.py -->\n"
+    return text.index(begin) + len(begin), text.index(f"<!-- end of {name} -->")
 
 
 def main() -> None:
@@ -350,15 +552,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 unless README.md agrees")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 unless both files agree")
     options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    written = _replaced(text, BEGIN, END, "\n" + table() + "\n")
-    written = _replaced(written, FORWARD_BEGIN, FORWARD_END, forward_table())
-    if not options.check:
-        README.write_text(written, encoding="utf-8")
-    elif written != text:
-        sys.exit("README.md differs from benchmarks/results; run python benchmarks/readme_table.py")
+    for file in (README, PERFORMANCE):
+        text = written = file.read_text(encoding="utf-8")
+        for name, (place, make) in SECTIONS.items():
+            if place == file:
+                begin, end = section(written, name)
+                written = written[:begin] + make() + written[end:]
+        if not options.check:
+            file.write_text(written, encoding="utf-8")
+        elif written != text:
+            sys.exit(f"{file.name} differs from benchmarks/results; run python benchmarks/readme_table.py")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS, PACKAGES, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]
-PACKAGES = [each if isinstance(each, str) else each["path"] for each in HATCH["workspace"]["members"]]
-DOCUMENTS = [
-    ROOT / "README.md",
-    *(ROOT / name / "README.md" for name in PACKAGES),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "examples").rglob("*.md")),
-]
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 TIMEOUT_S = 500

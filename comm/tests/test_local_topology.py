@@ -13,7 +13,7 @@ from sagellm.comm import LocalTopology
 from sagellm.comm.tree import parse_ids
 from sagellm.core.testing.topology import TopologyContract
 
-NETWORK_LEFT_OUT = "network interfaces are read of the running machine alone: left out below another root"
+NETWORK_LEFT_OUT = "network interfaces can only be read on the running machine: left out for another root"
 
 
 class TestLocalTopology(TopologyContract):

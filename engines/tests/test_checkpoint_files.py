@@ -74,7 +74,7 @@ def test_shards_hold_what_the_single_file_holds(checkpoint, sharded):
         (lambda path: (path / SINGLE).rename(path / SHARDS[0]), f"but no {INDEX}"),
         (lambda path: cut(path / SINGLE, 4), "not a safetensors file, or cut off"),
         (lambda path: cut(path / SINGLE, 5000), "cut off"),
-        (lambda path: (path / SINGLE).write_bytes(bytes([2, *bytes(7)]) + b"[]"), "no JSON object"),
+        (lambda path: (path / SINGLE).write_bytes(bytes([2, *bytes(7)]) + b"[]"), "not a JSON object"),
     ],
 )
 def test_damage_of_a_single_file_is_named(single: Path, damage: Callable[[Path], object], message: str):

@@ -133,7 +133,7 @@ def test_a_refusal_advises_only_what_could_run_the_model(registry, opened):
 
 
 def test_torch_has_no_parts_of_a_model(registry, opened):
-    with pytest.raises(UnsupportedModelError, match="no parts of a model"):
+    with pytest.raises(UnsupportedModelError, match="cannot hold a part of a model"):
         choose(registry, replace(opened, weights=None), "torch", shard=Shard(0, 2))
 
 

@@ -131,7 +131,7 @@ SMALL = f'{{"a": {entry()}}}'
         *((SMALL.encode(name), "is not valid JSON") for name in ("utf-32", "utf-32-le", "utf-32-be")),
         (SMALL.encode("utf-8-sig"), "is not valid JSON"),
         (SMALL.replace('"a"', '"\ud800"').encode(errors="surrogatepass"), "is not valid JSON"),
-        (b" " + SMALL.encode(), "is no JSON object from its first byte"),
+        (b" " + SMALL.encode(), "is not a JSON object from its first byte"),
         (SMALL.replace('"a"', r'"\ud800"').encode(), "surrogates not allowed"),
         (rb'{"__metadata__": {"\udfff": ""}}', "surrogates not allowed"),
         (rb'{"__metadata__": {"a": "\ud800"}}', "surrogates not allowed"),

@@ -316,7 +316,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason_before_a_weight_is_read()
 
     assert "runs on CPUs, not on cuda" in refusal(device=torch.device("cuda:1"))
     assert "not torch.float16" in refusal(dtype=torch.float16)
-    assert "no parts of a model" in refusal(shard=Shard(0, 2))
+    assert "cannot hold a part of a model" in refusal(shard=Shard(0, 2))
     assert "does not know the quantizer Foreign" in refusal(quantizer=type("Foreign", (Int8Quantizer,), {})())
     per_group = QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP)
     assert "Int8Quantizer" in refusal(quantizer=Int8Quantizer(per_group))

@@ -154,7 +154,7 @@ def test_requests_that_are_too_long_can_be_left_out(tmp_path):
         ("a.csv", AZURE + "2023-11-16 18:15:51\n", "line 6: ContextTokens is None"),
         ("a.csv", AZURE.splitlines()[0], "holds no request"),
         ("a.jsonl", "{}", "no trace reader knows the format"),
-        ("a.jsonl", MOONCAKE + "\n[1]", "line 3: .* is no JSON object"),
+        ("a.jsonl", MOONCAKE + "\n[1]", "line 3: .* is not a JSON object"),
         ("a.jsonl", json.dumps(ROW | {"input_length": -4}), "line 1: input_length is -4"),
         ("a.jsonl", json.dumps(ROW | {"hash_ids": "x"}), "line 1: hash_ids"),
         ("a.csv.xz", "no xz", "cannot be read"),

@@ -66,7 +66,7 @@ def test_without_usage_events_are_counted_and_this_is_said(fake_server, behaviou
 def test_answers_that_end_early_are_told(fake_server, behaviour):
     result = measure(fake_server(behaviour(num_tokens=3, finish_reason="stop")), concurrency=1)
     assert (result.figures.num_succeeded, result.figures.num_shorter_than_asked) == (6, 6)
-    assert any("shorter than asked" in one for one in result.warnings)
+    assert any("shorter than requested" in one for one in result.warnings)
 
 
 @pytest.mark.parametrize(

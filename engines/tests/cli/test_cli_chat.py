@@ -99,7 +99,7 @@ def test_commands_change_the_conversation(engine, tmp_path):
     told = session.terminal.texts("told")
     assert told[:5] == [
         "there is no system message",
-        "there is nothing to take back",
+        "there is nothing to undo",
         "the system message is set",
         "Be brief.",
         "taken back: Two",

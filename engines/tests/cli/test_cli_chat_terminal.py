@@ -134,7 +134,7 @@ def test_ctrl_c_behind_something_typed_clears_it_and_does_not_leave(checkpoint):
         program.wait_for("so does another Ctrl-C")
         program.wait_for("> ")
     program.type("/undo\n")
-    program.wait_for("there is nothing to take back")
+    program.wait_for("there is nothing to undo")
     program.wait_for("> ")
     program.press("\x03")
     program.wait_for("so does another Ctrl-C")

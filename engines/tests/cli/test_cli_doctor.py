@@ -66,9 +66,9 @@ def test_problems_come_last_with_their_remedies():
         "  allergies  none",
         "",
         "error: an arm is missing",
-        "  to mend it: grow one",
+        "  to fix it: grow one",
         "warning: one leg is short",
-        "  to mend it: walk in circles",
+        "  to fix it: walk in circles",
     ]
     assert as_text([healthy(None)]).endswith("Nothing is wrong.")
 

@@ -127,14 +127,14 @@ def test_status_tells_what_an_engine_is_about(make_engine, run_engine, sage):
     assert result.err == ""
 
 
-def test_status_tells_of_an_engine_that_ended_without_a_word(start_front, sage):
+def test_status_tells_of_an_engine_that_ended_unexpectedly(start_front, sage):
     front = start_front(STAYS)
     engine = RunningEngine.find("front")
     front.kill()
     engine.log.write_text("out of memory")
     wait_until(lambda: not engine.is_alive)
     result = sage("llm", "engine", "status")
-    assert f"front (process {engine.pid}) ended without a word; its log is {engine.log}" in result.err
+    assert f"front (process {engine.pid}) ended unexpectedly; its log is {engine.log}" in result.err
     assert sage("llm", "engine", "status").err == ""
 
 

@@ -36,7 +36,7 @@ def test_a_timeline_says_what_happened_in_which_step(engine, sage):
     assert "for the step's token budget" in shown
     assert "admitted: 1 by priority and arrival; 0 of 50 tokens cached" in shown
     assert "preempted: request-0#0 lacked blocks; KV of " in shown
-    assert "preemptions: 1; tokens whose KV was computed in vain: " in shown
+    assert "preemptions: 1; tokens whose KV has to be computed again: " in shown
     assert "finished: length, 40 tokens generated" in shown
     assert "prefix: cause: disabled: prefix caching is off" in shown
     assert "preempted for it: 1: request-1#0" in sage("llm", "explain", "request-0").out

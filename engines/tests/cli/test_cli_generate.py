@@ -139,7 +139,7 @@ def test_prompts_are_read_from_stdin_one_a_line(sage, engine, monkeypatch):
 def test_an_empty_stdin_is_told(sage, engine, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     result = sage("llm", "generate", "-", "--model", "m")
-    assert (result.code, result.err) == (2, "Error: standard input holds no prompt; write one a line\n")
+    assert (result.code, result.err) == (2, "Error: standard input holds no prompt; write one per line\n")
 
 
 def test_json_holds_everything_and_nothing_else_is_printed(sage, engine):

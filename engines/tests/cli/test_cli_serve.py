@@ -120,7 +120,7 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port, 
         log = (tmp_path / "runtime" / f"engine-{port}.log").read_text()
         assert log.count("POST /v1/completions 200, 40 tokens in") == 2, log
         assert (second.returncode, "--port" in second.stderr) == (2, True)
-        assert f"your engine-{port} does" in second.stderr
+        assert f"by your engine-{port}" in second.stderr
     finally:
         stopped = sage_process("engine", "stop")
     assert (stopped.returncode, "stopped" in stopped.stdout) == (0, True)

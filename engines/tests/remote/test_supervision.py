@@ -373,7 +373,7 @@ def test_a_frozen_core_is_neither_ready_nor_responsive_and_is_replaced(speak, mo
         frozen, ended, again = [record.getMessage() for record in caplog.records]
         assert frozen.endswith(f"was killed; it was process {pid} (server.frozen_after_s)")
         assert ended == f"the engine's process {pid} ended (signal 9: Killed) and is restarted"
-        assert re.fullmatch(r"the engine takes requests again, after \d+\.\d s", again)
+        assert re.fullmatch(r"the engine accepts requests again, after \d+\.\d s", again)
         await supervisor.close()
 
     asyncio.run(asyncio.wait_for(use(), PATIENCE_S))

@@ -189,7 +189,7 @@ class IntegerQuantizer(QuantizerProtocol):
             row = int((~largest.isfinite()).any(dim=1).nonzero()[0])
             raise InvalidInputError(
                 f"row {row} of the weight holds NaN, an infinite value or one beyond float32's range; "
-                "mend the checkpoint, or leave this weight unquantized"
+                "repair the checkpoint, or leave this weight unquantized"
             )
         if self._config.granularity is QuantizationGranularity.PER_TENSOR:
             largest = largest.max().reshape(1, 1)

@@ -101,7 +101,7 @@ def _allowed(tree: Tree, online: tuple[int, ...]) -> tuple[int, ...]:
         key, _, value = line.partition(":")
         if key == "Cpus_allowed_list":
             return tuple(sorted(set(parse_ids(value)) & set(online))) or online
-    tree.warn("/proc/self/status does not tell this process's CPUs: all online ones are assumed")
+    tree.warn("/proc/self/status does not list this process's CPUs: all online ones are assumed")
     return online
 
 
@@ -139,7 +139,7 @@ def _count_groups(tree: Tree, online: tuple[int, ...], names: tuple[str, str], w
     if groups:
         return len(groups)
     count = 1 if what == "sockets" else len(online)
-    tree.warn(f"{_CPU}/cpu*/topology does not tell the {what}: {count} assumed")
+    tree.warn(f"{_CPU}/cpu*/topology does not give the {what}: {count} assumed")
     return count
 
 

@@ -105,6 +105,6 @@ def _ask(nvml: Any, question: str, *args: Any) -> Any:
 def _bus_link(tree: Tree, nvml: Any, handles: list[Any], first: int, second: int) -> str:
     ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
     if ancestor is None:
-        tree.warn(f"NVML does not tell the path between GPUs {first} and {second}: the slowest is assumed")
+        tree.warn(f"NVML does not give the path between GPUs {first} and {second}: the slowest is assumed")
         return "system"
     return "system" if ancestor >= _ACROSS_SOCKETS else "pcie"

@@ -99,7 +99,7 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 def read_network(tree: Tree) -> tuple[NetworkInterface, ...]:
     """Read the interfaces of the running machine; none for a foreign root."""
     if not tree.is_this_machine:
-        tree.warn("network interfaces are read of the running machine alone: left out below another root")
+        tree.warn("network interfaces can only be read on the running machine: left out for another root")
         return ()
     addresses = psutil.net_if_addrs()
     interfaces = []

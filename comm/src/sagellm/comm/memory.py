@@ -49,7 +49,7 @@ def read_memory(tree: Tree | None = None) -> Memory:
     total = meminfo.get("MemTotal", 0)
     available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
     if not total:
-        tree.warn("/proc/meminfo does not tell MemTotal: the memory is not known")
+        tree.warn("/proc/meminfo does not list MemTotal: the memory is not known")
     limit = total
     for folder, number in group_folders(tree, "memory"):
         version = _VERSION_1 if number == 1 else _VERSION_2

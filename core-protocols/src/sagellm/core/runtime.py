@@ -48,7 +48,7 @@ class SystemClock(Clock):
     def sleep_ns(self, duration_ns: int) -> None:
         """Sleep, letting other threads run."""
         if duration_ns < 0:
-            raise InvalidInputError(f"nobody can sleep for {duration_ns} ns")
+            raise InvalidInputError(f"cannot sleep for {duration_ns} ns")
         time.sleep(duration_ns / 1e9)
 
 

@@ -46,8 +46,10 @@ def sagellm_providers() -> list[Provider]:
         Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),
         Provider("attention_backend", "sdpa", f"{attention}.sdpa:SDPABackend", "torch's fused attention"),
         Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),
-        Provider("logits_processor", "min_tokens", f"{processors}:MinTokens", "no end before its time"),
-        Provider("trace_reader", "sagellm", f"{traces}.sagellm:SageLLMTraceReader", "our own, JSON lines"),
+        Provider("logits_processor", "min_tokens", f"{processors}:MinTokens", "no end before min_tokens"),
+        Provider(
+            "trace_reader", "sagellm", f"{traces}.sagellm:SageLLMTraceReader", "sageLLM's own, JSON lines"
+        ),
         Provider("trace_reader", "mooncake", f"{traces}.mooncake:MooncakeTraceReader", "Mooncake's lines"),
         Provider("trace_reader", "azure", f"{traces}.azure:AzureTraceReader", "Azure's CSV, lengths only"),
         Provider("trace_reader", "chat", f"{traces}.chat:ChatLogReader", "chat logs with times, JSON lines"),

@@ -118,7 +118,7 @@ def bind(settings: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"server.port {settings.port} on {settings.host} cannot be listened on ({error.strerror}"
+            f"server.port {settings.port} on {settings.host} cannot be used ({error.strerror}"
             f"{_own_engine_at(settings.port)}); name another with --port, or 0 for any that is free"
         ) from None
     return listener
@@ -126,7 +126,7 @@ def bind(settings: ServerConfig) -> socket.socket:
 
 def _own_engine_at(port: int) -> str:
     names = [engine.name for engine in RunningEngine.all() if engine.url.endswith(f":{port}")]
-    return f": your {names[0]} does" if names else ""
+    return f" by your {names[0]}" if names else ""
 
 
 def _prepare(config: EngineConfig) -> Tokenizer | None:

@@ -44,13 +44,13 @@ def check_support(
     spec.require(FEATURES)
     if quantizer is not None:
         raise UnsupportedModelError(
-            "it multiplies plain weights, and FP8 with the option linears=fp8; take out model.quantization"
+            "it multiplies plain weights, and FP8 with the option linears=fp8; unset model.quantization"
         )
     if shard != WHOLE:
-        raise UnsupportedModelError(f"it has no parts of a model, and is to be {shard}")
+        raise UnsupportedModelError(f"it cannot hold a part of a model, and was asked for {shard}")
     shapes = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in spec.attention}
     if len(shapes) != 1:
-        raise UnsupportedModelError(f"its layers have alike heads; this model has {sorted(shapes)}")
+        raise UnsupportedModelError(f"all its layers have the same heads; this model has {sorted(shapes)}")
     ((num_heads, num_kv_heads, head_dim),) = shapes
     if num_heads % num_kv_heads or head_dim % 2 or head_dim > _LARGEST_HEAD:
         raise UnsupportedModelError(

@@ -98,7 +98,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         if device.type != "cpu":
             raise UnsupportedModelError(f"it runs on CPUs, not on {device}")
         if shard != WHOLE:
-            raise UnsupportedModelError(f"it has no parts of a model, and is to be {shard}")
+            raise UnsupportedModelError(f"it cannot hold a part of a model, and was asked for {shard}")
         kind_of(dtype)
         known = check_quantizer(quantizer)
         _check_geometry(spec)

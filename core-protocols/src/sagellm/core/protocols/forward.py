@@ -79,11 +79,11 @@ class ForwardBackendProtocol(ABC):
 
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
         """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default."""
-        raise EngineError(f"{type(self).__name__} cannot give KV away; take out the tiers in kv.tiers")
+        raise EngineError(f"{type(self).__name__} cannot give KV away; remove the tiers from kv.tiers")
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
         """Copy what `read_blocks` returned into blocks. Raises EngineError by default."""
-        raise EngineError(f"{type(self).__name__} cannot take KV; take out the tiers in kv.tiers")
+        raise EngineError(f"{type(self).__name__} cannot take KV; remove the tiers from kv.tiers")
 
     @abstractmethod
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -142,7 +142,7 @@ class NullQuantizer(QuantizerProtocol):
         """Keep the matrix, after the checks that the contract requires."""
         check_weight_shape(weight, self._config)
         if not bool(weight.isfinite().all()):
-            raise InvalidInputError("the weight holds NaN or infinite values; mend the checkpoint")
+            raise InvalidInputError("the weight holds NaN or infinite values; repair the checkpoint")
         self._metrics.num_tensors += 1
         self._metrics.original_bytes += weight.nbytes
         self._metrics.quantized_bytes += weight.nbytes

@@ -41,7 +41,7 @@ class ServeResult:
             )
         if figures.num_shorter_than_asked:
             found.append(
-                f"{figures.num_shorter_than_asked} answers are shorter than asked; compare only runs "
+                f"{figures.num_shorter_than_asked} answers are shorter than requested; compare only runs "
                 "whose output lengths are the same"
             )
         if figures.num_without_usage:
@@ -50,7 +50,7 @@ class ServeResult:
             )
         if figures.tokens_per_event is not None and abs(figures.tokens_per_event - 1) > 0.05:
             found.append(
-                f"an event holds {figures.tokens_per_event:.2f} tokens in the mean; ITL is the gap "
+                f"an event holds {figures.tokens_per_event:.2f} tokens on average; ITL is the gap "
                 "between events"
             )
         return found

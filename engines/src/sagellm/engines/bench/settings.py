@@ -63,7 +63,7 @@ class LoadSettings:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.trace is not None and self.rate is not None:
-            raise ConfigError("a trace says itself when requests come; give --trace-speed instead of --rate")
+            raise ConfigError("a trace sets when requests come; give --trace-speed instead of --rate")
         if self.workload is not None:
             WorkloadSettings(name=self.workload, vocab_size=self.vocab_size)  # checks the name
             if self.trace is not None:

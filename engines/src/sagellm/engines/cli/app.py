@@ -12,8 +12,8 @@ from sagellm.engines.cli.lazy import Entry, LazyGroup
 _HERE = "sagellm.engines.cli"
 
 _CONFIG = Entry(f"{_HERE}.config:app", "Show the settings and where they come from.")
-_DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is wrong and how to mend it.")
-_PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, tell about one, or test it.")
+_DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is wrong and how to fix it.")
+_PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, describe one, or test it.")
 
 _MODULES = {
     "eviction": "eviction policy",
@@ -29,10 +29,10 @@ class LLMGroup(LazyGroup):
 
     table = {  # noqa: RUF012  (typed in the base)
         "generate": Entry(f"{_HERE}.generate:app", "Answer prompts, or continue them."),
-        "chat": Entry(f"{_HERE}.chat.command:app", "Converse with a model."),
+        "chat": Entry(f"{_HERE}.chat.command:app", "Chat with a model."),
         "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
-        "benchmark": Entry(f"{_HERE}.benchmark:app", "Put a named load on an engine and on peers beside it."),
+        "benchmark": Entry(f"{_HERE}.benchmark:app", "Send a named load to an engine and to peers."),
         "simulate": Entry(f"{_HERE}.simulate:app", "Simulate serving a trace, or its prefix cache."),
         "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
         "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),

@@ -33,7 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _CAUSES = {
     "none": "all of it was cached",
-    "never_seen": "no request of this tenant and salt had what comes next, and no other has it cached",
+    "never_seen": "no request of this tenant and salt had what comes next, and nobody else has it cached",
     "evicted": "what comes next was cached once and was evicted",
     "other_tenant": "what comes next is cached for another tenant or salt, which is not shared",
     "block_border": "what comes next agrees with cached tokens, but for less than a block",
@@ -98,7 +98,9 @@ def pin(
     ttl: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", min=0.001, help="End it when no request used it for so long. [default: never]"
+            metavar="SECONDS",
+            min=0.001,
+            help="End it when no request has used it for this long. [default: never]",
         ),
     ] = None,
     engine: EngineName = None,

@@ -20,10 +20,10 @@ _WAITS = {
     "tokens": "the step's token budget",
     "seats": "a seat (scheduler.max_num_seqs)",
     "blocks": "KV blocks",
-    "preemption": "a step without preemptions, which admit nobody",
+    "preemption": "a step without preemptions",
     "fetch": "its KV from a tier",
     "step": "the running step",
-    "forgotten": "longer ago than the log goes",
+    "forgotten": "longer ago than the log reaches",
 }
 """What a sequence waited for, by reason."""
 
@@ -83,7 +83,7 @@ def _lines(sequence: Values) -> Iterator[str]:
         yield f"preempted for it: {_listed(sequence['num_preempted_for_it'], sequence['preempted_for_it'])}"
     if sequence["num_preemptions"]:
         yield (
-            f"preemptions: {sequence['num_preemptions']:,}; tokens whose KV was computed in vain: "
+            f"preemptions: {sequence['num_preemptions']:,}; tokens whose KV has to be computed again: "
             f"{sequence['num_wasted_tokens']:,}"
         )
 

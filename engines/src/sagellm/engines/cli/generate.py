@@ -35,14 +35,14 @@ def generate(
         list[str],
         typer.Argument(
             metavar="PROMPT",
-            help="What to answer or continue; - reads prompts from standard input, one a line.",
+            help="What to answer or continue; - reads prompts from standard input, one per line.",
         ),
     ],
     *,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, whatever the model.")
     ] = False,
-    stream: Annotated[bool, typer.Option(help="Print the text while it comes.")] = True,
+    stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per prompt, at the end.")
     ] = False,
@@ -104,7 +104,7 @@ def _read_prompts(prompts: list[str]) -> list[str]:
         else:
             texts.append(prompt)
     if not texts:
-        raise ConfigError("standard input holds no prompt; write one a line")
+        raise ConfigError("standard input holds no prompt; write one per line")
     return texts
 
 

@@ -52,7 +52,7 @@ def check(  # noqa: PLR0913
             help="Input to test it with: a file (trace reader), a LogitsRequest's fields (logits processor).",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What one test may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Time limit of one test.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Test what a distribution provides against the contracts of its kinds.

@@ -27,7 +27,7 @@ from sagellm.engines.config.settings import FLAT_NAMES, flag_of
 
 CORE = "sagellm-core-protocols"
 
-app = new_app("List installed plugins, tell about one, or test it.")
+app = new_app("List installed plugins, describe one, or test it.")
 app.command("check")(check)
 
 

@@ -23,7 +23,7 @@ _TIMEOUT_S = 5.0
 """Limit on each call of the model's template and tokenizer."""
 
 PREFIX_FLAGS = (
-    make_flag("tokens", int, typer.Option(metavar="INT", min=1, help="Only so many of its first tokens.")),
+    make_flag("tokens", int, typer.Option(metavar="INT", min=1, help="Only this many of its first tokens.")),
     make_flag(
         "prompt", str, typer.Option(metavar="TEXT", help="The beginning of prompts, instead of a request.")
     ),

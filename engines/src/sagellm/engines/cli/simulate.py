@@ -48,7 +48,7 @@ SIMULATE_FLAGS = (
         "eviction_policy",
         list[str],
         "LIST",
-        "Policies: lru,qos{within=reuse}; belady is the optimum, off no cache.",
+        "Policies: lru,qos{within=reuse}; belady is the optimum, off disables caching.",
         autocompletion=complete_providers("eviction_policy"),
     ),
     setting_flag("prefix_cache", "prefix_cache.name"),
@@ -60,7 +60,7 @@ SIMULATE_FLAGS = (
         "The trace's reader; else the file shows its format.",
         autocompletion=complete_providers("trace_reader"),
     ),
-    _flag("limit", int, "INT", "Replay so many requests of it.", min=1),
+    _flag("limit", int, "INT", "Replay only this many of its requests.", min=1),
     _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
     _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
     *SERVING_FLAGS,
@@ -77,7 +77,7 @@ def simulate(  # noqa: PLR0913
     *,
     faults: Annotated[bool, typer.Option("--faults", help="Simulate a server with faults instead.")] = False,
     cache_only: Annotated[
-        bool, typer.Option("--cache-only", help="Replay through the cache alone; so without --cost.")
+        bool, typer.Option("--cache-only", help="Replay through the cache alone; the default without --cost.")
     ] = False,
     bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum.")] = True,
     overwrite: Overwrite = False,

@@ -22,7 +22,7 @@ def _flag(name: str, kind: Any, metavar: str | None, text: str, **limits: Any) -
 
 
 FAULT_FLAGS = (
-    _flag("seeds", int, "INT", "With --faults: run so many seeds; default 100.", min=1),
+    _flag("seeds", int, "INT", "With --faults: run this many seeds; default 100.", min=1),
     _flag("first", int, "INT", "With --faults: the first seed; default 0.", min=0),
     _flag("only", str, "LIST", "With --faults: only these events of the seed's: 3,7,12."),
 )

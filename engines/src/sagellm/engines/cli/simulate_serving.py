@@ -60,11 +60,18 @@ _SETTINGS = {
 
 SERVING_FLAGS = (
     _flag("cost", Path, "FILE", "Simulate serving, with steps that take what this file says."),
-    _flag("stretch", float, "FLOAT", "Multiply arrival times by this: less is more load. [default: 1]"),
+    _flag(
+        "stretch",
+        float,
+        "FLOAT",
+        "Multiply arrival times by this; below 1, the load is heavier. [default: 1]",
+    ),
     setting_flag("scheduler_passes", "scheduler.passes", "--passes"),
     _flag("compare", list[str], "PASSES", "Also run with these scheduler passes: 'order=lifetime'."),
     _flag("max_ttft_s", float, "SECONDS", "A good request's time to its first token … [default: 2]", min=0),
-    _flag("max_ttft_prefills", float, "FLOAT", "… plus so many times its prompt's own. [default: 3]", min=0),
+    _flag(
+        "max_ttft_prefills", float, "FLOAT", "… plus this many times its prompt's own. [default: 3]", min=0
+    ),
     _flag("max_tpot_ms", float, "MS", "Its milliseconds per token after the first. [default: 50]", min=0),
     _flag("tenant_weights", str, "LIST", "Weights of tenants: a=3,b=1; others have 1."),
     _flag("oracle", float, "ERROR", "Predict recorded lengths with this error (0: exactly); a bound.", min=0),

@@ -25,14 +25,14 @@ _FLAGS: dict[str, tuple[Any, str, str]] = {
     "num_requests": (int, "INT", "Requests. [default: 100]"),
     "turns": (str, "LENGTHS", "Turns of a conversation; 1 makes single-turn requests. [default: 5]"),
     "system_len": (int, "INT", "Tokens that all prompts begin with. [default: 0]"),
-    "user_len": (str, "LENGTHS", "Tokens that a client says in a turn. [default: lognormal:140:0.5]"),
+    "user_len": (str, "LENGTHS", "Tokens that a client sends in a turn. [default: lognormal:140:0.5]"),
     "output_len": (str, "LENGTHS", "Tokens of an answer. [default: lognormal:140:0.5]"),
     "think_s": (str, "LENGTHS", "Seconds between an answer and the next turn. [default: lognormal:60:0.9]"),
-    "rate": (float, "FLOAT", "Conversations that begin in a second. [default: 1]"),
-    "tokens_per_s": (float, "FLOAT", "Tokens of an answer in a second. [default: 50]"),
+    "rate": (float, "FLOAT", "Conversations that begin per second. [default: 1]"),
+    "tokens_per_s": (float, "FLOAT", "Tokens of an answer per second. [default: 50]"),
     "num_tenants": (int, "INT", "Tenants that conversations are dealt to. [default: 1]"),
     "vocab_size": (int, "INT", "Token ids are drawn below this. [default: 4000]"),
-    "seed": (int, "INT", "The same one makes the same trace. [default: 0]"),
+    "seed": (int, "INT", "The same seed makes the same trace. [default: 0]"),
 }
 
 GENERATE_FLAGS = tuple(

@@ -52,7 +52,9 @@ class TorchForwardBackend(ForwardBackendProtocol):
         shard: Shard = WHOLE,
     ) -> None:
         if shard != WHOLE:
-            raise UnsupportedModelError(f"the backend torch has no parts of a model, and is to be {shard}")
+            raise UnsupportedModelError(
+                f"the backend torch cannot hold a part of a model, and was asked for {shard}"
+            )
         context = BuildContext(
             dtype=dtype, device=device, weights=WeightReader(weights, dtype), quantizer=quantizer
         )

@@ -79,7 +79,7 @@ def _quota(text: str) -> int:
 
 
 _OPTIONS: Mapping[str, _Option] = {
-    "name": _Option("name", _name, "1 to 64 letters, digits, '.', '_' and '-', the first no sign"),
+    "name": _Option("name", _name, "1 to 64 letters, digits, '.', '_' and '-', the first a letter or digit"),
     "weight": _Option("weight", _weight, f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"),
     "max_requests": _Option("max_requests", _quota, f"a whole number from 1 to {MAX_QUOTA}"),
     "max_tokens": _Option("max_tokens", _quota, f"a whole number from 1 to {MAX_QUOTA}"),
@@ -104,5 +104,7 @@ def parse_keys(texts: Iterable[str]) -> list[ApiKey]:
         if known != key:
             raise ConfigError(f"{where} is the key of entry {first} with other options; give it once")
         if key.name is not None and names.setdefault(key.name, first) != first:
-            raise ConfigError(f"{where} has the name of entry {names[key.name]}; names are different")
+            raise ConfigError(
+                f"{where} has the name of entry {names[key.name]}; give each key a name of its own"
+            )
     return [key for key, _ in keys.values()]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _TOOLS = "this server has no tool parser"
-_GRAMMAR = "output cannot be held to a grammar"
+_GRAMMAR = "structured output is not supported"
 _TEXT = "the models here read and write text"
 _STORE = "nothing is stored"
 _BEAMS = "there is no beam search"

@@ -77,7 +77,7 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     if not isinstance(header, dict) or not text.startswith(b"{"):
         raise CheckpointError(
-            f"{path} has a damaged header: it is no JSON object from its first byte; fetch it again"
+            f"{path} has a damaged header: it is not a JSON object from its first byte; fetch it again"
         )
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):

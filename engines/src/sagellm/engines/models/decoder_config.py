@@ -84,7 +84,7 @@ def read_decoder_config(config: HFConfig, entries: Mapping[str, Entry]) -> Any:
     check_sizes(lambda name: getattr(read, name))
     if not 0 <= read.rms_norm_eps < math.inf:
         raise CheckpointError(
-            f"config.json: rms_norm_eps is {read.rms_norm_eps}; it must be 0 or a little more"
+            f"config.json: rms_norm_eps is {read.rms_norm_eps}; it must be a small number, at least 0"
         )
     read.layer_types = _layer_types(config, read.num_hidden_layers)
     read.rope_parameters = _rope_parameters(config, read.max_position_embeddings)

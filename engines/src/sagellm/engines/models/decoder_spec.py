@@ -190,7 +190,7 @@ def _read_rope(hf: Any, head_dim: int) -> RopeSpec:
             "rope_parameters differ between layer types; this decoder has one rotation"
         )
     if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor is set; this decoder turns whole heads")
+        raise UnsupportedModelError("partial_rotary_factor is set; this decoder rotates whole heads")
     if head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM:
         raise CheckpointError(
             f"config.json: head_dim is {head_dim}; rotary embeddings need an even one up to {_MAX_HEAD_DIM}"
@@ -220,7 +220,7 @@ def _check(sizes: ModelGeometry, windows: tuple[int | None, ...]) -> None:
             raise CheckpointError(f"config.json: {name} is {getattr(sizes, name)}; it must be at least 1")
     if sizes.num_heads % sizes.num_kv_heads:
         raise CheckpointError(
-            f"config.json: num_attention_heads is {sizes.num_heads}, no multiple of num_key_value_heads, "
+            f"config.json: num_attention_heads is {sizes.num_heads}, not a multiple of num_key_value_heads, "
             f"{sizes.num_kv_heads}"
         )
     if windows and len(windows) != sizes.num_layers:

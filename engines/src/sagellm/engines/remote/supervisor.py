@@ -227,7 +227,7 @@ class Supervisor(EngineClient):
         self._was_ready = True
         self._ready.set()
         if self.num_restarts:
-            logger.warning("the engine takes requests again, after %.1f s", now_s - self._ended_s)
+            logger.warning("the engine accepts requests again, after %.1f s", now_s - self._ended_s)
         return now_s
 
     def _count_death(self, ready_s: float | None) -> None:

@@ -23,7 +23,7 @@ def json_object(text: str, line: int) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise InvalidInputError(f"line {line}: {text.strip()[:60]!r} is no JSON object")
+        raise InvalidInputError(f"line {line}: {text.strip()[:60]!r} is not a JSON object")
     return found
 
 

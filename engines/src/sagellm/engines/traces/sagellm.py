@@ -40,7 +40,7 @@ class SageLLMTraceReader(TraceReaderProtocol):
         rows = json_lines(lines)
         line, head = next(rows, (1, {}))
         if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
-            raise InvalidInputError(f"line {line}: the head is no {FORMAT} of version {VERSION}")
+            raise InvalidInputError(f"line {line}: the head is not {FORMAT} of version {VERSION}")
         block_tokens = count_of_tokens(head.get("block_tokens", 0), "block_tokens", line)
         for line, row in rows:
             yield _request(row, block_tokens, line)

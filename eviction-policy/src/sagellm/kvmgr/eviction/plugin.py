@@ -36,7 +36,7 @@ def sagellm_providers() -> list[Provider]:
             "eviction_policy",
             "predictive",
             f"{_PACKAGE}.predictive:PredictiveEvictionPolicy",
-            "what is not predicted back: for batch work",
+            "what is not predicted to come back: for batch work",
         ),
         Provider(
             "eviction_policy",

@@ -11,6 +11,6 @@ def sagellm_providers() -> list[Provider]:
             "lifetime_predictor",
             "statistical",
             "sagellm.kvmgr.lifetime.statistical:StatisticalLifetimePredictor",
-            "median of what prompts of like length generated",
+            "median output length of similar prompts",
         )
     ]

@@ -11,6 +11,6 @@ def sagellm_providers() -> list[Provider]:
             "prefix_cache",
             "radix",
             "sagellm.kvmgr.prefix_cache.radix:RadixPrefixCache",
-            "radix tree over tokens, exact, block-aligned, one root a namespace",
+            "radix tree over tokens, exact, block-aligned, one root per namespace",
         )
     ]

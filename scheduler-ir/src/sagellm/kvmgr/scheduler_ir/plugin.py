@@ -11,7 +11,7 @@ _PASSES = (
     ("memory-aware", "memory_aware:MemoryAwarePreemptionPass", "preempts what costs least to compute again"),
     ("mlfq", "mlfq:MLFQPass", "serves first what has been served least, without predictions"),
     ("prefix-aware", "prefix_aware:PrefixCacheAwarePass", "admits first what is cached"),
-    ("priority", "priority:PriorityBasedPass", "serves by priority, to which waiting adds"),
+    ("priority", "priority:PriorityBasedPass", "serves by priority, which waiting raises"),
     ("tenant-limits", "tenant_limits:AdmissionLimitPass", "limits what one tenant runs at a time"),
 )
 

@@ -13,7 +13,7 @@ class BenchGroup(LazyGroup):
     """The commands of `sage llm bench`."""
 
     table = {  # noqa: RUF012  (typed in the base)
-        "serve": Entry(f"{_HERE}.serve:app", "Put load on an OpenAI-compatible server."),
+        "serve": Entry(f"{_HERE}.serve:app", "Send load to an OpenAI-compatible server."),
         "throughput": Entry(f"{_HERE}.throughput:app", "Run many prompts through an engine in this process."),
         "latency": Entry(f"{_HERE}.latency:app", "Time one batch in an engine in this process."),
         "startup": Entry(f"{_HERE}.startup:app", "Start an engine in fresh processes, and time it."),

@@ -38,7 +38,7 @@ _LENGTHS = "512, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or exp
 _PROMPTS = {
     "num_prompts": _Row(int, "INT", "prompts to run"),
     "input_len": _Row(str, "LENGTHS", f"prompt tokens: {_LENGTHS}"),
-    "output_len": _Row(str, "LENGTHS", "output tokens, written likewise"),
+    "output_len": _Row(str, "LENGTHS", "output tokens, in the same form"),
     "prefix_share": _Row(float, "SHARE", "share of each prompt, from its start, that prompts have in common"),
     "num_prefixes": _Row(int, "INT", "how many such common beginnings there are"),
     "warmup": _Row(int, "INT", "requests that are run before and not counted"),
@@ -62,11 +62,11 @@ _SERVE = {
     "workload": _Row(str, "NAME", "sessions of a named load: mixed, chat, batch, document or sharegpt"),
     "trace": _Row(Path, "FILE", "take arrivals and lengths from a trace: Azure's CSV, or JSONL"),
     "trace_format": _Row(str, "NAME", "a trace reader by name; else the file shows its format"),
-    "trace_speed": _Row(float, "FLOAT", "run the trace so many times as fast"),
+    "trace_speed": _Row(float, "FLOAT", "run the trace this many times as fast"),
     "max_len": _Row(
         int, "INT", "leave out requests of a trace or workload with more tokens, prompt and output together"
     ),
-    "timeout_s": _Row(float, "SECONDS", "most time for one answer"),
+    "timeout_s": _Row(float, "SECONDS", "time limit for one answer"),
     "temperature": _Row(float, "FLOAT", "randomness of the answers"),
     "ignore_eos": _Row(bool, "", "ask for answers of full length; off for servers that refuse ignore_eos"),
     "extra_body": _Row(str, "JSON", "more fields of each request's body"),

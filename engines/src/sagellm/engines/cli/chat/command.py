@@ -34,7 +34,7 @@ def chat(
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
-    """Converse with a model.
+    """Chat with a model.
 
     Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands, three quotes begin and end a question of
     several lines. From a pipe each line is a question, and only the answers are printed.

@@ -68,7 +68,7 @@ def _system(conversation: Conversation, text: str) -> Outcome:
 
 def _undo(conversation: Conversation, _argument: str) -> Outcome:
     if not conversation.turns:
-        return Outcome("there is nothing to take back")
+        return Outcome("there is nothing to undo")
     question = conversation.turns.pop().question.content
     return Outcome(f"taken back: {question}")
 

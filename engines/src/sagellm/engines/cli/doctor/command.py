@@ -50,7 +50,7 @@ def doctor(
     config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what was found here, what is wrong and how to mend it. Exit code 1 if something is broken."""
+    """Say what was found here, what is wrong and how to fix it. Exit code 1 if something is broken."""
     sections = diagnose(config)
     is_broken = any(problem.severity == "error" for section in sections for problem in section.problems)
     if as_json:

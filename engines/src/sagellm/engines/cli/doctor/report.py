@@ -77,7 +77,7 @@ def as_text(sections: Sequence[Section]) -> str:
         lines.append("")
     problems = [problem for section in sections for problem in section.problems]
     for problem in problems:
-        lines += [f"{problem.severity}: {problem.what}", f"  to mend it: {problem.remedy}"]
+        lines += [f"{problem.severity}: {problem.what}", f"  to fix it: {problem.remedy}"]
     return "\n".join(lines + ([] if problems else ["Nothing is wrong."]))
 
 

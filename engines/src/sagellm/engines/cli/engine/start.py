@@ -51,14 +51,16 @@ def start(
     model_argument: ModelArgument = None,
     *,
     name: EngineOwnName = None,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as `serve` does.")] = False,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground, as `serve` does.")
+    ] = False,
     log_level: LogLevel = "WARNING",
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
     """Start an engine that serves a model over HTTP, and leave it running.
 
-    Returns when it takes requests. Its log stands in the runtime folder; `engine status` shows it,
+    Returns when it takes requests. Its log is in the runtime folder; `engine status` shows it,
     `engine stop` ends it.
     """
     settings = with_keys(load_config(with_model(_in_our_words(options), model_argument), config_file=config))

@@ -47,7 +47,7 @@ def status(
     """Show the engines that run, and how busy they are."""
     for dead in RunningEngine.withdraw_dead():
         log = f"; its log is {dead.log}" if dead.log.exists() else ""
-        typer.echo(f"{dead.name} (process {dead.pid}) ended without a word{log}", err=True)
+        typer.echo(f"{dead.name} (process {dead.pid}) ended unexpectedly{log}", err=True)
     found = read_all(timeout_s=timeout)
     if as_json:
         print_json({"engines": found})

@@ -33,7 +33,7 @@ def stop(
     *,
     engine: EngineName = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for its end.")
+        float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for it to end.")
     ] = 60.0,
     force: Annotated[bool, typer.Option("--force", help="Kill it if it has not ended by then.")] = False,
 ) -> None:

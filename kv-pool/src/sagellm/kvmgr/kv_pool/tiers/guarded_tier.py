@@ -102,7 +102,7 @@ class GuardedTier(KVTierProtocol):
     def _submitted(self, requests: Sequence[TierRequest]) -> Ticket:
         ticket = self.tier.submit(requests)
         if not isinstance(ticket, int):
-            raise PluginError(f"submit returned {ticket!r} and no ticket")
+            raise PluginError(f"submit returned {ticket!r} instead of a ticket")
         return ticket
 
     def _take_results(self) -> None:

@@ -129,7 +129,7 @@ class OffsetAllocator:
         assert position == self.total_bytes, f"the last range ends at {position} of {self.total_bytes}"
         assert sum(self._free.values()) == self.free_bytes, "free bytes are counted wrong"
         assert {offset + size: offset for offset, size in self._free.items()} == self._free_ends
-        assert sum(map(len, self._classes)) == len(self._free), "a free range stands in no class, or in two"
+        assert sum(map(len, self._classes)) == len(self._free), "a free range is in no class, or in two"
 
     def _find(self, needed: int) -> int | None:
         own = needed.bit_length()

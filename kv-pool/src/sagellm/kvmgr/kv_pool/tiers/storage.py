@@ -274,7 +274,9 @@ class TieredKVStorage(KVTierProtocol):
             lost = [key for key in usage if key not in self._busy and not tier.contains(key)]
             assert not lost, f"{len(lost)} blocks are noted in a tier that does not have them"
             if not self._busy:
-                assert len(usage) == tier.metrics().num_blocks, "a tier has blocks that nobody knows"
+                assert len(usage) == tier.metrics().num_blocks, (
+                    "a tier has blocks that the storage does not know"
+                )
         if not any(self._waiting):
             assert not self._busy, "operations wait for nothing"
 

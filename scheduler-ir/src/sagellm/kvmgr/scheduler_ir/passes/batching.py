@@ -24,7 +24,7 @@ class BatchingEfficiencyPass(SchedulerPassProtocol):
 
     After the oldest one, the longest prompt that fits into what is left is taken, again and again, so prompts
     of similar lengths come together, few are cut, and a prompt for which there are no blocks holds up no
-    other until it has waited `starvation_s`. Lengths count as if nothing was cached.
+    other until it has waited `starvation_s`. Lengths count as if nothing were cached.
     """
 
     starvation_s: float = 10.0
