@@ -28,6 +28,7 @@ from sagellm.engines.http.response_headers import ResponseHeaders
 from sagellm.engines.http.service import Service
 from sagellm.engines.http.start_page import StartPage
 from sagellm.engines.http.tokenizing import Detokenize, Tokenize, tokenizer_info
+from sagellm.engines.http.wrong_paths import no_such_path, served_paths, wrong_method
 from sagellm.engines.text.calls import TextRunner
 
 logger = get_logger(__name__)
@@ -72,6 +73,7 @@ def create_app(
         encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
         public_namespaces=settings.public_namespaces,
         deadline_ms=settings.deadline_ms,
+        is_lenient=settings.lenient,
     )
     app.state.admission, app.state.service = service.admission, service
     start_page = StartPage(
@@ -100,10 +102,11 @@ def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
         return _json({"object": "list", "data": models})
 
     async def get_model(request: Request) -> Response:
-        for model in models:
-            if model["id"] == request.path_params["name"]:
-                return _json(model)
-        raise HTTPException(404)
+        try:
+            name = service.check_model(request.path_params["name"])
+        except APIError as error:
+            return _json(error.body, error.status)
+        return _json(models[service.model_names.index(name)])
 
     async def show_tokenizer(_: Request) -> Response:
         return _json(tokenizer_info(service.front.tokenizer))
@@ -172,8 +175,18 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(encode_json(value), status_code=status, media_type="application/json")
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     """Answer requests that the routing refuses, in the same form as all other errors."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    known = {404: "there is no such path", 405: "this path does not take this method"}
-    return _json(APIError(status, known.get(status, "the request is refused")).body, status)
+    status, headers = 500, {}
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, dict(error.headers or {})
+    path = request.scope["path"]
+    if status == 404:
+        told = no_such_path(path, served_paths(request.app.routes))
+    elif status == 405:
+        told = wrong_method(path, request.method, headers.get("Allow", "another method"))
+    else:
+        told = APIError(status, "the request is refused")
+    answer = _json(told.body, status)
+    answer.headers.update(headers)
+    return answer
