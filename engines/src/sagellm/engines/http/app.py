@@ -9,14 +9,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from sagellm.core import ConfigError, get_logger
+from sagellm.core import get_logger
 from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
-from sagellm.engines.http.access_control import AccessControl, Keys, is_loopback
+from sagellm.engines.http.access_control import AccessControl, Keys, check_access
 from sagellm.engines.http.access_log import AccessLog
 from sagellm.engines.http.admission import Admission, Quota
 from sagellm.engines.http.api_key_file import with_key_file
-from sagellm.engines.http.api_keys import parse_keys
 from sagellm.engines.http.body import BodyGate
 from sagellm.engines.http.engine_front import EngineFront
 from sagellm.engines.http.errors import APIError
@@ -34,16 +33,6 @@ from sagellm.engines.text.calls import TextRunner
 logger = get_logger(__name__)
 
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
-
-
-def check_access(settings: ServerConfig) -> None:
-    """Raise ConfigError for an open address without a key, and for keys with invalid options."""
-    parse_keys(settings.api_keys)
-    if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
-        raise ConfigError(
-            f"server.host is {settings.host!r}, which others can reach, and server.api_keys is empty; "
-            f"set a key with SAGELLM_API_KEY or server.api_key_file, or listen on 127.0.0.1"
-        )
 
 
 def create_app(

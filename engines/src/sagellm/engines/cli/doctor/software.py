@@ -24,7 +24,16 @@ NEEDED = (
     "pluggy",
     "pydantic",
 )
-OPTIONAL = ("fastapi", "uvicorn", "xgrammar", "triton", "torchao")
+OPTIONAL = {
+    "fastapi": "serving",
+    "uvicorn": "serving",
+    "uvloop": "serving",
+    "prometheus_client": "serving",
+    "matplotlib": "plots",
+    "triton": "kernels on GPUs",
+}
+"""Library → what needs it."""
+
 OLDEST_PYTHON = (3, 11)
 
 
@@ -42,8 +51,8 @@ def examine_software(context: ExaminationContext) -> Section:
         section.facts[name] = found = installed_version(name)
         if found is None:
             section.error(f"{name} is not installed", f"pip install {name}")
-    for name in OPTIONAL:
-        section.facts[name] = installed_version(name) or "not installed (optional)"
+    for name, needed_by in OPTIONAL.items():
+        section.facts[name] = installed_version(name) or f"not installed (optional, for {needed_by})"
     _check_one_version(section)
     _check_namespace(section)
     _check_chaos(section)
