@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.engine_client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
-    from sagellm.engines.llm_engine import LLMEngine as LLMEngine
+    from sagellm.engines.llm_engine import LLM as LLM, LLMEngine as LLMEngine
     from sagellm.engines.logprobs import Logprob as Logprob
     from sagellm.engines.output_stream import OutputStream as OutputStream
     from sagellm.engines.outputs import (
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
+    from sagellm.engines.prompts import TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
     from sagellm.engines.sampling.rows import (
         BadLogitsError as BadLogitsError,
@@ -35,6 +36,7 @@ _MODULE_OF = {
     "EngineConfig": ".config.schema",
     "InProcessClient": ".engine_client",
     "InputProcessor": ".input_processor",
+    "LLM": ".llm_engine",
     "LLMEngine": ".llm_engine",
     "Logprob": ".logprobs",
     "OutputStream": ".output_stream",
@@ -44,6 +46,8 @@ _MODULE_OF = {
     "Sampler": ".sampling.sampler",
     "SamplingParams": ".sampling.params",
     "SamplingRow": ".sampling.rows",
+    "TextPrompt": ".prompts",
+    "TokensPrompt": ".prompts",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])
