@@ -6,6 +6,11 @@ from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from sagellm.engines.beam_search import (
+        BeamSearchOutput as BeamSearchOutput,
+        BeamSearchParams as BeamSearchParams,
+        BeamSearchSequence as BeamSearchSequence,
+    )
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.engine_client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
@@ -31,6 +36,9 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AsyncLLMEngine": ".async_engine",
     "BadLogitsError": ".sampling.rows",
+    "BeamSearchOutput": ".beam_search",
+    "BeamSearchParams": ".beam_search",
+    "BeamSearchSequence": ".beam_search",
     "CompletionOutput": ".outputs",
     "EngineClient": ".engine_client",
     "EngineConfig": ".config.schema",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sagellm.core import ExecutionGraph, PluginRegistry, Runtime
+    from sagellm.engines.beam_search import BeamSearchOutput, BeamSearchParams
     from sagellm.engines.engine_core.explanation import RequestExplanation
 
 
@@ -179,6 +180,16 @@ class LLMEngine:
             for conversation in read_conversations(messages)
         ]
         return self.generate(prompts, given, namespace=namespace, progress=is_shown)
+
+    def beam_search(self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt, `params.beam_width` of them, best first.
+
+        Each sequence has the tokens and the text of prompt and output, as in vLLM. A step computes a token
+        for each beam of each prompt; the rest is found in the prefix cache. Raises InvalidRequestError.
+        """
+        from sagellm.engines.beam_search import beam_search
+
+        return beam_search(self, _as_batch(prompts), params)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return `tokenizer`, by vLLM's name."""
