@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.config.shown import shown
@@ -48,12 +48,14 @@ def content_of(prompt: Prompt) -> str | Seq[int]:
         if key not in ("prompt", _IDS) and value is not None:
             why = _MISSING.get(key, f"a prompt has 'prompt' or {_IDS!r}")
             raise InvalidRequestError(f"prompt has the key {shown(key)}: {why}")
-    ids, text = prompt.get(_IDS), text_of(prompt)
+    ids: Any = prompt.get(_IDS)
+    text = text_of(prompt)
     if ids is None and text is None:
         raise InvalidRequestError(f"prompt is {shown(dict(prompt))}; a mapping has 'prompt' or {_IDS!r}")
     if isinstance(ids, str):
         raise InvalidRequestError(f"{_IDS} is {shown(ids)}; it must be a list of token ids")
-    return text or "" if ids is None else ids
+    content: str | Seq[int] = text or "" if ids is None else ids
+    return content
 
 
 def text_of(prompt: Prompt) -> str | None:

@@ -70,9 +70,10 @@ def _check_one_version(section: Section) -> None:
 
 
 def _check_namespace(section: Section) -> None:
-    """A distribution that ships `sagellm/__init__.py` hides the packages of all others."""
-    shadow = getattr(sys.modules.get("sagellm"), "__file__", None)
-    if shadow is not None:
+    """A `sagellm/__init__.py` hides packages, unless it is the one of the distribution `sagellm`."""
+    root = sys.modules.get("sagellm")
+    shadow = getattr(root, "__file__", None)
+    if shadow is not None and "LLM" not in getattr(root, "__all__", ()):
         section.error(
             f"{shadow} hides packages of the sagellm namespace",
             "uninstall the distribution that brought this file (isagellm does)",
