@@ -16,7 +16,7 @@ MEMBERS: list[str] = [
     each if isinstance(each, str) else each["path"] for each in _HATCH["workspace"]["members"]
 ]
 META = "meta-package"
-"""The folder of the distribution `sagellm`, which has no code."""
+"""The folder of the distribution `sagellm`, which has the short names."""
 QUICK = "not full and not matrix and not cuda"
 WORKERS = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
 """One more than there are CPUs: many tests wait for a process."""

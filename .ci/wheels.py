@@ -128,6 +128,8 @@ def examples(readme: Path) -> list[str]:
 PROGRAM = """
 import subprocess, sys
 assert b"sageLLM" in subprocess.check_output([sys.executable, "-m", "sagellm", "--version"])
+import sagellm.core, sagellm.kvmgr.kv_pool
+from sagellm import LLM, SamplingParams
 """
 
 PUBLIC_NAMES = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 import tomllib
 from email import message_from_string
@@ -47,10 +49,56 @@ def test_a_wheel_carries_its_licence_and_says_who_made_it_for_what(folder, tmp_p
     )
 
 
-def test_the_short_name_needs_the_engine_of_its_version_and_has_no_code(tmp_path, monkeypatch):
+def test_the_short_name_needs_the_engine_of_its_version_and_has_one_module(tmp_path, monkeypatch):
     metadata, wheel = build(META, tmp_path, monkeypatch)
     assert metadata.get_all("Requires-Dist") == [f"sagellm-engines[serve]=={metadata['Version']}"]
-    assert all(".dist-info/" in name for name in wheel.namelist())
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert files == {"sagellm/__init__.py", "sagellm/py.typed"}
+
+
+def run_beside_the_short_names(code: str, *, is_first: bool) -> str:
+    """Run Python where the folder with the short names comes before or after all others on the path."""
+    own = str(ROOT / META / "src")
+    others = [path for path in sys.path if path]
+    paths = [own, *others] if is_first else [*others, own]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_short_names_are_those_of_the_engine_and_hide_no_package(is_first):
+    code = """
+import importlib, sys
+import sagellm
+assert "torch" not in sys.modules
+for name in {names}:
+    importlib.import_module(name)
+import sagellm.engines
+from sagellm import LLM, SamplingParams
+for name in sagellm.__all__:
+    assert getattr(sagellm, name) is getattr(sagellm.engines, name), name
+assert set(sagellm.__all__) <= set(dir(sagellm))
+from sagellm.engines.cli.doctor.report import Section
+from sagellm.engines.cli.doctor.software import _check_namespace
+section = Section("software")
+_check_namespace(section)
+print(LLM.__name__, section.problems)
+"""
+    names = [
+        "sagellm.core",
+        "sagellm.kvmgr.eviction",
+        "sagellm.kvmgr.kv_pool",
+        "sagellm.comm",
+        "sagellm.accel",
+    ]
+    found = run_beside_the_short_names(code.replace("{names}", repr(names)), is_first=is_first)
+    assert found == "LLMEngine []\n"
+
+
+def test_the_example_of_the_short_names_runs():
+    code = (ROOT / META / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert run_beside_the_short_names(code, is_first=True).strip()
 
 
 def test_one_distribution_has_what_python_runs_by_the_name():

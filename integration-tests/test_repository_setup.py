@@ -40,7 +40,7 @@ def test_every_constraint_is_a_pin_of_the_hatch_environment():
 
 def test_every_package_is_a_member_of_the_workspace():
     folders = {path.parent.name for path in ROOT.glob("*/pyproject.toml")}
-    assert folders == {*FEATURES, "meta-package"}  # which has no code
+    assert folders == {*FEATURES, "meta-package"}  # which has the short names alone
 
 
 def test_the_licence_is_one_for_all():

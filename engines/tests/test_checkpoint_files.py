@@ -9,14 +9,16 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sagellm.core import CheckpointError, ConfigError, TensorSpec, UnsupportedModelError
+from sagellm.core import CheckpointError, ConfigError, PluginRegistry, TensorSpec, UnsupportedModelError
 from sagellm.engines.loading import (
     SafetensorsFormat,
     WeightReader,
+    installed_families,
     load_tokenizer,
     open_checkpoint,
     resolve_source,
@@ -188,6 +190,81 @@ def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(single, monkeypatch
     monkeypatch.chdir(single)
     with pytest.raises(CheckpointError, match=message):
         resolve_source(name, offline=True)
+
+
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "org/model.gguf", "no/such/MODEL.GGUF"])
+def test_a_gguf_file_is_named_as_such(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=f"^{name}: GGUF, llama.cpp's format, is not read; give the"):
+        resolve_source(name, offline=True)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_directory_of_gguf_files_is_named_as_such(single, has_config):
+    (single / SINGLE).unlink()
+    (single / "a.gguf").write_bytes(b"GGUF")
+    if not has_config:
+        (single / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has weights as a\.gguf only: GGUF, llama.cpp's format"):
+        SafetensorsFormat().open(single)
+
+
+def test_a_gguf_file_beside_safetensors_does_not_matter(single):
+    (single / "a.gguf").write_bytes(b"GGUF")
+    assert SafetensorsFormat().open(single).weights.tensors
+
+
+def test_a_hub_model_of_gguf_files_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    files = [SimpleNamespace(rfilename=name) for name in ("README.md", "x-Q8_0.gguf")]
+    monkeypatch.setattr(
+        huggingface_hub,
+        "HfApi",
+        lambda endpoint: SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(siblings=files)),
+    )
+    monkeypatch.setattr("sagellm.engines.loading.source._download", pytest.fail)
+    with pytest.raises(CheckpointError, match=r"org/tiny has weights as x-Q8_0\.gguf only: GGUF"):
+        resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=False)
+
+
+QUANTIZED = "such weights are not read; give the unquantized checkpoint, with --quantization int8"
+
+
+@pytest.mark.parametrize(
+    ("entries", "method"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "mxfp4"),
+    ],
+)
+def test_a_quantized_checkpoint_is_told_once_and_rightly(single, entries, method):
+    edit_json(single / "config.json", **entries)
+    with pytest.raises(UnsupportedModelError) as refused:
+        open_checkpoint(single, installed_families(PluginRegistry.load()))
+    message = str(refused.value)
+    assert message.startswith(f"the checkpoint's weights are quantized ({method}), and {QUANTIZED}")
+    assert message.count("quantized (") == 1
+    assert "architecture" not in message
+
+
+@pytest.mark.parametrize(
+    ("suffix", "method"),
+    [("qweight", "GPTQ or AWQ"), ("weight_scale_inv", "FP8"), ("weight.absmax", "bitsandbytes")],
+)
+def test_quantized_weights_are_known_by_their_tensors(single, suffix, method):
+    tensors = load_file(single / SINGLE)
+    name = "model.layers.0.mlp.up_proj"
+    tensors[f"{name}.{suffix}"] = tensors[f"{name}.weight"][:1].clone()
+    save_file(tensors, single / SINGLE)
+    with pytest.raises(UnsupportedModelError) as refused:
+        open_checkpoint(single, [Qwen3Family()])
+    assert f"weights are quantized ({method}), and {QUANTIZED}" in str(refused.value)
 
 
 def nested(depth: int) -> dict[str, object]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import runpy
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 
 from sagellm.core import ConfigError, InvalidRequestError
-from sagellm.engines import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
+from sagellm.engines import (
+    LLM,
+    AsyncLLMEngine,
+    EngineConfig,
+    LLMEngine,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from sagellm.engines.config.settings import ALL_NAMES
 from sagellm.engines.config.vllm_names import VLLM_NAMES, without_vllm_names
+from sagellm.engines.sampling.vllm_parameters import VLLM_PARAMETERS
+from sagellm.engines.vllm_calls import CALL_ARGUMENTS, MISSING_METHODS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -85,7 +97,11 @@ def test_a_misspelt_sampling_parameter_is_told_the_nearest():
     ("name", "told"),
     [
         ("best_of", "no 'best_of': give n and logprobs=0, and keep .* highest cumulative_logprob"),
-        ("use_beam_search", "there is no beam search; leave it out"),
+        ("use_beam_search", "no beam search among sampling parameters; call LLMEngine.beam_search"),
+        ("structured_outputs", "output cannot be held to a grammar"),
+        ("output_kind", "an output has all so far: for FINAL_ONLY keep the last one"),
+        ("skip_reading_prefix_cache", r"namespace=Namespace\(salt=…\)"),
+        ("spaces_between_special_tokens", "the tokenizer's own decoder"),
         ("logits_processors", "give their arguments as extra_args"),
     ],
 )
@@ -99,3 +115,141 @@ def test_the_types_of_the_settings_are_those_of_the_schema():
     assert tool["TARGET"].read_text(encoding="utf-8") == tool["source"](), (
         "run engines/tools/engine_settings.py"
     )
+
+
+class OutputKind(Enum):
+    """As vLLM has it; users bring theirs."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def test_parameters_of_vllm_alone_are_accepted_with_what_changes_nothing():
+    neutral = {name: each.accepts[-1] for name, each in VLLM_PARAMETERS.items()}
+    assert SamplingParams(**neutral, temperature=0.5, n=2) == SamplingParams(temperature=0.5, n=2)
+    assert not VLLM_PARAMETERS.keys() & SamplingParams.__dataclass_fields__.keys()
+    assert SamplingParams(output_kind=OutputKind.CUMULATIVE, length_penalty=1.0) == SamplingParams()
+    for kind in (OutputKind.DELTA, OutputKind.FINAL_ONLY):
+        with pytest.raises(InvalidRequestError, match=r"no 'output_kind': .* for DELTA what is new"):
+            SamplingParams(output_kind=kind)
+
+
+@pytest.mark.parametrize("name", sorted(VLLM_PARAMETERS))
+def test_other_values_of_them_are_refused_by_name(name):
+    with pytest.raises(InvalidRequestError, match=f"SamplingParams has no '{name}': ."):
+        SamplingParams(**{name: {"some": "thing"}})
+
+
+IDS = [5, 6, 7]
+
+
+def test_a_prompt_may_be_a_mapping_or_an_argument_of_its_own(make_engine):
+    with make_engine() as engine:
+        (expected,) = engine.generate(IDS, GREEDY)
+        (text,) = engine.generate("the port", GREEDY)
+        for found in (
+            engine.generate({"prompt_token_ids": IDS}, GREEDY),
+            engine.generate([TokensPrompt(prompt_token_ids=torch.tensor(IDS))], GREEDY),
+            engine.generate({"prompt_token_ids": IDS, "multi_modal_data": None}, GREEDY),
+            engine.generate(prompt_token_ids=IDS, sampling_params=GREEDY),
+            engine.generate(prompt_token_ids=[IDS], sampling_params=[GREEDY]),
+        ):
+            assert [each.outputs[0].token_ids for each in found] == [expected.outputs[0].token_ids]
+            assert found[0].prompt is None
+        named, mixed, ids = engine.generate(
+            [TextPrompt(prompt="the port"), {"prompt_token_ids": IDS, "prompt": "three"}, IDS], GREEDY
+        )
+        assert (named.prompt, named.outputs[0].token_ids) == ("the port", text.outputs[0].token_ids)
+        assert (mixed.prompt, mixed.prompt_token_ids) == ("three", IDS)
+        assert ids.outputs[0].token_ids == expected.outputs[0].token_ids
+        engine.add_request({"prompt": "the port"}, GREEDY)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].token_ids == text.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ({}, "a mapping has 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": None}, "a mapping has 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": [5]}, r"prompt\['prompt'\] is \[5\]; it must be a text"),
+        ({"prompt_token_ids": "text"}, "prompt_token_ids is 'text'; it must be a list of token ids"),
+        ({"prompt_token_ids": ["a"]}, "prompt: "),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "'multi_modal_data': the models here read text"),
+        ({"prompt": "a", "cache_salt": "b"}, r"'cache_salt': give namespace=Namespace\(salt=…\)"),
+        ({"text": "a"}, "has the key 'text': a prompt has 'prompt'"),
+    ],
+    ids=str,
+)
+def test_a_mapping_that_is_no_prompt_is_told_what_it_lacks(make_engine, prompt, says):
+    with make_engine() as engine:
+        with pytest.raises(InvalidRequestError, match=says):
+            engine.generate(prompt, GREEDY)
+        with pytest.raises(InvalidRequestError, match=says):
+            engine.add_request(prompt, GREEDY)
+        assert not engine.has_unfinished_requests()
+
+
+def test_prompts_come_by_one_name(make_engine):
+    with make_engine() as engine:
+        with pytest.raises(InvalidRequestError, match="both of prompts and prompt_token_ids are given"):
+            engine.generate([IDS], prompt_token_ids=[IDS])
+        with pytest.raises(InvalidRequestError, match="neither of prompts and prompt_token_ids are given"):
+            engine.generate(sampling_params=GREEDY)
+
+
+def test_arguments_of_vllms_calls_are_accepted_with_their_defaults(make_engine):
+    with make_engine() as engine:
+        engine.generate([IDS], GREEDY, lora_request=None, priority=None, tokenization_kwargs=None)
+        message = [{"role": "user", "content": "Hi"}]
+        engine.chat(message, GREEDY, **{name: each.accepts[0] for name, each in CALL_ARGUMENTS.items()})
+        for name, each in CALL_ARGUMENTS.items():
+            with pytest.raises(
+                InvalidRequestError, match=f"^{name} is 'x'; it can only be .*: {each.instead[:9]}"
+            ):
+                engine.chat(message, GREEDY, **{name: "x"})
+        with pytest.raises(
+            TypeError, match=r"generate\(\) has no argument 'progres'. Did you mean 'progress'"
+        ):
+            engine.generate([IDS], GREEDY, progres=True)
+        with pytest.raises(TypeError, match=r"generate\(\) has no argument 'tools'"):
+            engine.generate([IDS], GREEDY, tools=None)
+
+
+def test_methods_by_vllms_names(make_engine):
+    assert LLM is LLMEngine
+    with make_engine() as engine:
+        assert engine.get_default_sampling_params() == engine.default_params
+        assert engine.get_tokenizer() is engine.tokenizer
+        prompt = list(range(5, 45))
+        engine.generate(prompt, GREEDY)
+        assert engine.generate(prompt, GREEDY)[0].num_cached_tokens > 0
+        assert engine.reset_prefix_cache() is True
+        assert engine.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+        engine.add_request(prompt, GREEDY)
+        engine.step()
+        assert engine.reset_prefix_cache() is False, "a live request uses some of it"
+
+
+def test_methods_that_are_missing_say_what_there_is(make_engine):
+    with make_engine() as engine:
+        for name, instead in MISSING_METHODS.items():
+            assert not hasattr(engine, name)
+            with pytest.raises(AttributeError, match=f"LLMEngine has no '{name}': {re.escape(instead)}"):
+                getattr(engine, name)
+        with pytest.raises(AttributeError, match="no attribute 'generat'"):
+            engine.generat  # noqa: B018
+
+
+def test_the_asynchronous_engine_has_them_too(checkpoint):
+    async def use() -> None:
+        async with AsyncLLMEngine(str(checkpoint), num_blocks=32) as engine:
+            prompt = {"prompt_token_ids": IDS, "prompt": "three"}
+            async for output in engine.generate(prompt, sampling_params=GREEDY, request_id="7"):
+                assert (output.request_id, output.prompt) == ("7", "three")
+            assert await engine.get_tokenizer() is engine.engine.tokenizer
+            assert await engine.reset_prefix_cache() is True
+
+    asyncio.run(use())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,6 +239,22 @@ def test_how_16_bit_weights_are_multiplied_is_told(monkeypatch):
         "bfloat16 weights": "7 GFLOP/s per core, widened to float32 35; widened from 4 rows on",
         "float16 weights": "200 GFLOP/s per core, widened to float32 60; widened never",
     }
+
+
+def test_every_library_that_is_named_is_used_by_a_package():
+    used = set()
+    for distribution in software.PACKAGES:
+        for requirement in metadata.requires(distribution) or ():
+            used.add(re.match(r"[\w.-]+", requirement)[0].lower().replace("-", "_"))
+    assert {*software.NEEDED, *software.OPTIONAL} <= used
+
+
+def test_an_optional_library_is_told_with_what_needs_it(monkeypatch):
+    versions = dict.fromkeys(software.PACKAGES + software.NEEDED, "1")
+    monkeypatch.setattr(software, "installed_version", versions.get)
+    facts = software.examine_software(context_with()).facts
+    assert facts["uvicorn"] == "not installed (optional, for serving)"
+    assert facts["triton"] == "not installed (optional, for kernels on GPUs)"
 
 
 def test_a_missing_package_is_an_error_and_a_mixture_a_warning(monkeypatch):

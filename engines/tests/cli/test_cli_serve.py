@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -135,6 +136,22 @@ def test_two_models_are_one_too_many(sage_process):
 def test_an_open_address_without_a_key_is_refused_before_anything_is_loaded(sage_process):
     result = sage_process("serve", "absent/model", "--host", "0.0.0.0")
     assert (result.returncode, "server.api_keys is empty" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("engine", "start")], ids=" ".join)
+def test_port_and_keys_are_checked_before_the_model_is_looked_for(sage_process, tmp_path, port, command):
+    keys = tmp_path / "keys"
+    keys.write_text("sk-1 weight=heavy\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cases = {
+            ("--port", taken.getsockname()[1]): f"server.port {taken.getsockname()[1]} on 127.0.0.1",
+            ("--port", port, "--api-key-file", tmp_path / "none"): "cannot be read: No such file",
+            ("--port", port, "--api-key-file", keys): f"{str(keys)!r}, line 1: weight must be a number",
+        }
+        for flags, told in cases.items():
+            result = sage_process(*command, "absent/model", *flags)
+            assert (result.returncode, told in result.stderr) == (2, True), result.stderr
+            assert "loading" not in result.stderr
 
 
 def test_what_keeps_an_engine_from_starting_is_said(sage_process, tmp_path, port):

@@ -12,6 +12,7 @@ import sys
 import threading
 import tracemalloc
 import weakref
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from struct import pack
@@ -120,6 +121,29 @@ def test_a_refused_body_is_not_decoded(name):
         tracemalloc.stop()
     assert caught.value.status == 400
     assert peak < len(body), f"{peak / len(body):.1f} times the body beside itself"
+
+
+UNKNOWN = b",".join(b'"field%d%%07d":1' % number for number in range(62))
+
+
+@pytest.mark.parametrize("name", [*BODIES, "unknown fields of messages"])
+def test_a_lenient_server_decodes_no_more(name):
+    if name in BODIES:
+        kind, data = BODIES[name][0], bytearray(BODIES[name][1])
+    else:  # all of them different
+        part = b'{"role": "user", "content": "a", ' + UNKNOWN + b"}"
+        messages = [part % ((number,) * 62) for number in range(SIZE // len(part))]
+        kind, data = ChatBody, bytearray(b'{"messages": [%b]}' % b",".join(messages))
+    if nesting_fault(data) is not None:
+        return
+    tracemalloc.start()
+    try:
+        with suppress(APIError):
+            parse_now(data, kind, LIMITS, is_lenient=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < len(data), f"{peak / len(data):.1f} times the body beside itself"
 
 
 def test_prompts_of_ids_take_four_bytes_a_token():

@@ -111,6 +111,17 @@ def test_max_completion_tokens(server):
     assert answer["usage"]["completion_tokens"] == 3
 
 
+def test_the_newer_name_of_a_chats_limit_wins(server):
+    def ask(**limits):
+        body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, **limits}
+        answer = server.http.post("/v1/chat/completions", json=body)
+        return answer.json()["usage"]["completion_tokens"], answer.headers.get("x-sagellm-ignored")
+
+    assert ask(max_tokens=5, max_completion_tokens=3) == (3, "max_tokens")
+    assert ask(max_tokens=2, max_completion_tokens=4) == (4, "max_tokens")
+    assert ask(max_tokens=4, max_completion_tokens=4) == (4, None)
+
+
 def test_a_chat_without_a_limit_goes_to_the_end_of_the_context(serve):
     server = serve(engine={"max_model_len": 64})
     body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}

@@ -14,6 +14,7 @@ from sagellm.engines.http.unsupported import (
     IGNORED_IN_MESSAGES,
     UNSUPPORTED,
     UNSUPPORTED_IN_MESSAGES,
+    UNUSED_IF_NONE,
     asks_for_nothing,
 )
 
@@ -68,6 +69,7 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_name(server, path, nam
     error = refused(server, path, {**BODIES[path][1], name: 1})
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
     assert f"Did you mean {near!r}?" in error["message"]
+    assert "--lenient" in error["message"]
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_IN_MESSAGES)
@@ -156,6 +158,75 @@ def test_tools_are_refused_though_parallel_ones_would_be_ignored(server):
         "tools": [{"type": "function"}],
     }
     assert refused(server, "/v1/chat/completions", body)["param"] == "tools"
+
+
+@pytest.mark.parametrize(("choice", "listed"), UNUSED_IF_NONE.items())
+def test_tools_that_may_not_be_called_are_ignored(server, choice, listed):
+    path = "/v1/chat/completions"
+    body = {**BODIES[path][1], "temperature": 0}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    plain = server.http.post(path, json=body)
+    answer = server.http.post(path, json={**body, choice: "none", listed: tools})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-sagellm-ignored"] == listed
+    assert answer.json()["choices"] == plain.json()["choices"]
+    assert answer.json()["usage"] == plain.json()["usage"], "they do not reach the prompt"
+    for other in ("auto", "required", {"type": "function"}):
+        assert refused(server, path, {**body, choice: other, listed: tools})["param"] in (choice, listed)
+    assert refused(server, path, {**body, choice: "none", listed: {"a": 1}})["code"] == "invalid_value"
+
+
+@pytest.fixture(scope="module")
+def lenient(serve):
+    return serve(lenient=True)
+
+
+class TestLenient:
+    """With `--lenient`, fields that no table knows are ignored and listed, and nothing else changes."""
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_an_unknown_field_is_listed_and_changes_nothing(self, lenient, path):
+        body = {**BODIES[path][1], "temperature": 0}
+        plain = lenient.http.post(path, json=body)
+        odd = {"mirostat": 2, "temprature": "hot", "deep": {"a": [None]}, "a\r\nset-cookie: b": 1, "ü": None}
+        answer = lenient.http.post(path, json={**body, **odd})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-sagellm-ignored"] == "mirostat, temprature, deep, ?"
+        assert "set-cookie" not in answer.headers
+        assert answer.json()["choices"] == plain.json()["choices"]
+
+    def test_fields_of_messages_and_their_parts_are_listed_once(self, lenient):
+        part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+        messages = [{"role": "user", "content": [part, part], "id": "7"}] * 3
+        answer = lenient.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-sagellm-ignored"] == "messages.content.cache_control, messages.id"
+
+    @pytest.mark.parametrize("path", BODIES)
+    @pytest.mark.parametrize("name", ["response_format", "reasoning_effort", "logits_processors"])
+    def test_what_would_change_the_answer_is_refused_all_the_same(self, lenient, path, name):
+        error = refused(lenient, path, {**BODIES[path][1], name: {"some": "thing"}})
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+    def test_known_fields_keep_their_limits(self, lenient):
+        for fields in ({"n": 10**9}, {"temperature": "hot"}, {"stop": [""]}):
+            assert refused(lenient, "/v1/completions", {"prompt": "a", **fields})["code"] == "invalid_value"
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}
+        error = refused(lenient, "/v1/chat/completions", {"messages": [image]})
+        assert error["param"] == "messages[0].content[0].type"
+
+    def test_the_list_and_the_fields_of_a_message_are_bounded(self, lenient):
+        body = {"prompt": "a", "max_tokens": 1}
+        many = {f"{number}{'x' * 94}": 1 for number in range(99)}
+        listed = lenient.http.post("/v1/completions", json={**body, **many}).headers["x-sagellm-ignored"]
+        assert listed.endswith(", ...")
+        assert len(listed) < 4096
+        message = {"role": "user", "content": "a", **{f"field{number}": 1 for number in range(63)}}
+        error = refused(lenient, "/v1/chat/completions", {"messages": [message]})
+        assert error["message"] == "messages[0]: 65 fields; there may be at most 64"
+        too_many = {f"field{number}": 1 for number in range(600)}
+        error = refused(lenient, "/v1/completions", {**body, **too_many})
+        assert error["code"] == "too_deep"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal", "video_url"])

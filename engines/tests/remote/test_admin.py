@@ -266,6 +266,12 @@ def test_an_entry_that_cannot_be_written_is_a_wrong_setting(folder):
         serve(EngineConfig.from_flat(port=0), name="x", log_level="WARNING", on_state=print)
 
 
+def test_keys_are_read_before_anything_is_loaded(folder, tmp_path):
+    config = EngineConfig.from_flat(port=0, model="absent/model", api_key_file=tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"server\.api_key_file is .*none', which cannot be read"):
+        serve(config, log_level="WARNING", on_state=print)
+
+
 def test_front_and_core_leave_no_memory_in_core_dumps(monkeypatch):
     limits = []
     monkeypatch.setattr("resource.setrlimit", lambda *limit: limits.append(limit))

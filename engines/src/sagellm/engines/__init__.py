@@ -6,10 +6,15 @@ from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.engines.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from sagellm.engines.beam_search import (
+        BeamSearchOutput as BeamSearchOutput,
+        BeamSearchParams as BeamSearchParams,
+        BeamSearchSequence as BeamSearchSequence,
+    )
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.engine_client import EngineClient as EngineClient, InProcessClient as InProcessClient
     from sagellm.engines.input_processor import InputProcessor as InputProcessor
-    from sagellm.engines.llm_engine import LLMEngine as LLMEngine
+    from sagellm.engines.llm_engine import LLM as LLM, LLMEngine as LLMEngine
     from sagellm.engines.logprobs import Logprob as Logprob
     from sagellm.engines.output_stream import OutputStream as OutputStream
     from sagellm.engines.outputs import (
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
+    from sagellm.engines.prompts import TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
     from sagellm.engines.sampling.rows import (
         BadLogitsError as BadLogitsError,
@@ -30,11 +36,15 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AsyncLLMEngine": ".async_engine",
     "BadLogitsError": ".sampling.rows",
+    "BeamSearchOutput": ".beam_search",
+    "BeamSearchParams": ".beam_search",
+    "BeamSearchSequence": ".beam_search",
     "CompletionOutput": ".outputs",
     "EngineClient": ".engine_client",
     "EngineConfig": ".config.schema",
     "InProcessClient": ".engine_client",
     "InputProcessor": ".input_processor",
+    "LLM": ".llm_engine",
     "LLMEngine": ".llm_engine",
     "Logprob": ".logprobs",
     "OutputStream": ".output_stream",
@@ -44,6 +54,8 @@ _MODULE_OF = {
     "Sampler": ".sampling.sampler",
     "SamplingParams": ".sampling.params",
     "SamplingRow": ".sampling.rows",
+    "TextPrompt": ".prompts",
+    "TokensPrompt": ".prompts",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])

@@ -21,14 +21,17 @@ from sagellm.core import (
 )
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt, RequestOptions
+from sagellm.engines.input_processor import RequestOptions
 from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream, OutputStreams
 from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.prompts import Prompt
 from sagellm.engines.remote.heartbeat import RESPONSIVE_S
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sagellm.core import PluginRegistry, Runtime
     from sagellm.engines.engine_core.explanation import RequestExplanation
     from sagellm.engines.text.tokenizer import Tokenizer
@@ -140,6 +143,16 @@ class AsyncLLMEngine:
     def num_restarts(self) -> int:
         """0: it lives in this process, and is never restarted."""
         return 0
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return transformers' tokenizer of the model, by vLLM's name."""
+        self._require_open()
+        return await self._call(lambda: self.engine.tokenizer)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop cached prefixes between two steps, as `LLMEngine.reset_prefix_cache` does."""
+        self._require_open()
+        return await self._call(self.engine.reset_prefix_cache)
 
     async def explain(self, request_id: str | None = None) -> RequestExplanation:
         """Say what the scheduler decided about a request, as `LLMEngine.explain` does."""

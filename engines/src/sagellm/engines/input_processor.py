@@ -22,6 +22,7 @@ from sagellm.core import (
     TokenIds,
     pack,
 )
+from sagellm.engines.prompts import Prompt as Prompt, content_of
 from sagellm.engines.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.request_checks import (
     check_deadline_ms,
@@ -40,9 +41,6 @@ from sagellm.engines.text.guarded_tokenizer import decode, encode
 
 if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
-
-Prompt = str | Seq[int]
-"""Text, or token ids."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -134,11 +132,12 @@ class InputProcessor:
         return decode(self._tokenizer, token_ids, skip_special_tokens=True)
 
     def _tokenize(self, prompt: Prompt) -> TokenIds:
-        if isinstance(prompt, str):
-            token_ids = pack(self._encode(prompt))
+        content = content_of(prompt)
+        if isinstance(content, str):
+            token_ids = pack(self._encode(content))
         else:
             try:
-                token_ids = pack(prompt)
+                token_ids = pack(content)
             except InvalidInputError as error:
                 raise InvalidRequestError(f"prompt: {error}") from error
         check_token_ids(token_ids, self.limits)

@@ -24,19 +24,28 @@ from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
 from sagellm.engines.config.vllm_names import without_vllm_names
 from sagellm.engines.engine_client import InProcessClient
-from sagellm.engines.input_processor import Prompt, RequestOptions
+from sagellm.engines.input_processor import RequestOptions
 from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.prompts import Prompt
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.chat_messages import Message, read_conversations
 from sagellm.engines.text.chat_template import ChatTemplate
 from sagellm.engines.text.json_tokenizer import JsonTokenizer
+from sagellm.engines.vllm_calls import (
+    MISSING_METHODS,
+    ChatHabits,
+    GenerateHabits,
+    check_habits,
+    missing_attribute,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sagellm.core import ExecutionGraph, PluginRegistry, Runtime
+    from sagellm.engines.beam_search import BeamSearchOutput, BeamSearchParams
     from sagellm.engines.engine_core.explanation import RequestExplanation
 
 
@@ -109,27 +118,33 @@ class LLMEngine:
         """
         self.client.core.watch_graphs(take)
 
-    def generate(
+    def generate(  # noqa: PLR0913
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt] | None = None,
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         namespace: Namespace = DEFAULT,
         progress: bool = False,
         use_tqdm: bool = False,
+        **habits: Unpack[GenerateHabits],
     ) -> list[RequestOutput]:
         """Run prompts to completion and return their outputs in the same order.
 
-        A prompt is a text or a list of token ids; `params` is one for all or one per prompt; None means the
-        checkpoint's own settings. Raises InvalidRequestError, and runs nothing, if any of them is invalid.
-        Requests that were added before run too, and no later step returns their outputs. `sampling_params`
-        and `use_tqdm` are vLLM's names for `params` and `progress`. Calls from several threads run one after
-        another; `AsyncLLMEngine` batches them.
+        A prompt is a text, a list of token ids or a mapping, `{"prompt": text}` or `{"prompt_token_ids":
+        ids}`; `params` is one for all or one per prompt; None means the checkpoint's own settings. Raises
+        InvalidRequestError, and runs nothing, if any of them is invalid. Requests that were added before run
+        too, and no later step returns their outputs. Calls from several threads run one after another;
+        `AsyncLLMEngine` batches them.
+
+        `sampling_params`, `use_tqdm` and `prompt_token_ids` are vLLM's names for `params`, `progress` and
+        prompts of token ids; `habits` are arguments of vLLM whose default is accepted, and nothing else.
         """
+        check_habits("generate", habits, GenerateHabits)
         is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
-        batch = _as_batch(prompts)
+        batch = _as_batch(_one_source(prompts, prompt_token_ids))
         each = _params_for(batch, self.default_params if given is None else given)
         with self._turn:
             requests = self.driver.input.process_requests(batch, each, namespace=namespace)
@@ -147,6 +162,7 @@ class LLMEngine:
         namespace: Namespace = DEFAULT,
         progress: bool = False,
         use_tqdm: bool = False,
+        **habits: Unpack[ChatHabits],
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, using the model's chat template.
 
@@ -154,6 +170,7 @@ class LLMEngine:
         template. All else is as in `generate`; outputs have the prompt's token ids but not its text. Raises
         InvalidRequestError, also if the model has no chat template.
         """
+        check_habits("chat", habits, ChatHabits)
         is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
         prompts = [
@@ -163,6 +180,39 @@ class LLMEngine:
             for conversation in read_conversations(messages)
         ]
         return self.generate(prompts, given, namespace=namespace, progress=is_shown)
+
+    def beam_search(self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt, `params.beam_width` of them, best first.
+
+        Each sequence has the tokens and the text of prompt and output, as in vLLM. A step computes a token
+        for each beam of each prompt; the rest is found in the prefix cache. Raises InvalidRequestError.
+        """
+        from sagellm.engines.beam_search import beam_search
+
+        return beam_search(self, _as_batch(prompts), params)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return `tokenizer`, by vLLM's name."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return `default_params`, by vLLM's name; `dataclasses.replace` changes a copy of them."""
+        return self.default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop the prefixes that are cached in the model's memory, and say whether all could be dropped.
+
+        Those in use by live requests, and pinned ones, stay, and so does what KV tiers hold. Raises
+        EngineError if this kind of engine has no such cache.
+        """
+        from sagellm.engines.engine_core.core import EngineCore
+
+        core = self.client.core
+        if not isinstance(core, EngineCore):
+            raise EngineError(f"the engine {self.config.engine.name.name!r} has no prefix cache to reset")
+        with self._turn:
+            core.kv.clear_cache()
+            return core.kv.cache.metrics().num_blocks == 0
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -177,7 +227,7 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt: str | TokenIdsLike,
+        prompt: Prompt | TokenIdsLike,
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestId:
@@ -242,6 +292,14 @@ class LLMEngine:
             raise EngineError(f"the engine {self.config.engine.name.name!r} keeps no log of its decisions")
         return Explainer(self.client.core).explain(request_id)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what there is instead of a method that vLLM has; `hasattr` is false for it."""
+            if name in MISSING_METHODS:
+                raise missing_attribute(type(self).__name__, name)
+            return object.__getattribute__(self, name)  # raises, also what a property raised
+
     def _queue(self, request: QueuedRequest, prompt: Prompt) -> None:
         if self._is_closed:
             raise EngineError("the engine is closed")
@@ -273,6 +331,10 @@ class LLMEngine:
                     self.driver.abort(request_id)
             raise
         return finished
+
+
+LLM = LLMEngine
+"""vLLM's name for it."""
 
 
 def _num_expected_tokens(queued: QueuedRequest) -> int:
@@ -316,10 +378,18 @@ def _is_shown(progress: object, use_tqdm: object) -> bool:
     return progress is True or use_tqdm is True
 
 
+def _one_source(prompts: object, prompt_token_ids: object) -> Any:
+    """Return the prompts, given by either name. Raises InvalidRequestError unless one of them is given."""
+    if (prompts is None) == (prompt_token_ids is None):
+        how_many = "neither" if prompts is None else "both"
+        raise InvalidRequestError(f"{how_many} of prompts and prompt_token_ids are given; give one of them")
+    return prompt_token_ids if prompts is None else prompts
+
+
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
             f"prompts is of type {type(prompts).__name__}; "
             f"give a text, a list of token ids, or a list of these"

@@ -14,9 +14,10 @@ from sagellm.core import (
     UnknownRequestError,
 )
 from sagellm.engines.engine_client import EngineClient
-from sagellm.engines.input_processor import InputProcessor, Prompt
+from sagellm.engines.input_processor import InputProcessor
 from sagellm.engines.output_processor import OutputProcessor
 from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.prompts import Prompt, text_of
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -75,7 +76,7 @@ class RequestDriver:
         try:
             for request, prompt in zip(requests, prompts, strict=True):
                 self.check_unused([request])  # also against those before it
-                self._output.add(request, prompt if isinstance(prompt, str) else None)
+                self._output.add(request, text_of(prompt))
                 added.append(request)
             self._client.add(requests)
         except BaseException:

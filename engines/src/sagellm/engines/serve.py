@@ -52,11 +52,13 @@ def serve(
     """Serve until a signal arrives.
 
     The first SIGTERM or SIGINT drains running requests, the second stops at once; while the model loads, the
-    first stops at once. `on_state` is called with "ready", with "draining" if requests run, and with
-    "stopped" if a signal ends the process before anything is loaded. Raises ConfigError for a missing extra
-    `serve`, for a port or name in use, and the errors of loading the model.
+    first stops at once. `on_state` is called with "starting" when the port is bound, "ready", "draining" if
+    requests run, and "stopped" if a signal ends the process before anything is loaded.
+
+    Raises ConfigError for a missing extra `serve`, for keys, a port and a name that cannot be used, all
+    before the model is looked for, and then the errors of loading it.
     """
-    check_extra("serving")
+    config = _check(config)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # also for all children: a dump would hold users' texts
     with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
         host, port = listener.getsockname()[:2]
@@ -70,11 +72,23 @@ def serve(
         _check_socket_path(engine)
         with EngineLock(engine.name) as lock:
             _announce(engine)
+            on_state(engine)
             with _ended_by_signals(lock, lambda: on_state(replace(engine, state="stopped"))):
                 tokenizer = _prepare(config)
             serving = _serve(config, listener, tokenizer, engine, log_level=log_level, on_state=on_state)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
                 runner.run(serving)
+
+
+def _check(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the keys of its key file. Raises ConfigError."""
+    check_extra("serving")
+    from sagellm.engines.http import check_access
+    from sagellm.engines.http.api_key_file import with_key_file
+
+    server = with_key_file(config.server, logger.warning)
+    check_access(server)
+    return config.model_copy(update={"server": server})
 
 
 def _announce(engine: RunningEngine) -> None:
@@ -130,11 +144,10 @@ def _own_engine_at(port: int) -> str:
 
 
 def _prepare(config: EngineConfig) -> Tokenizer | None:
-    """Check the settings, then load the server and the tokenizer, downloading it if needed."""
-    from sagellm.engines.http import check_access
-
-    check_access(config.server)
+    """Load the server and the tokenizer, downloading it if needed."""
     # Used by `_serve`, and imported here, where a signal raises no exception.
+    import_module("sagellm.engines.http.app")
+    import_module("sagellm.engines.http.server")
     import_module("sagellm.engines.remote.remote_engine")
     import_module("sagellm.engines.text.process")
     from sagellm.engines.loading.source import resolve_tokenizer

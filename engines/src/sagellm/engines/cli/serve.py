@@ -85,13 +85,14 @@ def run_service(
     if config.server.access_log:  # a line per request is logged at any level
         access_logger.setLevel(logging.INFO)
     return_large_blocks()
-    typer.echo(f"loading {config.model.name}", err=True)
     run(config, name=name, log_level=log_level, on_state=on_state)
 
 
 def say_state(engine: RunningEngine) -> None:
     """Print where the engine is, or what it is waiting for."""
-    if engine.state == "draining":
+    if engine.state == "starting":
+        typer.echo(f"loading {engine.model}", err=True)
+    elif engine.state == "draining":
         typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
     elif engine.state == "ready":
         typer.echo(

@@ -386,6 +386,11 @@ class ServerConfig(Checked):
     served_model_name: Names = Field(
         default=(), description="names of the model in the API, the first in answers; none: the model's own"
     )
+    lenient: bool = Field(
+        default=False,
+        description="ignore unknown fields of requests, and list them in the header X-Sagellm-Ignored, "
+        "instead of refusing them",
+    )
     max_queued_requests: int = Field(
         default=1024,
         ge=0,

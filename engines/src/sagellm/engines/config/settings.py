@@ -58,6 +58,7 @@ SERVER_NAMES: dict[str, str] = {
     "metrics_allow": "server.metrics_allow",
     "public_namespaces": "server.public_namespaces",
     "served_model_name": "server.served_model_name",
+    "lenient": "server.lenient",
     "max_queued_requests": "server.max_queued_requests",
     "max_requests_per_key": "server.max_requests_per_key",
     "max_tokens_per_key": "server.max_tokens_per_key",

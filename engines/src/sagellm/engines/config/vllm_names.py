@@ -9,10 +9,14 @@ from sagellm.core import ConfigError
 
 
 class VLLMSetting(NamedTuple):
-    """A setting of vLLM: the values accepted because they change nothing here, and why no others are."""
+    """What vLLM alone has: the values accepted because they change nothing here, and why no others are."""
 
     accepts: tuple[object, ...]
     instead: str
+
+    def accepts_value(self, value: object) -> bool:
+        """Say whether a value changes nothing. True and 1 are different; 1 and 1.0 are not."""
+        return any(value is accepted or _equal(value, accepted) for accepted in self.accepts)
 
 
 _ONE_DEVICE = "a model runs on one device; set `device` to choose it"
@@ -46,13 +50,13 @@ VLLM_NAMES: dict[str, VLLMSetting] = {
 def without_vllm_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without vLLM's no-op ones. Raises ConfigError for other values of these."""
     for name in values.keys() & VLLM_NAMES.keys():
-        accepts, instead = VLLM_NAMES[name]
-        if not any(values[name] is accepted or _equal(values[name], accepted) for accepted in accepts):
-            one_of = " or ".join(map(repr, accepts))
-            why = f": {instead}" if instead else ""
+        setting = VLLM_NAMES[name]
+        if not setting.accepts_value(values[name]):
+            one_of = " or ".join(map(repr, setting.accepts))
+            why = f": {setting.instead}" if setting.instead else ""
             raise ConfigError(f"{name} is {values[name]!r}; it can only be {one_of} here{why}")
     return {name: value for name, value in values.items() if name not in VLLM_NAMES}
 
 
 def _equal(value: object, accepted: object) -> bool:
-    return type(value) in (int, float, str) and not isinstance(accepted, bool) and value == accepted
+    return type(value) in (int, float, str, list) and not isinstance(accepted, bool) and value == accepted

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.engines.http.app import check_access as check_access, create_app as create_app
+    from sagellm.engines.http.access_control import check_access as check_access
+    from sagellm.engines.http.app import create_app as create_app
     from sagellm.engines.http.engine_front import EngineFront as EngineFront, Stream as Stream
     from sagellm.engines.http.server import make_server as make_server
 
 _MODULE_OF = {
     "EngineFront": ".engine_front",
     "Stream": ".engine_front",
-    "check_access": ".app",
+    "check_access": ".access_control",
     "create_app": ".app",
     "make_server": ".server",
 }

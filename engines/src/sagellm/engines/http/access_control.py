@@ -7,7 +7,7 @@ from hashlib import sha256
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core import DEFAULT, DEFAULT_TENANT, Namespace, Tenant
+from sagellm.core import DEFAULT, DEFAULT_TENANT, ConfigError, Namespace, Tenant
 from sagellm.engines.http.admission import NO_QUOTA, Quota
 from sagellm.engines.http.api_keys import parse_keys
 from sagellm.engines.http.errors import APIError
@@ -43,6 +43,16 @@ def is_loopback(host: str | None) -> bool:
         return host is not None and ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_access(settings: ServerConfig) -> None:
+    """Raise ConfigError for an open address without a key, and for keys with invalid options."""
+    parse_keys(settings.api_keys)
+    if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
+        raise ConfigError(
+            f"server.host is {settings.host!r}, which others can reach, and server.api_keys is empty; "
+            f"set a key with SAGELLM_API_KEY or server.api_key_file, or listen on 127.0.0.1"
+        )
 
 
 def tenant_of(key: bytes) -> str:

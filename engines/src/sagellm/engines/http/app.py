@@ -9,14 +9,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from sagellm.core import ConfigError, get_logger
+from sagellm.core import get_logger
 from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
-from sagellm.engines.http.access_control import AccessControl, Keys, is_loopback
+from sagellm.engines.http.access_control import AccessControl, Keys, check_access
 from sagellm.engines.http.access_log import AccessLog
 from sagellm.engines.http.admission import Admission, Quota
 from sagellm.engines.http.api_key_file import with_key_file
-from sagellm.engines.http.api_keys import parse_keys
 from sagellm.engines.http.body import BodyGate
 from sagellm.engines.http.engine_front import EngineFront
 from sagellm.engines.http.errors import APIError
@@ -28,21 +27,12 @@ from sagellm.engines.http.response_headers import ResponseHeaders
 from sagellm.engines.http.service import Service
 from sagellm.engines.http.start_page import StartPage
 from sagellm.engines.http.tokenizing import Detokenize, Tokenize, tokenizer_info
+from sagellm.engines.http.wrong_paths import no_such_path, served_paths, wrong_method
 from sagellm.engines.text.calls import TextRunner
 
 logger = get_logger(__name__)
 
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
-
-
-def check_access(settings: ServerConfig) -> None:
-    """Raise ConfigError for an open address without a key, and for keys with invalid options."""
-    parse_keys(settings.api_keys)
-    if not settings.api_keys and settings.api_key_file is None and not is_loopback(settings.host):
-        raise ConfigError(
-            f"server.host is {settings.host!r}, which others can reach, and server.api_keys is empty; "
-            f"set a key with SAGELLM_API_KEY or server.api_key_file, or listen on 127.0.0.1"
-        )
 
 
 def create_app(
@@ -72,6 +62,7 @@ def create_app(
         encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
         public_namespaces=settings.public_namespaces,
         deadline_ms=settings.deadline_ms,
+        is_lenient=settings.lenient,
     )
     app.state.admission, app.state.service = service.admission, service
     start_page = StartPage(
@@ -100,10 +91,11 @@ def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
         return _json({"object": "list", "data": models})
 
     async def get_model(request: Request) -> Response:
-        for model in models:
-            if model["id"] == request.path_params["name"]:
-                return _json(model)
-        raise HTTPException(404)
+        try:
+            name = service.check_model(request.path_params["name"])
+        except APIError as error:
+            return _json(error.body, error.status)
+        return _json(models[service.model_names.index(name)])
 
     async def show_tokenizer(_: Request) -> Response:
         return _json(tokenizer_info(service.front.tokenizer))
@@ -172,8 +164,18 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(encode_json(value), status_code=status, media_type="application/json")
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     """Answer requests that the routing refuses, in the same form as all other errors."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    known = {404: "there is no such path", 405: "this path does not take this method"}
-    return _json(APIError(status, known.get(status, "the request is refused")).body, status)
+    status, headers = 500, {}
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, dict(error.headers or {})
+    path = request.scope["path"]
+    if status == 404:
+        told = no_such_path(path, served_paths(request.app.routes))
+    elif status == 405:
+        told = wrong_method(path, request.method, headers.get("Allow", "another method"))
+    else:
+        told = APIError(status, "the request is refused")
+    answer = _json(told.body, status)
+    answer.headers.update(headers)
+    return answer

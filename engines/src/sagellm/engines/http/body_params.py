@@ -60,8 +60,6 @@ def _ranked(body: CompletionBody, best_of: int, num_choices: int) -> dict[str, A
 def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     """Return the sampling that a chat asks for. Raises APIError."""
     given = _given(body)
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise invalid("max_tokens", "max_tokens: give max_completion_tokens or max_tokens, not both")
     given["max_tokens"] = body.max_completion_tokens or body.max_tokens
     if body.max_tokens == 0:
         raise invalid("max_tokens", "max_tokens: expected `int` >= 1")
@@ -69,6 +67,11 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
         raise invalid("top_logprobs", "top_logprobs: needs logprobs to be true")
     given["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     return _made(defaults, given)
+
+
+def has_two_limits(body: ChatBody) -> bool:
+    """Say whether `max_tokens` has no effect, since `max_completion_tokens`, its newer name, differs."""
+    return body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens)
 
 
 class _Budget(NamedTuple):

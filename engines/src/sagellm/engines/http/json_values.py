@@ -18,12 +18,15 @@ from sagellm.core import TokenIds, nearest, pack
 from sagellm.engines.http.body import BRACKET_STEPS, LONG_BODY_BYTES, MAX_BODY_BYTES, TO_BRACKET, object_fault
 from sagellm.engines.http.body_schema import TokenId
 from sagellm.engines.http.errors import APIError, invalid, unsupported
+from sagellm.engines.http.ignored_fields import IgnoredFields
 from sagellm.engines.http.unsupported import Refusal, asks_for_nothing
 
 T = TypeVar("T")
 
 _decode_names = msgspec.json.Decoder(dict[str, Raw]).decode
 _MAX_NEUTRAL_BYTES = 1 << 10
+_MAX_FIELDS = 64  # of a message, or of a part of one
+_INDEX = re.compile(r"\[\d+\]")
 _FIRST_BYTES = {dict: b"{", list: b"[", str: b'"', bool: b"tf"}
 _WHERE = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 _PATTERN = re.compile(r"matching regex '.*'")
@@ -63,12 +66,16 @@ def decode_field(value: memoryview | Raw, decode: Callable[[memoryview | Raw], T
 
 
 def read_names(
-    values: Mapping[str, Raw], known: Known, prefix: str, ignored: dict[str, None]
+    values: Mapping[str, Raw], known: Known, prefix: str, ignored: IgnoredFields
 ) -> dict[str, Raw]:
     """Return the known fields and add ignored ones to `ignored`.
 
-    Raises APIError for any other, unless its value requests nothing, such as null or false.
+    Raises APIError for any other, unless its value requests nothing, such as null or false, and for more than
+    64 fields in an object inside the body.
     """
+    if prefix and len(values) > _MAX_FIELDS:
+        shown = prefix.removesuffix(".")
+        raise invalid(shown, f"{shown}: {len(values)} fields; there may be at most {_MAX_FIELDS}")
     fields = {}
     for name, raw in values.items():
         if name in known.fields:
@@ -78,7 +85,9 @@ def read_names(
         if name in known.ignored:
             if not is_null(value):
                 _require_type(f"{prefix}{name}", value, known.ignored[name])
-                ignored[f"{prefix.partition('[')[0]}.{name}" if prefix else name] = None
+                ignored.add(_INDEX.sub("", prefix) + name)
+        elif ignored.takes_unknown and name not in known.refused:
+            ignored.add(_INDEX.sub("", prefix) + name)
         else:
             _require_nothing(f"{prefix}{name[:64]}", name, value, known)
     return fields
@@ -128,7 +137,8 @@ def _require_nothing(shown: str, name: str, value: memoryview, known: Known) -> 
     refusal = known.refused.get(name)
     if refusal is None:
         near = nearest(name[:64], [*known.fields, *known.ignored, *known.refused])
-        raise invalid(shown, f"unknown parameter {shown!r}.{near}", code="unknown_parameter")
+        told = f"unknown parameter {shown!r}.{near} A server started with --lenient ignores unknown ones."
+        raise invalid(shown, told, code="unknown_parameter")
     is_long = len(value) > _MAX_NEUTRAL_BYTES  # longer than any value that requests nothing
     if is_long or not asks_for_nothing(refusal, _decode_short(value)):
         raise unsupported(shown, refusal.why)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from sagellm.engines.http.body_schema import (
     TokenizeBody,
 )
 from sagellm.engines.http.errors import APIError, invalid, unsupported
+from sagellm.engines.http.ignored_fields import IgnoredFields
 from sagellm.engines.http.json_values import (
     Known,
     PromptLimits,
@@ -56,10 +57,12 @@ from sagellm.engines.http.unsupported import (
     IGNORED_IN_MESSAGES,
     UNSUPPORTED,
     UNSUPPORTED_IN_MESSAGES,
+    UNUSED_IF_NONE,
 )
 
 _KNOWN = Known(Message.__struct_fields__, IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES)
 _TOOL_ROLES = (b'"tool"', b'"function"')
+_NONE = Raw(b'"none"')
 _DECODERS = {
     name: msgspec.json.Decoder(hint).decode
     for name, hint in get_type_hints(Message, include_extras=True).items()
@@ -72,8 +75,8 @@ _decode_text = msgspec.json.Decoder(str).decode
 _PART = Known(TextPart.__struct_fields__, {}, {})
 B = TypeVar("B", bound=Struct)
 
-Reader = Callable[[memoryview, PromptLimits, dict[str, None]], Any]
-"""Decodes the JSON of a field; adds ignored names to the dict."""
+Reader = Callable[[memoryview, PromptLimits, IgnoredFields], Any]
+"""Decodes the JSON of a field and adds the names of ignored ones inside it."""
 
 MAX_FIELD_BYTES = 256 << 10
 """Limit on each field except prompts, messages and tokens: 64 stop strings of 1,024 characters fit."""
@@ -87,7 +90,7 @@ _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def read_messages(
-    value: memoryview, limits: PromptLimits, ignored: dict[str, None], *, is_optional: bool
+    value: memoryview, limits: PromptLimits, ignored: IgnoredFields, *, is_optional: bool
 ) -> list[Message] | None:
     """Return messages; the names of ignored fields are added to `ignored`. Raises APIError."""
     if is_optional and is_null(value):
@@ -121,13 +124,14 @@ def _read_plain(value: memoryview) -> Message | None:
     return None
 
 
-def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> Message:
+def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> Message:
     values = decode_object(value, where)
     role = memoryview(values.get("role", b""))
     if any(is_json(role, name) for name in _TOOL_ROLES):
         raise unsupported(f"{where}.role", "this server has no tool parser")
     content = memoryview(values.get("content", b""))
-    parts = _read_parts(f"{where}.content", content, limits) if first_byte(content) == b"[" else None
+    is_list = first_byte(content) == b"["
+    parts = _read_parts(f"{where}.content", content, limits, ignored) if is_list else None
     fields: dict[str, Any] = {}
     for name, raw in read_names(values, _KNOWN, f"{where}.", ignored).items():
         shown = f"{where}.{name}"
@@ -141,7 +145,9 @@ def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: 
     return Message(**fields)
 
 
-def _read_parts(where: str, value: memoryview, limits: PromptLimits) -> list[TextPart]:
+def _read_parts(
+    where: str, value: memoryview, limits: PromptLimits, ignored: IgnoredFields
+) -> list[TextPart]:
     if len(value) <= _MAX_PLAIN_BYTES:
         with suppress(msgspec.ValidationError):  # the slow path below gives the precise error
             parts: list[TextPart] = _decode_parts(value)
@@ -150,16 +156,16 @@ def _read_parts(where: str, value: memoryview, limits: PromptLimits) -> list[Tex
     for number, item in enumerate(items(value)):
         if number == MAX_PARTS:
             raise invalid(where, f"{where}: there may be at most {MAX_PARTS} parts; send fewer")
-        parts.append(_read_part(f"{where}[{number}]", item, limits))
+        parts.append(_read_part(f"{where}[{number}]", item, limits, ignored))
     return parts
 
 
-def _read_part(where: str, value: memoryview, limits: PromptLimits) -> TextPart:
+def _read_part(where: str, value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> TextPart:
     values = decode_object(value, where)
     kind = memoryview(values.get("type", b""))
     if first_byte(kind) == b'"' and not is_json(kind, b'"text"'):
         raise unsupported(f"{where}.type", "the models here read and write text")
-    fields = read_names(values, _PART, f"{where}.", {})
+    fields = read_names(values, _PART, f"{where}.", ignored)
     for name in _PART.fields:
         if name not in fields:
             raise missing(f"{where}.{name}")
@@ -170,30 +176,40 @@ def _read_part(where: str, value: memoryview, limits: PromptLimits) -> TextPart:
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[B]):
-    """A body that has passed the schema, and the names of the ignored fields."""
+    """A body that has passed the schema, and the names of its ignored fields."""
 
     body: B
-    ignored: Collection[str]
+    ignored: IgnoredFields
 
 
-async def parse(data: bytes | bytearray, kind: type[B], limits: PromptLimits) -> Parsed[B]:
+async def parse(
+    data: bytes | bytearray, kind: type[B], limits: PromptLimits, *, is_lenient: bool = False
+) -> Parsed[B]:
     """Check a body and return it. Long ones are read on another thread. Raises APIError."""
     if len(data) > LONG_BODY_BYTES:
-        return await asyncio.to_thread(parse_now, data, kind, limits)
-    return parse_now(data, kind, limits)
+        return await asyncio.to_thread(parse_now, data, kind, limits, is_lenient=is_lenient)
+    return parse_now(data, kind, limits, is_lenient=is_lenient)
 
 
-def parse_now(data: bytes | bytearray, kind: type[B], limits: PromptLimits | None = None) -> Parsed[B]:
-    """Check a body and return it. Raises APIError."""
+def parse_now(
+    data: bytes | bytearray,
+    kind: type[B],
+    limits: PromptLimits | None = None,
+    *,
+    is_lenient: bool = False,
+) -> Parsed[B]:
+    """Check a body and return it. A lenient server ignores unknown fields. Raises APIError."""
     try:
         values = _decode(data)
     except msgspec.ValidationError:
         raise APIError(400, "the body must be a JSON object", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _explain_json(data) from error
-    ignored: dict[str, None] = {}  # an ordered set
+    ignored = IgnoredFields(takes_unknown=is_lenient)
     readers = _READERS[kind]
-    given = read_names(values, Known(kind.__struct_fields__, IGNORED, UNSUPPORTED), "", ignored)
+    unused = {name: list for choice, name in UNUSED_IF_NONE.items() if values.get(choice) == _NONE}
+    known = Known(kind.__struct_fields__, {**IGNORED, **unused}, UNSUPPORTED)
+    given = read_names(values, known, "", ignored)
     fields = {}
     for name, value in given.items():
         try:
@@ -209,7 +225,7 @@ def parse_now(data: bytes | bytearray, kind: type[B], limits: PromptLimits | Non
 
 
 def _read_field(name: str, decode: Callable[[memoryview], Any]) -> Reader:
-    def read(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> Any:
+    def read(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> Any:
         _check_size(name, value)
         return decode(value)
 
@@ -222,7 +238,7 @@ def _check_size(name: str, value: memoryview) -> None:
 
 
 def _read_prompt(
-    value: memoryview, limits: PromptLimits, ignored: dict[str, None]
+    value: memoryview, limits: PromptLimits, ignored: IgnoredFields
 ) -> str | list[str] | list[TokenIds]:
     if first_byte(value) == b'"':
         return read_text(value, "prompt", limits)
@@ -255,20 +271,22 @@ def _too_many_prompts() -> APIError:
     return invalid("prompt", f"prompt: there may be at most {MAX_PROMPTS} prompts; send fewer")
 
 
-def _read_text_prompt(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> str | None:
+def _read_text_prompt(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> str | None:
     return None if is_null(value) else read_text(value, "prompt", limits)
 
 
-def _read_tokens(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> TokenIds:
+def _read_tokens(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> TokenIds:
     return read_token_ids(value, "tokens", PromptLimits(num_tokens=limits.num_characters))
 
 
-def _read_options(value: memoryview, limits: PromptLimits, ignored: dict[str, None]) -> StreamOptions | None:
+def _read_options(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> StreamOptions | None:
     """Return the supported stream options; others are ignored, as none changes the text."""
     _check_size("stream_options", value)
     known = StreamOptions.__struct_fields__
     names = _decode_optional_names(value) or ()
-    ignored |= {f"stream_options.{name[:64]}": None for name in names if name not in known}
+    for name in names:
+        if name not in known:
+            ignored.add(f"stream_options.{name[:64]}")
     options: StreamOptions | None = _decode_options(value)
     return options
 

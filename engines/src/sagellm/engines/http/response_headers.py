@@ -10,13 +10,9 @@ from sagellm.engines.http.errors import as_api_error
 from sagellm.engines.http.reply import send_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~+/=@-]{1,128}")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,96}")
-_MAX_NAMES = 32
 
 
 class ResponseHeaders:
@@ -56,13 +52,6 @@ class ResponseHeaders:
             if has_started:
                 raise
             await send_error(send_with_headers, as_api_error(error))
-
-
-def ignored_header(names: Iterable[str]) -> tuple[bytes, bytes]:
-    """Return the header that lists ignored parameters; a name that is invalid in a header becomes `?`."""
-    shown = list(dict.fromkeys(name if _NAME.fullmatch(name) else "?" for name in names))
-    rest = ["..."] if len(shown) > _MAX_NAMES else []
-    return b"x-sagellm-ignored", ", ".join(shown[:_MAX_NAMES] + rest).encode()
 
 
 def _given_id(scope: Scope) -> bytes | None:

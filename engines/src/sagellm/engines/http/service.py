@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from sagellm.core import get_logger
 from sagellm.engines.http.admission import Admission
+from sagellm.engines.http.body_params import has_two_limits
 from sagellm.engines.http.body_schema import ChatBody, TokenizeBody
 from sagellm.engines.http.engine_front import EngineFront
 from sagellm.engines.http.errors import APIError
@@ -19,7 +20,6 @@ from sagellm.engines.http.json_values import PromptLimits
 from sagellm.engines.http.metrics import ServerMetrics
 from sagellm.engines.http.parsing import parse
 from sagellm.engines.http.prompt_encoder import PromptEncoder
-from sagellm.engines.http.response_headers import ignored_header
 from sagellm.engines.text.limits import max_characters_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Service:
     encoder: PromptEncoder
     public_namespaces: tuple[str, ...]
     deadline_ms: int | None = None  # of requests that give none
+    is_lenient: bool = False  # ignores unknown fields of bodies
     _encoding: dict[str, asyncio.Lock] = field(default_factory=dict, repr=False)  # by tenant, of several
 
     async def read(self, scope: Scope, kind: type[B]) -> B:
@@ -54,17 +55,22 @@ class Service:
         body = scope["state"]["body"]
         most = self.front.max_model_len
         limits = PromptLimits(num_characters=max_characters_of(most), num_tokens=most)
-        parsed = await parse(body.data, kind, limits)
+        parsed = await parse(body.data, kind, limits, is_lenient=self.is_lenient)
         body.release()
-        ignored = [*parsed.ignored]
-        if isinstance(parsed.body, ChatBody | TokenizeBody) and parsed.body.chat_template_kwargs:
-            unread = self.encoder.unread(parsed.body.chat_template_kwargs)
-            ignored += [f"chat_template_kwargs.{name}" for name in unread]
-        if ignored:
-            header = ignored_header(ignored)
+        for name in self._unused(parsed.body):
+            parsed.ignored.add(name)
+        if (header := parsed.ignored.header()) is not None:
             scope["state"]["headers"].append(header)
             logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode())
         return parsed.body
+
+    def _unused(self, body: Struct) -> Iterator[str]:
+        """Yield the names of valid fields that have no effect: others decide, or the template."""
+        if isinstance(body, ChatBody) and has_two_limits(body):
+            yield "max_tokens"
+        if isinstance(body, ChatBody | TokenizeBody) and body.chat_template_kwargs:
+            for name in self.encoder.unread(body.chat_template_kwargs):
+                yield f"chat_template_kwargs.{name}"
 
     @asynccontextmanager
     async def encoding(self, tenant: str) -> AsyncIterator[None]:

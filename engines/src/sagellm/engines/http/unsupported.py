@@ -26,7 +26,7 @@ class Refusal(NamedTuple):
 
 IGNORED: Mapping[str, type] = {
     "metadata": dict,
-    "parallel_tool_calls": bool,  # tools themselves are refused
+    "parallel_tool_calls": bool,  # tools themselves are refused, unless none may be called
     "prediction": dict,
     "prompt_cache_key": str,
     "prompt_cache_options": dict,
@@ -37,6 +37,9 @@ IGNORED: Mapping[str, type] = {
     "user": str,
 }
 """Ignored in a body if of this type: they say who asks, what to store or how soon to answer."""
+
+UNUSED_IF_NONE: Mapping[str, str] = {"tool_choice": "tools", "function_call": "functions"}
+"""A choice, and the list that is ignored, too, if the choice is "none": the model calls none of it."""
 
 IGNORED_IN_MESSAGES: Mapping[str, type] = {"annotations": list, "reasoning": str, "reasoning_content": str}
 """Ignored in messages: what accompanied an answer. Chat templates leave it out of earlier turns."""

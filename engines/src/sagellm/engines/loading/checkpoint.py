@@ -21,11 +21,13 @@ from sagellm.core import (
     ModelSpec,
     Shard,
     TensorSpec,
+    UnsupportedModelError,
     WeightSource,
 )
 from sagellm.engines.config.shown import first_few
 from sagellm.engines.loading.json_file import INDEX_BYTES, read_json, read_optional_json
 from sagellm.engines.loading.safetensors_header import PlacedTensor, read_header
+from sagellm.engines.models.quantized_weights import method_in_tensors, refusal_of
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -79,6 +81,7 @@ class SafetensorsFormat(CheckpointFormatProtocol):
 
     def open(self, path: Path) -> Checkpoint:
         """Read config and headers. Raises CheckpointError that names what is missing or damaged."""
+        _refuse_gguf(path)
         if not (path / CONFIG).exists():
             raise CheckpointError(
                 f"{path} has no {CONFIG}; it is not a checkpoint in the Hugging Face layout"
@@ -92,10 +95,26 @@ class SafetensorsFormat(CheckpointFormatProtocol):
         )
 
 
+def gguf_refusal(what: str) -> str:
+    """Say what to give instead of a model in llama.cpp's format."""
+    return (
+        f"{what}: GGUF, llama.cpp's format, is not read; give the checkpoint that it was made from, a "
+        f"directory or a hub id with config.json and *.safetensors"
+    )
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Raise CheckpointError for a directory whose weights are GGUF files alone."""
+    found = sorted(file.name for file in path.glob("*.gguf"))
+    if found and not any(path.glob("*.safetensors")):
+        raise CheckpointError(gguf_refusal(f"{path} has weights as {first_few(found)} only"))
+
+
 def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Compare the tensors with those that the config requires.
 
-    Raises CheckpointError naming the first few that are missing, left over or of the wrong shape.
+    Raises CheckpointError naming the first few that are missing, left over or of the wrong shape, and
+    UnsupportedModelError for those of quantized weights that the config does not mention.
     """
     stored = checkpoint.weights.tensors
     missing = [name for name in spec.tensors if name not in stored]
@@ -114,6 +133,8 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         )
         if names
     ]
+    if problems and (method := method_in_tensors(left_over)) is not None:
+        raise UnsupportedModelError(f"{checkpoint.path}: {refusal_of(method)}")
     if problems:
         is_headless = missing == [_HEAD] and len(problems) == 1
         reason = (

@@ -21,6 +21,7 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.config.shown import shown
+from sagellm.engines.models.quantized_weights import method_in_config, refusal_of
 
 logger = get_logger(__name__)
 
@@ -93,5 +94,9 @@ def _unsupported(config: HFConfig, refusals: list[str]) -> UnsupportedModelError
         return CheckpointError("config.json names neither architectures nor a model_type")
     if not refusals and config.get("auto_map"):
         refusals = ["it brings model code of its own (auto_map in config.json), which is never run"]
-    reasons = "; ".join(refusals) or "no installed model family knows it"
+    different = list(dict.fromkeys(refusals))
+    method = method_in_config(config)
+    if method is not None and different == [refusal_of(method)]:
+        return UnsupportedModelError(different[0])  # it is not for its architecture
+    reasons = "; ".join(different) or "no installed model family knows it"
     return UnsupportedModelError(f"the checkpoint's architecture {shown(name)} cannot be run: {reasons}")

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import CheckpointError, ConfigError, get_logger
+from sagellm.engines.config.shown import first_few
 from sagellm.engines.embedded import EMBEDDED, embedded_model
-from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE, files_in, missing_shards
+from sagellm.engines.loading.checkpoint import CONFIG, INDEX, SINGLE, files_in, gguf_refusal, missing_shards
 from sagellm.engines.loading.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def resolve_source(
                 f"which has no revisions; leave it out, or give a hub id that is not also a directory"
             )
         return path
+    if text.lower().endswith(".gguf"):
+        raise CheckpointError(gguf_refusal(text))
     if path.exists():
         raise CheckpointError(f"{text} is a file; give the directory that holds config.json and the weights")
     if not is_hub_id(text):
@@ -156,6 +159,8 @@ def _check_reachable(model: _HubModel, lack: str) -> None:
     asking.join(_REACH_TIMEOUT_S)
     if asking.is_alive():
         failures.append(TimeoutError(f"no answer within {_REACH_TIMEOUT_S:.0f} s"))
+    if failures and isinstance(failures[0], CheckpointError):
+        raise failures[0]
     if failures:
         raise _explain(model, failures[0], lack) from failures[0]
 
@@ -164,9 +169,13 @@ def _ask_hub(model: _HubModel, failures: list[Exception]) -> None:
     from huggingface_hub import HfApi
 
     try:
-        HfApi(endpoint=model.endpoint).model_info(
+        info = HfApi(endpoint=model.endpoint).model_info(
             model.repo_id, revision=model.revision, timeout=_REQUEST_TIMEOUT_S
         )
+        names = [file.rfilename for file in info.siblings or ()]
+        gguf = [name for name in names if name.endswith(".gguf")]
+        if model.has_weights and gguf and not any(name.endswith(".safetensors") for name in names):
+            raise CheckpointError(gguf_refusal(f"{model} has weights as {first_few(gguf)} only"))
     except Exception as error:  # carried to the thread that waits
         failures.append(error)
 

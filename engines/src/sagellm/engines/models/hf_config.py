@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from sagellm.core import CheckpointError, HFConfig, UnsupportedModelError
 from sagellm.engines.config.shown import clipped, shown
 from sagellm.engines.models.hf_allowlist import allowed_entries
+from sagellm.engines.models.quantized_weights import method_in_config, refusal_of
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -61,13 +62,8 @@ def check_config(config: HFConfig) -> None:
     """
     nested = config.get("text_config")
     text_config = nested if isinstance(nested, Mapping) else {}
-    quantization = config.get("quantization_config", text_config.get("quantization_config"))
-    if quantization is not None:
-        named = quantization if isinstance(quantization, Mapping) else {}
-        method = clipped(str(named.get("quant_method", "unnamed")))
-        raise UnsupportedModelError(
-            f"the checkpoint's weights are quantized ({method}); give one in bfloat16, float16 or float32"
-        )
+    if (method := method_in_config(config)) is not None:
+        raise UnsupportedModelError(refusal_of(method))
     for each in (config, text_config):
         num_layers = each.get("num_hidden_layers")
         if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:  # all layers are listed

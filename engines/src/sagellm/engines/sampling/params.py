@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.sampling import checks
 from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N, Parameter
+from sagellm.engines.sampling.vllm_parameters import without_vllm_parameters
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing by less could overflow float32."""
-
-_INSTEAD = {
-    "best_of": "give n and logprobs=0, and keep the outputs with the highest cumulative_logprob per token, "
-    "as POST /v1/completions does for best_of",
-    "guided_decoding": "output cannot be held to a grammar; leave it out",
-    "logits_processors": "name them in the engine's logits_processors; give their arguments as extra_args",
-    "structured_outputs": "output cannot be held to a grammar; leave it out",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "use_beam_search": "there is no beam search; leave it out",
-}
-"""Parameters of vLLM without an equivalent here, and what to do instead."""
 
 _PARAMETER = "parameter"
 
@@ -144,17 +134,6 @@ class SamplingParams:
     include_stop_str_in_output: bool = _flag(False, "keep the stop text in the output", bool)
     detokenize: bool = True
 
-    if not TYPE_CHECKING:  # type checkers take the names from the fields
-
-        def __new__(cls, *_: object, **given: object):  # noqa: D102
-            for name in given.keys() - cls.__dataclass_fields__.keys():
-                if name in _INSTEAD:
-                    raise InvalidRequestError(f"SamplingParams has no {name!r}: {_INSTEAD[name]}")
-                known = ", ".join(cls.__dataclass_fields__)
-                hint = nearest(name, cls.__dataclass_fields__)
-                raise InvalidRequestError(f"SamplingParams has no {name!r}; it has {known}.{hint}")
-            return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name, check, allowed in _RANGES:
             self._set(name, check(name, getattr(self, name), allowed))
@@ -238,6 +217,24 @@ class SamplingParams:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+
+def _taking_vllm_parameters(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `__init__` to accept vLLM's further parameters, and to tell misspelt ones the nearest."""
+
+    @wraps(init)
+    def take(self: SamplingParams, **given: Any) -> None:
+        if given.keys() - self.__dataclass_fields__.keys():
+            given = without_vllm_parameters(given)
+        for name in given.keys() - self.__dataclass_fields__.keys():
+            known = ", ".join(self.__dataclass_fields__)
+            hint = nearest(name, self.__dataclass_fields__)
+            raise InvalidRequestError(f"SamplingParams has no {name!r}; it has {known}.{hint}")
+        init(self, **given)
+
+    return take
+
+
+SamplingParams.__init__ = _taking_vllm_parameters(SamplingParams.__init__)  # type: ignore[method-assign]
 
 PARAMETERS: dict[str, Parameter] = {
     each.name: each.metadata[_PARAMETER] for each in fields(SamplingParams) if _PARAMETER in each.metadata

@@ -24,7 +24,16 @@ NEEDED = (
     "pluggy",
     "pydantic",
 )
-OPTIONAL = ("fastapi", "uvicorn", "xgrammar", "triton", "torchao")
+OPTIONAL = {
+    "fastapi": "serving",
+    "uvicorn": "serving",
+    "uvloop": "serving",
+    "prometheus_client": "serving",
+    "matplotlib": "plots",
+    "triton": "kernels on GPUs",
+}
+"""Library → what needs it."""
+
 OLDEST_PYTHON = (3, 11)
 
 
@@ -42,8 +51,8 @@ def examine_software(context: ExaminationContext) -> Section:
         section.facts[name] = found = installed_version(name)
         if found is None:
             section.error(f"{name} is not installed", f"pip install {name}")
-    for name in OPTIONAL:
-        section.facts[name] = installed_version(name) or "not installed (optional)"
+    for name, needed_by in OPTIONAL.items():
+        section.facts[name] = installed_version(name) or f"not installed (optional, for {needed_by})"
     _check_one_version(section)
     _check_namespace(section)
     _check_chaos(section)
@@ -61,9 +70,10 @@ def _check_one_version(section: Section) -> None:
 
 
 def _check_namespace(section: Section) -> None:
-    """A distribution that ships `sagellm/__init__.py` hides the packages of all others."""
-    shadow = getattr(sys.modules.get("sagellm"), "__file__", None)
-    if shadow is not None:
+    """A `sagellm/__init__.py` hides packages, unless it is the one of the distribution `sagellm`."""
+    root = sys.modules.get("sagellm")
+    shadow = getattr(root, "__file__", None)
+    if shadow is not None and "LLM" not in getattr(root, "__all__", ()):
         section.error(
             f"{shadow} hides packages of the sagellm namespace",
             "uninstall the distribution that brought this file (isagellm does)",

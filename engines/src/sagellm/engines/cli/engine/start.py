@@ -130,7 +130,9 @@ def _be_the_engine(
                 json.dump(answer, told)
 
     def say_running(engine: RunningEngine) -> None:
-        if engine.state == "ready":
+        if engine.state == "starting":
+            say_state(engine)
+        elif engine.state == "ready":
             log.replace(engine.log)
             say(asdict(engine))
         elif engine.state == "stopped":
