@@ -132,8 +132,10 @@ def _own_engine_at(port: int) -> str:
 def _prepare(config: EngineConfig) -> Tokenizer | None:
     """Check the settings, then load the server and the tokenizer, downloading it if needed."""
     from sagellm.engines.http import check_access
+    from sagellm.engines.http.spans import check_spans
 
     check_access(config.server)
+    check_spans(config.server)
     # Used by `_serve`, and imported here, where a signal raises no exception.
     import_module("sagellm.engines.remote.remote_engine")
     import_module("sagellm.engines.text.process")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct
 
 from sagellm.core import get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.http.admission import Admission
 from sagellm.engines.http.body_schema import ChatBody, TokenizeBody
 from sagellm.engines.http.engine_front import EngineFront
@@ -63,7 +64,8 @@ class Service:
         if ignored:
             header = ignored_header(ignored)
             scope["state"]["headers"].append(header)
-            logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode())
+            shown = fields(request_id=scope["state"]["id"])
+            logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode(), extra=shown)
         return parsed.body
 
     @asynccontextmanager
