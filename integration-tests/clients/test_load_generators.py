@@ -1,4 +1,4 @@
-"""GuideLLM and `vllm bench serve`, unmodified, against a real server: every request succeeds, and is counted."""
+"""GuideLLM and `vllm bench serve`, unmodified, against a real server: every request succeeds."""
 
 from __future__ import annotations
 
