@@ -25,6 +25,7 @@ GUARDS = {
     "accel": {"sagellm.accel.cuda.backend": "check_machine"},
     "engines": {
         "sagellm.engines.serve": "check_extra",
+        "sagellm.engines.http.spans": "check_spans",
         "sagellm.engines.cli.simulate_faults": "check_extra",
         "sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone",
         "sagellm.engines.cli.targets": "check_plot",

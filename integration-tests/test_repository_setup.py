@@ -22,8 +22,8 @@ def test_requirements_dev_installs_every_package_editable():
     editable = [line.removeprefix("-e ./") for line in lines("requirements-dev.txt") if line.startswith("-e")]
     assert [name.partition("[")[0] for name in editable] == list(FEATURES)
     assert "core-protocols[testing]" in editable
-    assert "engines[serve]" in editable
-    assert FEATURES["engines"] == ["serve"]
+    assert "engines[serve,otel]" in editable
+    assert FEATURES["engines"] == ["serve", "otel"]
 
 
 def test_requirements_dev_installs_the_tools_of_the_hatch_environment():

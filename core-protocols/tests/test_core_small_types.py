@@ -6,12 +6,14 @@ import json
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 
 import pytest
 
 from sagellm.core import ConfigError, Namespace, RequestStatus, get_logger, version
-from sagellm.core.logging import configure
+from sagellm.core.logging import JSONFormatter, configure, fields, is_json
 from sagellm.core.namespace import DEFAULT
 
 
@@ -41,10 +43,12 @@ def test_a_version_and_the_one_before_are_accepted_once_there_are_stable_ones(
 
 @pytest.fixture
 def root_logger() -> Iterator[logging.Logger]:
-    logger = logging.getLogger("sagellm")
-    kept = logger.handlers[:], logger.level, logger.propagate
+    logger, others = logging.getLogger("sagellm"), logging.getLogger()
+    kept, kept_others = (logger.handlers[:], logger.level, logger.propagate), others.handlers[:]
     yield logger
     logger.handlers[:], logger.level, logger.propagate = kept
+    others.handlers[:] = kept_others
+    logging.captureWarnings(False)
 
 
 @pytest.mark.usefixtures("root_logger")
@@ -59,6 +63,34 @@ def test_records_become_json_lines_when_asked_for(capsys: pytest.CaptureFixture[
     assert (entry["level"], entry["logger"], entry["message"]) == ("ERROR", "sagellm.test", "blocks: 3")
     assert "KeyError: 'gone'" in entry["exception"]
     assert entry["time"][10] == "T"
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_a_line_of_json_has_the_fields_of_its_record_and_the_time_in_utc(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure("info", as_json=True)
+    get_logger("sagellm.test").info("done", extra=fields(request_id="a-0", tokens=3, error=None))
+    entry = json.loads(capsys.readouterr().err)
+    assert {"message": "done", "request_id": "a-0", "tokens": 3}.items() <= entry.items()
+    assert "error" not in entry
+    assert datetime.fromisoformat(entry["time"]).utcoffset() == timedelta(0)
+    configure("info")
+    get_logger("sagellm.test").info("done", extra=fields(request_id="a-0"))
+    assert capsys.readouterr().err.endswith("INFO sagellm.test: done\n")
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_a_log_of_json_has_other_libraries_warnings_too(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("error", as_json=True)
+    assert is_json()
+    logging.getLogger("another.library").warning("slow")
+    warnings.warn("old", stacklevel=1)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [each["logger"] for each in lines] == ["another.library", "py.warnings"]
+    configure("error")
+    assert not is_json()
+    assert not [each for each in logging.getLogger().handlers if isinstance(each.formatter, JSONFormatter)]
 
 
 def test_a_second_configuration_replaces_the_first(

@@ -128,6 +128,31 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port, 
     assert "no engine runs" in sage_process("cache", "stats").stderr
 
 
+def test_a_log_of_json_is_json_from_the_first_line_to_the_last(environment, checkpoint, port):
+    environment["SAGELLM_SERVER__LOG_FORMAT"] = "json"
+    with contextmanager(serve)(environment, checkpoint, port) as process:
+        wait_until_ready(process, port)
+        assert sum(1 for _ in stream(port, 4)) >= 1
+        process.send_signal(signal.SIGINT)
+        lines = [json.loads(line) for line in process.communicate(timeout=PATIENCE_S)[1].splitlines()]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, lines))
+    told = "\n".join(each["message"] for each in lines)
+    assert f"loading {checkpoint}" in told
+    assert f" at http://127.0.0.1:{port}/v1" in told
+    (access,) = (each for each in lines if each["logger"] == "sagellm.access" and "output_tokens" in each)
+    assert (access["status"], access["output_tokens"]) == (200, 4)
+    (end,) = (each for each in lines if each["logger"] == "sagellm.engines.http.metrics")
+    assert (end["request_id"], end["finish_reason"]) == (f"{access['request_id']}-0", "length")
+
+
+def test_a_start_that_fails_says_so_in_a_log_of_json(sage_process):
+    result = sage_process("serve", "one", "--log-format", "json", "--host", "0.0.0.0")
+    assert result.returncode == 2
+    (line,) = map(json.loads, result.stderr.splitlines()[-1:])
+    assert line["level"] == "CRITICAL"
+    assert "server.api_keys is empty" in line["message"]
+
+
 def test_two_models_are_one_too_many(sage_process):
     result = sage_process("serve", "one", "--model", "other")
     assert (result.returncode, "two models are named" in result.stderr) == (2, True)

@@ -40,6 +40,40 @@ def test_a_request_has_a_line_with_its_status_tokens_time_and_id(server, lines, 
     assert found[1].partition("-")[0] in answer.json()["id"]
 
 
+def test_a_log_of_json_has_what_the_line_says_under_names(serve, lines, until):
+    server = serve(api_keys=("sesame name=red",))
+    records = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = records.append
+    logger.addHandler(handler)
+    headers = {"Authorization": "Bearer sesame", "X-Request-Id": "mine"}
+    try:
+        answer = server.http.post("/v1/completions", json=COMPLETION, headers=headers)
+        server.http.post("/v1/completions", json={**COMPLETION, "n": 0}, headers=headers)
+        server.http.get("/v1/models")
+        until(lambda: len(records) == 3)
+    finally:
+        logger.removeHandler(handler)
+    done, refused, without_key = (record.fields for record in records)
+    assert answer.json()["id"] == f"cmpl-{done['request_id']}"
+    expected = {
+        "client_request_id": "mine",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "tenant": "red",
+        "prompt_tokens": 6,
+        "output_tokens": 4,
+    }
+    assert expected.items() <= done.items()
+    assert 0 <= done["queue_s"] <= done["first_token_s"] <= done["duration_s"]
+    assert min(done["prefill_s"], done["decode_s"]) > 0
+    assert {"status": 400, "error": "invalid_value", "tenant": "red"}.items() <= refused.items()
+    assert {"prompt_tokens", "trace_id"} & refused.keys() == set()
+    assert without_key["status"] == 401
+    assert "tenant" not in without_key
+
+
 def test_a_stream_and_many_prompts_are_counted_whole(server, lines, until):
     body = {**COMPLETION, "prompt": [[5, 6, 7], [8, 9]], "stream": True, "n": 2}
     server.http.post("/v1/completions", json=body).read()

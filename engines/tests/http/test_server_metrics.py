@@ -15,12 +15,14 @@ from sagellm.engines.testing.steps import let_steps_take
 
 LABELS = {"model_name": "small", "engine": "0"}
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+VLLM_GAUGES = [*GAUGES, "num_requests_waiting_by_reason"]
 PHASES = ["queue", "prefill", "decode", "inference"]
 COUNTERS = [
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",
     "prompt_tokens",
+    "prompt_tokens_cached",
     "generation_tokens",
     "request_success",
 ]
@@ -37,6 +39,11 @@ HISTOGRAMS = [
     "iteration_tokens_total",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_params_max_tokens",
+    "request_params_n",
+    "request_num_preemptions",
+    "request_prefill_kv_computed_tokens",
 ]
 
 
@@ -55,7 +62,7 @@ def value(families, family, sample, **labels):
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [("gauge", GAUGES), ("counter", COUNTERS), ("histogram", HISTOGRAMS)]
+    ("kind", "names"), [("gauge", VLLM_GAUGES), ("counter", COUNTERS), ("histogram", HISTOGRAMS)]
 )
 def test_the_names_are_vllms(server, kind, names):
     families = read(server)
@@ -154,10 +161,73 @@ def test_hits_of_the_prefix_cache_are_tokens(server, complete):
     prompt = "The clock in the station is wrong by seven minutes. " * 4
     complete(prompt)
     before = read(server)
-    cached = complete(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
-    name = "prefix_cache_hits"
+    usage = complete(prompt)["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    after = read(server)
     assert cached > 0
-    assert value(read(server), name, f"{name}_total") - value(before, name, f"{name}_total") == cached
+    for name in ("prefix_cache_hits", "prompt_tokens_cached"):
+        assert value(after, name, f"{name}_total") - value(before, name, f"{name}_total") == cached
+    name = "request_prefill_kv_computed_tokens"
+    computed = value(after, name, f"{name}_sum") - value(before, name, f"{name}_sum")
+    assert computed == usage["prompt_tokens"] - cached
+
+
+def test_what_requests_ask_for_is_counted(serve):
+    server = serve(engine={"max_model_len": 512})
+    for body in (
+        {"prompt": [[5, 6, 7], [8, 9]], "n": 2, "max_tokens": 5, "ignore_eos": True},
+        {"prompt": [5, 6, 7], "max_tokens": 100_000, "allowed_token_ids": [9], "stop_token_ids": [9]},
+    ):
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+    families = read(server)
+
+    def grown(name):
+        return tuple(value(families, name, f"{name}_{part}") for part in ("count", "sum"))
+
+    assert grown("request_params_n") == (3, 2 + 2 + 1)
+    limit = server.front.max_model_len - 3  # what is left for the answer counts, as in vLLM
+    assert grown("request_params_max_tokens") == (3, 5 + 5 + limit)
+    count, longest = grown("request_max_num_generation_tokens")
+    assert count == 3
+    assert grown("request_generation_tokens")[1] - longest == 5 + 5  # the second continuations
+    assert grown("request_num_preemptions") == (3, 0)
+
+
+def test_preemptions_are_counted_by_request(serve):
+    server = serve(engine={"num_blocks": 12, "block_size": 8, "enable_prefix_caching": False})
+    prompts = [[number, *range(30, 50)] for number in range(5, 9)]
+    body = {"prompt": prompts, "max_tokens": 40, "ignore_eos": True}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    families = read(server)
+    total = value(families, "num_preemptions", "num_preemptions_total")
+    name = "request_num_preemptions"
+    assert total > 0
+    assert value(families, name, f"{name}_sum") == total
+    assert 1 <= value(families, name, f"{name}_bucket", le="0.0") <= 3
+
+
+def test_who_waits_is_shown_by_reason():
+    page = (
+        ServerMetrics("small").render(EngineMetrics(num_waiting=5, num_deferred=2), EngineConfig()).decode()
+    )
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    name = "num_requests_waiting_by_reason"
+    assert {reason: value(families, name, name, reason=reason) for reason in ("capacity", "deferred")} == {
+        "capacity": 3,
+        "deferred": 2,
+    }
+
+
+def test_a_request_that_its_client_gave_up_is_in_no_histogram_of_whole_requests(scripted, until):
+    server = scripted(*["a"] * 100_000)
+    with server.http.stream("POST", "/v1/completions", json={"prompt": [1], "stream": True}) as answer:
+        next(answer.iter_lines())
+    name = "request_success"
+    until(lambda: value(read(server), name, f"{name}_total", finished_reason="abort") == 1)
+    families = read(server)
+    counted = {each for each in HISTOGRAMS if value(families, each, f"{each}_count")}
+    gaps = {"inter_token_latency_seconds", "time_per_output_token_seconds"}
+    assert counted == {"time_to_first_token_seconds"} | gaps
 
 
 def test_nothing_is_in_use_when_nothing_runs(server):

@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.logprobs import Logprobs, PendingScores, PromptLogprobs
 from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.engines.queued_request import QueuedRequest
@@ -112,7 +113,7 @@ class OutputProcessor:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # from the tokenizer, whose panics are not Exceptions
-                logger.error("request %s ends with an error", request_id, exc_info=error)
+                _log_failure(request_id, error)
                 self._fail(live, token_output.sequence_id, error)
                 failed.append(token_output.sequence_id)
             changed[request_id] = live.output
@@ -129,7 +130,7 @@ class OutputProcessor:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # as in process
-                logger.error("request %s ends with an error", request_id, exc_info=error)
+                _log_failure(request_id, error)
                 self._fail(live, sequence_id, error)
         return live.output
 
@@ -165,6 +166,7 @@ class OutputProcessor:
                 stopped_by_string = reason is None
                 reason, stop_reason = "stop", matched
         output.error = token_output.error
+        metrics.num_preemptions += token_output.num_preemptions
         if reason is not None:
             self._close(live, token_output.sequence_id, continuation, reason, stop_reason)
         return stopped_by_string
@@ -244,6 +246,11 @@ class OutputProcessor:
             return _Continuation(output, IncrementalDetokenizer(decoder), matcher, None)
         detokenizer = TokenwiseDetokenizer(decoder)
         return _Continuation(output, detokenizer, matcher, PendingScores(detokenizer))
+
+
+def _log_failure(request_id: RequestId, error: BaseException) -> None:
+    shown = fields(request_id=request_id)
+    logger.error("request %s ends with an error", request_id, exc_info=error, extra=shown)
 
 
 def _add_score(

@@ -42,6 +42,7 @@ class RequestMetrics:
     finished_ns: int | None = None
     num_output_tokens: int = 0  # of all continuations
     num_longest_output_tokens: int = 0  # tokens of the longest continuation
+    num_preemptions: int = 0  # of all continuations that have ended
 
     @property
     def queue_time(self) -> float | None:

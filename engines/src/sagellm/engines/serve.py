@@ -85,9 +85,11 @@ def _check(config: EngineConfig) -> EngineConfig:
     check_extra("serving")
     from sagellm.engines.http import check_access
     from sagellm.engines.http.api_key_file import with_key_file
+    from sagellm.engines.http.spans import check_spans
 
     server = with_key_file(config.server, logger.warning)
     check_access(server)
+    check_spans(server)
     return config.model_copy(update={"server": server})
 
 

@@ -28,6 +28,7 @@ class EngineMetrics:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0  # of those that wait, the ones held back by a pass or by KV that is being fetched
     num_finished: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
@@ -121,6 +122,7 @@ class TokenOutput:
     logprobs: Sequence[SampledToken] | None = None
     prompt_scores: PromptScores | None = None
     scheduled_ns: int | None = None  # of the clock that all processes of a machine share
+    num_preemptions: int = 0  # of a sequence that has ended
 
 
 class EngineSequence(Protocol):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sagellm.core import ConfigError
+from sagellm.engines.cli.output import tell
 from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES, read_mapping
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
@@ -68,6 +69,4 @@ def params_of(engine: LLMEngine, sampling: Mapping[str, Any]) -> SamplingParams:
 def say_if_embedded(model: str) -> None:
     """If no model was named, say which one answers."""
     if model == EMBEDDED:
-        typer.echo(
-            "using the small embedded model, made for trying things out; --model names another", err=True
-        )
+        tell("using the small embedded model, made for trying things out; --model names another")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from sagellm.core import get_logger
+from sagellm.core.logging import is_json
 
 
 def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer:
@@ -32,6 +36,17 @@ def print_json(value: object) -> None:
 def print_json_line(value: object) -> None:
     """Print a value as one line of JSON, for programs that read line by line."""
     typer.echo(json.dumps(value, ensure_ascii=False, default=_plain))
+
+
+def tell(text: str, level: int = logging.INFO) -> None:
+    """Tell the operator of a server: a line on standard error, or a record at any level of a log of JSON."""
+    if not is_json():
+        prefix = "" if level < logging.WARNING else f"{logging.getLevelName(level).lower()}: "
+        typer.echo(prefix + text, err=True)
+        return
+    logger = get_logger("sagellm.operator")
+    logger.setLevel(logging.INFO)
+    logger.log(level, "%s", text)
 
 
 def _plain(value: object) -> Any:

@@ -14,6 +14,7 @@ import typer
 from typer.main import get_command
 
 from sagellm.core import SageLLMError, get_logger
+from sagellm.core.logging import is_json
 from sagellm.engines.usage_errors import USAGE_ERRORS
 
 FAILED = 1
@@ -56,7 +57,9 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) 
             typer.echo(err=True)  # after ^C, which the terminal shows in the text
         raise
     except Exception as error:
-        if session.debug:
+        if is_json():  # of a server
+            logger.critical("%s", _message(error), exc_info=error if session.debug else None)
+        elif session.debug:
             traceback.print_exc()
         else:
             typer.echo(_message(error), err=True)

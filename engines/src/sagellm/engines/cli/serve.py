@@ -13,6 +13,7 @@ from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
+from sagellm.engines.cli.output import tell
 from sagellm.engines.cli.server_flags import SERVER_FLAGS
 from sagellm.engines.config.sources import LoadedConfig, load_config
 
@@ -52,7 +53,9 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests end first; a second one stops at once.
     """
-    settings = with_keys(load_config(with_model(options, model_argument), config_file=config))
+    loaded = load_config(with_model(options, model_argument), config_file=config)
+    configure_log(loaded.config, log_level)
+    settings = with_keys(loaded)
     say_if_embedded(settings.model.name)
     run_service(settings, name=name, log_level=log_level, on_state=say_state)
 
@@ -62,7 +65,7 @@ def with_keys(loaded: LoadedConfig) -> EngineConfig:
     from sagellm.engines.http.api_key_file import with_key_file
 
     def warn(text: str) -> None:
-        typer.echo(f"warning: {text}", err=True)
+        tell(text, logging.WARNING)
 
     if loaded.origins["server.api_keys"].kind == "flag":
         warn(
@@ -73,15 +76,22 @@ def with_keys(loaded: LoadedConfig) -> EngineConfig:
     return loaded.config.model_copy(update={"server": server})
 
 
+def configure_log(config: EngineConfig, level: str) -> None:
+    """Begin to log as the settings say. Raises ConfigError for an unknown level."""
+    from sagellm.core.logging import configure
+
+    log_format = config.server.log_format
+    configure(level, as_json=None if log_format is None else log_format == "json")
+
+
 def run_service(
     config: EngineConfig, *, name: str | None, log_level: str, on_state: Callable[[RunningEngine], None]
 ) -> None:
     """Serve in this process."""
-    from sagellm.core.logging import configure
     from sagellm.engines.http.access_log import logger as access_logger
     from sagellm.engines.serve import return_large_blocks, serve as run
 
-    configure(log_level)
+    configure_log(config, log_level)
     if config.server.access_log:  # a line per request is logged at any level
         access_logger.setLevel(logging.INFO)
     return_large_blocks()
@@ -91,10 +101,8 @@ def run_service(
 def say_state(engine: RunningEngine) -> None:
     """Print where the engine is, or what it is waiting for."""
     if engine.state == "starting":
-        typer.echo(f"loading {engine.model}", err=True)
+        tell(f"loading {engine.model}")
     elif engine.state == "draining":
-        typer.echo("stopping: the requests that run may finish; Ctrl-C again ends them", err=True)
+        tell("stopping: the requests that run may finish; Ctrl-C again ends them")
     elif engine.state == "ready":
-        typer.echo(
-            f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){notice()}", err=True
-        )
+        tell(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){notice()}")

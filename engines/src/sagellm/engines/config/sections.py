@@ -456,6 +456,17 @@ class ServerConfig(Checked):
     access_log: bool = Field(
         default=True, description="log one line per request: method, path, status, tokens, time"
     )
+    log_format: Literal["plain", "json"] | None = Field(
+        default=None,
+        description="how log records are written: plain, or json, an object per line; null: as "
+        "SAGELLM_LOG_FORMAT says, else plain",
+    )
+    otlp_traces_endpoint: Name | None = Field(
+        default=None,
+        description="URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318, that "
+        "gets a span for each request; needs the extra otel. null: what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT "
+        "or OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
+    )
 
     @field_validator("metrics_allow")
     @classmethod

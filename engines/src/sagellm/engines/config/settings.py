@@ -71,6 +71,8 @@ SERVER_NAMES: dict[str, str] = {
     "shutdown_timeout": "server.shutdown_timeout",
     "frozen_after_s": "server.frozen_after_s",
     "access_log": "server.access_log",
+    "log_format": "server.log_format",
+    "otlp_traces_endpoint": "server.otlp_traces_endpoint",
 }
 """Settings of `serve` besides an engine's."""
 

@@ -41,6 +41,7 @@ from sagellm.core import (
     TraceWriter,
     get_logger,
 )
+from sagellm.core.logging import fields
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Failures, Observers
@@ -251,6 +252,7 @@ class EngineCore(EngineProtocol):
             self._metrics,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
+            num_deferred=self.scheduler.num_deferred,
             num_preemptions=self.scheduler.num_preemptions,
             steps_by_tokens=self._metrics.steps_by_tokens.copy(),
             modules=modules,
@@ -323,7 +325,8 @@ class EngineCore(EngineProtocol):
         """Append the results of a collected step to the outputs, and end the sequences that are over."""
         for seat, error in result.errors.items():
             sequence = self._seats.sequences[seat]
-            logger.error("request %s ends with an error", sequence.sequence_id, exc_info=error)
+            shown = fields(request_id=sequence.request.request_id)
+            logger.error("request %s ends with an error", sequence.sequence_id, exc_info=error, extra=shown)
             outputs.add(self._fail(sequence.sequence_id, error))
         for seat, scores in result.scores.items():
             sequence = self._seats.sequences[seat]
@@ -378,6 +381,7 @@ class EngineCore(EngineProtocol):
             logprobs=result.logprobs.get(seat),
             prompt_scores=prompt_scores,
             scheduled_ns=scheduled_ns,
+            num_preemptions=sequence.num_preemptions if result.is_over[row] else 0,
         )
 
     def _fail(self, sequence_id: SequenceId, error: BaseException) -> TokenOutput:
@@ -389,6 +393,7 @@ class EngineCore(EngineProtocol):
         return self._end(sequence_id, "deadline", f"the deadline, {allowed_ms:.6g} ms, has passed")
 
     def _end(self, sequence_id: SequenceId, reason: FinishReason, message: str) -> TokenOutput:
+        num_preemptions = self.scheduler[sequence_id].num_preemptions
         try:
             self._finish(sequence_id, reason)
         except KeyboardInterrupt:
@@ -396,7 +401,7 @@ class EngineCore(EngineProtocol):
         except BaseException:
             logger.exception("request %s could not give back all its blocks", sequence_id)
             self._finish(sequence_id, reason)  # it has none any more
-        return TokenOutput(sequence_id, finish_reason=reason, error=message)
+        return TokenOutput(sequence_id, finish_reason=reason, error=message, num_preemptions=num_preemptions)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
         sequence = self.scheduler.finish(sequence_id, _STATUS[reason])

@@ -83,6 +83,7 @@ class Scheduler:
         self._earliest_deadline_s = np.inf  # of live sequences, or of one that has ended since
         self.num_preemptions = 0
         self.decisions: Seq[Decision] = ()  # of passes, about the last step
+        self._num_fetching = 0  # waiting sequences that the last plan admitted too early
         self._lacks_blocks = False  # the last plan stopped at a waiting sequence for lack of blocks
         self.log = DecisionLog(kv.seats, now_ns)
 
@@ -90,6 +91,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that hold no blocks."""
         return len(self._waiting)
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting sequences that the last step passed over: a pass deferred them, or KV is being fetched."""
+        rows = {row for each in self.decisions if each.kind == "defer" for row in each.rows.tolist()}
+        return min(self.num_waiting, len(rows) + self._num_fetching)
 
     @property
     def num_running(self) -> int:
@@ -136,6 +143,7 @@ class Scheduler:
         )
         self.decisions = plan.decisions
         self._lacks_blocks = plan.deferred_reason == "blocks"
+        self._num_fetching = 0
         self.log.planned(plan, self._running)
         if len(waiting):
             self._batching.measure(
@@ -249,6 +257,7 @@ class Scheduler:
                 try:
                     if self._kv.is_fetching(sequence):
                         self.log.fetching(sequence)
+                        self._num_fetching += 1
                         continue
                     self._kv.admit(sequence)
                 except OutOfBlocksError:

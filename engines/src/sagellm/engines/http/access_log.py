@@ -8,6 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.http.access_control import METRICS_PATH, OPEN_PATHS
 from sagellm.engines.http.errors import APIError, printable
 
@@ -53,13 +54,20 @@ class AccessLog:
         finally:
             is_polled = scope["path"] in _POLLED and 200 <= status < 300
             level = logging.DEBUG if is_polled else logging.INFO
-            logger.log(level, "%s", access_line(scope, status, time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            logger.log(
+                level,
+                "%s",
+                access_line(scope, status, seconds),
+                extra=fields(**access_fields(scope, status, seconds)),
+            )
 
 
 def log_refused(method: str, path: str, error: APIError) -> None:
     """Log a request that was refused before it reached the application; "-" stands for unknown values."""
     scope = {"method": method or "-", "path": path or "-", "state": {"failure": error.code}}
-    logger.info("%s", access_line(scope, error.status))
+    shown = fields(**access_fields(scope, error.status))
+    logger.info("%s", access_line(scope, error.status), extra=shown)
 
 
 def access_line(scope: MutableMapping[str, Any], status: int, seconds: float | None = None) -> str:
@@ -80,6 +88,38 @@ def access_line(scope: MutableMapping[str, Any], status: int, seconds: float | N
     if timers:
         parts.append(_shown(timers[0].request_id))
     return ", ".join(parts)
+
+
+def access_fields(
+    scope: MutableMapping[str, Any], status: int, seconds: float | None = None
+) -> dict[str, object]:
+    """Return what `access_line` says, and the tenant's name, under names of their own for a log of JSON.
+
+    A request of many prompts has the tokens of all, and the times of the first.
+    """
+    state = scope.get("state", {})
+    timers: Sequence[RequestTimer] = state.get("timers", ())
+    tenant, failure, given = state.get("tenant"), state.get("failure"), state.get("request_id")
+    own = state.get("id")
+    found: dict[str, object] = {
+        "request_id": own,
+        "client_request_id": None if given == own else given,
+        "trace_id": state.get("trace_id"),
+        "method": _shown(scope["method"]),
+        "path": _shown(scope["path"]),
+        "status": state.get("status", status) or None,
+        "error": None if failure is None else _shown(failure),
+        "tenant": None if tenant is None else tenant.name,
+        "duration_s": None if seconds is None else round(seconds, 6),
+    }
+    if timers:
+        found |= {
+            "prompt_tokens": sum(each.num_prompt for each in timers),
+            "cached_tokens": sum(each.num_cached for each in timers),
+            "output_tokens": sum(each.num_tokens for each in timers),
+            **timers[0].seconds(),
+        }
+    return found
 
 
 def _shown(text: str) -> str:

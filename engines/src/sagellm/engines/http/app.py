@@ -25,6 +25,7 @@ from sagellm.engines.http.prompt_encoder import PromptEncoder
 from sagellm.engines.http.reply import encode_json
 from sagellm.engines.http.response_headers import ResponseHeaders
 from sagellm.engines.http.service import Service
+from sagellm.engines.http.spans import SpanMiddleware, Spans
 from sagellm.engines.http.start_page import StartPage
 from sagellm.engines.http.tokenizing import Detokenize, Tokenize, tokenizer_info
 from sagellm.engines.http.wrong_paths import no_such_path, served_paths, wrong_method
@@ -46,7 +47,8 @@ def create_app(
 
     `text_runner` runs the model's template and tokenizer; None runs them in this process, without a time
     limit. `max_num_seqs` plus `settings.max_queued_requests` bounds the live requests.
-    `app.state.admission` drains. Raises ConfigError for an open address without a key.
+    `app.state.admission` drains. Raises ConfigError for an open address without a key, and where spans are
+    wanted but the extra `otel` is missing.
     """
     settings = with_key_file(settings, logger.warning)
     check_access(settings)
@@ -79,6 +81,9 @@ def create_app(
     )
     app.add_middleware(AccessControl, keys=keys, settings=settings)
     app.add_middleware(ResponseHeaders)
+    spans = app.state.spans = Spans.open(settings)
+    if spans is not None:
+        app.add_middleware(SpanMiddleware, spans=spans)
     if settings.access_log:
         app.add_middleware(AccessLog)
     return app

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, Tenant, get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.http.body_params import chat_params, check_budget, completion_params
 from sagellm.engines.http.body_schema import Body, ChatBody, CompletionBody, StreamOptions
 from sagellm.engines.http.chat_shape import ChatShape
@@ -71,12 +72,16 @@ class Generation(ABC, Generic[B]):
                     deadline_ms=_left_ms(body.deadline_ms or self.service.deadline_ms, arrived),
                 )
                 if scope["state"]["request_id"] != job.id:
-                    logger.info("%s: came as %s", job.id, scope["state"]["request_id"])
+                    given = scope["state"]["request_id"]
+                    told_ids = fields(request_id=job.id, client_request_id=given)
+                    logger.info("%s: came as %s", job.id, given, extra=told_ids)
                 timers = [
-                    RequestTimer(self.service.metrics, arrived, request_id, tenant.name)
-                    for request_id in job.request_ids
+                    RequestTimer(self.service.metrics, arrived, request_id, tenant.name, limits)
+                    for request_id, limits in zip(
+                        job.request_ids, job.limits(self.service.front.max_model_len), strict=True
+                    )
                 ]
-                scope["state"]["timers"] = timers  # for the access log
+                scope["state"].update(timers=timers, job=job)  # for the access log and spans
                 shape = self.shape(job)
                 async with running(receive, timers, options["deadline_ms"]) as run:
                     seat.run(run.stop)
@@ -92,7 +97,12 @@ class Generation(ABC, Generic[B]):
         except Exception as error:
             told = as_api_error(error)
             scope["state"]["failure"] = told.code or told.param  # for the access log
-            logger.info("a request is answered with %d (%s)", told.status, told.code or told.param)
+            logger.info(
+                "a request is answered with %d (%s)",
+                told.status,
+                told.code or told.param,
+                extra=fields(request_id=scope["state"]["id"], status=told.status),
+            )
             await reply.fail(told)
 
     def _namespace(self, own: Namespace, body: B) -> Namespace:

@@ -20,10 +20,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sagellm.core import DEFAULT_TENANT, STEP_TOKEN_BOUNDS, EngineMetrics, get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.http.admission import TenantUse
 from sagellm.engines.http.engine_front import EngineFront
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.outputs import RequestMetrics, RequestOutput
 
 _TTFT = (
     0.001,
@@ -93,6 +94,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_inference_time_seconds": ("time from the request's first step to its last token", _PHASE),
     "request_prompt_tokens": ("prompt tokens of a request", _TOKENS),
     "request_generation_tokens": ("tokens generated for a request", _TOKENS),
+    "request_max_num_generation_tokens": ("tokens of the longest continuation of a request", _TOKENS),
+    "request_params_max_tokens": ("most tokens that a request may generate for each continuation", _TOKENS),
+    "request_params_n": ("continuations of a request", (1, 2, 5, 10, 20)),
+    "request_num_preemptions": ("preemptions of a request", (0, 1, 2, 3, 4, 5, 10, 20)),
+    "request_prefill_kv_computed_tokens": ("prompt tokens of a request that no cache had", _TOKENS),
 }
 _ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}  # vLLM's older name
 _PASS_COUNTERS = {
@@ -140,7 +146,7 @@ class ServerMetrics(Collector):
         self._engine, self._config = EngineMetrics(), EngineConfig()
         self._is_up, self._num_restarts = True, 0
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_generation_tokens = 0
         self.num_ended = dict.fromkeys(("stop", "length", "abort", "deadline", "error"), 0)
         self._tenants = {DEFAULT_TENANT.name: TenantUse()} if tenants is None else tenants
         self._label_of = {
@@ -171,6 +177,7 @@ class ServerMetrics(Collector):
         )
         yield self._gauge("num_requests_running", "sequences that run", engine.num_running)
         yield self._gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
+        yield self._waiting_by_reason()
         yield self._gauge(
             "kv_cache_usage_perc",
             "share of KV blocks in use",
@@ -180,6 +187,9 @@ class ServerMetrics(Collector):
         yield self._counter("prefix_cache_hits", "tokens found", read(cache, "num_hit_tokens"))
         yield self._counter("num_preemptions", "preemptions", engine.num_preemptions)
         yield self._counter("prompt_tokens", "prompt tokens of requests", self.num_prompt_tokens)
+        yield self._counter(
+            "prompt_tokens_cached", "prompt tokens of requests that a cache had", self.num_cached_tokens
+        )
         yield self._counter("generation_tokens", "tokens generated", self.num_generation_tokens)
         ended = CounterMetricFamily(
             "sagellm:request_success", "requests by how they ended", labels=(*_LABELS, "finished_reason")
@@ -193,6 +203,18 @@ class ServerMetrics(Collector):
             yield self._histogram(name)
         yield self._step_tokens()
         yield self._cache_config()
+
+    def _waiting_by_reason(self) -> Metric:
+        """Return the sequences that wait for room, and those that a fetch or a pass holds back."""
+        engine = self._engine
+        family = GaugeMetricFamily(
+            "sagellm:num_requests_waiting_by_reason",
+            "sequences that wait, for room (capacity) or held back (deferred)",
+            labels=(*_LABELS, "reason"),
+        )
+        family.add_metric((*self._labels, "capacity"), engine.num_waiting - engine.num_deferred)
+        family.add_metric((*self._labels, "deferred"), engine.num_deferred)
+        return family
 
     def _passes(self) -> Iterable[Metric]:
         """Yield what each pass of the scheduler did; passes of one name are added up."""
@@ -293,7 +315,10 @@ class RequestTimer:
         "_first",
         "_is_ended",
         "_last",
+        "_limits",
         "_metrics",
+        "finish_reasons",
+        "measured",
         "num_cached",
         "num_prompt",
         "num_tokens",
@@ -302,11 +327,19 @@ class RequestTimer:
     )
 
     def __init__(
-        self, metrics: ServerMetrics, arrived: float, request_id: str, tenant: str = DEFAULT_TENANT.name
+        self,
+        metrics: ServerMetrics,
+        arrived: float,
+        request_id: str,
+        tenant: str = DEFAULT_TENANT.name,
+        limits: tuple[int, int] = (1, 0),
     ) -> None:
+        """Start. `limits` are the request's continuations, and the most tokens of each."""
         self._metrics = metrics
         self.request_id, self.tenant = request_id, tenant
-        self._arrived = arrived
+        self._arrived, self._limits = arrived, limits
+        self.measured: RequestMetrics | None = None  # by the engine, once its last output has come
+        self.finish_reasons: list[str] = []  # of its continuations, or why there are none
         self._first = self._last = 0.0
         self.num_tokens = self.num_prompt = self.num_cached = 0
         self._is_ended = False
@@ -322,6 +355,7 @@ class RequestTimer:
                 self._first = now
                 self.num_prompt, self.num_cached = len(output.prompt_token_ids), output.num_cached_tokens
                 self._metrics.num_prompt_tokens += self.num_prompt
+                self._metrics.num_cached_tokens += self.num_cached
                 self._metrics.num_tokens_of["prompt"][self.tenant] += self.num_prompt
                 histograms["time_to_first_token_seconds"].observe(now - self._arrived)
             else:
@@ -338,7 +372,24 @@ class RequestTimer:
         if not self._is_ended:
             self._is_ended = True
             self._metrics.num_ended[reason] += 1
+            self.finish_reasons = self.finish_reasons or [reason]
             self._log(reason)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the arrival to the first token, None before there is one."""
+        return self._first - self._arrived if self.num_tokens else None
+
+    def seconds(self) -> dict[str, float]:
+        """Return the times that are known: to the first token, and in the queue, in prefill and in decode."""
+        known = {"first_token_s": self.first_token_s}
+        if self.measured is not None:
+            known |= {
+                "queue_s": self.measured.queue_time,
+                "prefill_s": self.measured.prefill_time,
+                "decode_s": self.measured.decode_time,
+            }
+        return {name: round(max(0.0, value), 6) for name, value in known.items() if value is not None}
 
     def _log(self, reason: str) -> None:
         logger.info(
@@ -350,9 +401,21 @@ class RequestTimer:
             self.num_prompt,
             self.num_cached,
             self.num_tokens,
+            extra=fields(
+                request_id=self.request_id,
+                tenant=self.tenant,
+                finish_reason=reason,
+                duration_s=round(time.perf_counter() - self._arrived, 6),
+                prompt_tokens=self.num_prompt,
+                cached_tokens=self.num_cached,
+                output_tokens=self.num_tokens,
+                **self.seconds(),
+            ),
         )
 
     def _finish(self, output: RequestOutput) -> None:
+        self.measured = output.metrics
+        self.finish_reasons = [each.finish_reason or "error" for each in output.outputs]
         self.end(output.outputs[0].finish_reason or "error")
         histograms = self._metrics.histograms
         histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - self._arrived)
@@ -363,6 +426,12 @@ class RequestTimer:
             if seconds is not None:
                 histograms[f"request_{phase}_time_seconds"].observe(max(0.0, seconds))
         num_longest = output.metrics.num_longest_output_tokens
+        num_continuations, max_tokens = self._limits
+        histograms["request_max_num_generation_tokens"].observe(num_longest)
+        histograms["request_params_max_tokens"].observe(max_tokens)
+        histograms["request_params_n"].observe(num_continuations)
+        histograms["request_num_preemptions"].observe(output.metrics.num_preemptions)
+        histograms["request_prefill_kv_computed_tokens"].observe(self.num_prompt - self.num_cached)
         if num_longest > 1:
             mean = (self._last - self._first) / (num_longest - 1)
             histograms["request_time_per_output_token_seconds"].observe(mean)

@@ -78,6 +78,8 @@ class HTTPServer(uvicorn.Server):
         admission.stop_all()  # after a second signal some are still running
         with suppress(TimeoutError):
             await asyncio.wait_for(admission.wait_idle(), _LAST_WORDS_S)
+        if (spans := self.config.app.state.spans) is not None:  # type: ignore[union-attr]
+            spans.close()
 
     async def _stop_all(self, timeout_s: float) -> None:
         """End every request after a time, or as soon as the engine makes no progress: it answers nobody."""

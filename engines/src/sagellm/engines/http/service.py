@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct
 
 from sagellm.core import get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.http.admission import Admission
 from sagellm.engines.http.body_params import has_two_limits
 from sagellm.engines.http.body_schema import ChatBody, TokenizeBody
@@ -61,7 +62,8 @@ class Service:
             parsed.ignored.add(name)
         if (header := parsed.ignored.header()) is not None:
             scope["state"]["headers"].append(header)
-            logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode())
+            shown = fields(request_id=scope["state"]["id"])
+            logger.debug("%s: ignored %s", scope["state"]["request_id"], header[1].decode(), extra=shown)
         return parsed.body
 
     def _unused(self, body: Struct) -> Iterator[str]:

@@ -41,11 +41,16 @@ class Job:
         """The ids of its requests in the engine, one per prompt."""
         return [f"{self.id}-{index}" for index in range(len(self.prompts))]
 
+    def limits(self, max_model_len: int) -> list[tuple[int, int]]:
+        """Return the number of continuations of each prompt, and the most tokens that each may have."""
+        most = self.params.max_tokens or max_model_len
+        lengths = (len(prompt.token_ids) for prompt in self.prompts)
+        return [(self.params.n, max(1, min(most, max_model_len - each))) for each in lengths]
+
     def num_tokens(self, max_model_len: int) -> int:
         """Return the tokens of its prompts and all that may be generated for them."""
-        most = self.params.max_tokens or max_model_len
-        lengths = [len(prompt.token_ids) for prompt in self.prompts]
-        return sum(each + self.params.n * max(1, min(most, max_model_len - each)) for each in lengths)
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return num_prompt + sum(n * most for n, most in self.limits(max_model_len))
 
 
 @dataclass(slots=True)

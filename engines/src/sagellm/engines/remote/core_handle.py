@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from sagellm.core import ConfigError, EngineDeadError
 from sagellm.core.chaos import child_environment, flaky
+from sagellm.core.logging import is_json
 from sagellm.core.runtime_folder import own_folder
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.remote.heartbeat import RESPONSIVE_S, Heartbeat
@@ -202,7 +203,10 @@ def start_process(order: dict[str, Any], *, log_level: str = "WARNING") -> Spawn
     assert process.stdin is not None, "a pipe was asked for"
     with suppress(BrokenPipeError):
         process.stdin.write(
-            json.dumps({**order, "log_level": log_level, "heartbeat": descriptor}).encode() + b"\n"
+            json.dumps(
+                {**order, "log_level": log_level, "logs_json": is_json(), "heartbeat": descriptor}
+            ).encode()
+            + b"\n"
         )
         process.stdin.flush()  # stays open: its end tells the core that the front is gone
     return Spawned(process, heartbeat, partial(_num_cpu_ticks, process.pid))

@@ -42,7 +42,7 @@ def main() -> None:
     """Listen, load, serve. Exit code 1 if the model cannot be loaded."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump would hold users' texts
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    configure(order["log_level"])
+    configure(order["log_level"], as_json=order["logs_json"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is handled by the front
     try:
         listener = listen(Path(order["socket"]))

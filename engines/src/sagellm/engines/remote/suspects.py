@@ -9,6 +9,7 @@ from hashlib import blake2b
 from secrets import token_bytes
 
 from sagellm.core import DeadlyRequestError, RequestId, get_logger
+from sagellm.core.logging import fields
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.queued_request import QueuedRequest
 from sagellm.engines.remote.frames import packed
@@ -90,7 +91,9 @@ class Suspects:
             num_deaths = 1 if known is None else known.num_deaths + 1
             self._suspects[mark] = _Suspect(num_deaths, now_s + REFUSED_FOR_S)
             if num_deaths >= _MAX_DEATHS:
-                logger.warning("%d processes ended while they had request %s", num_deaths, request.request_id)
+                told = "%d processes ended while they had request %s"
+                shown = fields(request_id=request.request_id)
+                logger.warning(told, num_deaths, request.request_id, extra=shown)
         for mark in list(self._suspects)[:-_MAX_SUSPECTS]:
             del self._suspects[mark]
         self.end_turns()

@@ -1,0 +1,64 @@
+"""docs/grafana-dashboard.json asks for nothing that /metrics does not have."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from served import served
+
+from sagellm.engines.testing import make_checkpoint
+
+DASHBOARD = json.loads((Path(__file__).resolve().parents[1] / "docs" / "grafana-dashboard.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+TARGETS = [(panel["title"], target) for panel in PANELS for target in panel["targets"]]
+
+
+@pytest.fixture(scope="module")
+def labels_of(tmp_path_factory) -> dict[str, set[str]]:
+    """Every sample's name on a real server's page, with its labels."""
+    folder = tmp_path_factory.mktemp("served")
+    checkpoint = make_checkpoint(folder / "checkpoint", seed=7)
+    with served(checkpoint, folder) as url:
+        page = urlopen(f"{url}/metrics").read().decode()
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    return {sample.name: set(sample.labels) for sample in samples}
+
+
+def test_every_metric_and_label_that_it_asks_for_is_there(labels_of):
+    assert len(TARGETS) > 20
+    for title, target in TARGETS:
+        expression = target["expr"]
+        names = re.findall(r"sagellm:\w+", expression)
+        assert names, title
+        asked = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        for listed in re.findall(r"by \(([\w, ]+)\)", expression):
+            asked |= set(listed.split(", "))
+        for name in names:
+            assert name in labels_of, f"{title}: /metrics has no {name}"
+            assert asked | {"model_name"} <= labels_of[name], f"{title}: {name} lacks a label of {asked}"
+
+
+def test_its_variables_come_from_metrics_that_are_there(labels_of):
+    queries = [each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
+    found = [re.fullmatch(r"label_values\((\S+), (\w+)\)", query) for query in queries]
+    assert found
+    assert all(each and each[2] in labels_of[each[1]] for each in found)
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap():
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in DASHBOARD["panels"]):
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
