@@ -79,6 +79,7 @@ _NAMES = {
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",
     "kv_layout": "KVGroup KVLayout",
+    "lifetime_scores": "LifetimeScores predicted_length",
     "logging": "get_logger",
     "metrics.cache": """
         PromptBlocks block_sharing_fraction external_fragmentation gap_closed internal_fragmentation
