@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES, read_mapping
+from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES, check_ranges, read_mapping
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.embedded import EMBEDDED
@@ -47,6 +47,7 @@ def read_options(
     sampling = {**defaults, **{name: value for name, value in options.items() if name in SAMPLING_NAMES}}
     if "extra_args" in sampling:
         sampling["extra_args"] = read_mapping("extra_args", sampling["extra_args"])
+    check_ranges({name: value for name, value in options.items() if name in SAMPLING_NAMES})
     SamplingParams(**sampling)
     settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
     return load_config(settings, config_file=config_file).config, sampling

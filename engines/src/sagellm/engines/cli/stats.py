@@ -14,7 +14,7 @@ import typer
 from sagellm.core import EngineMetrics, ProviderSpec
 from sagellm.engines.cli.figures import figures_table, passes_table, tenants_table, tiers_table
 from sagellm.engines.cli.output import new_app, print_json
-from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.cli.running import EngineArgument, EngineName, connect
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 from sagellm.engines.remote import AdminClient
 from sagellm.engines.remote.operations import read_metrics
@@ -191,6 +191,7 @@ def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, witho
     app = new_app(f"Watch the {title} of a running engine.")
 
     def stats(
+        name: EngineArgument = None,
         *,
         engine: EngineName = None,
         as_json: Annotated[
@@ -201,7 +202,7 @@ def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, witho
             typer.Option("--watch", metavar="SECONDS", min=0.1, help="Again and again, until Ctrl-C."),
         ] = None,
     ) -> None:
-        running, client = connect(engine)
+        running, client = connect(name, engine)
         with client:
             try:
                 while True:
