@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from sagellm.engines.cli.streams import is_utf8
+
 
 def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer:
     """Build the app of a command that has subcommands, including those of `group`."""
@@ -26,12 +28,12 @@ def _nothing() -> None:
 
 def print_json(value: object) -> None:
     """Print a value, dataclasses included, as indented JSON."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8(), default=_plain))
 
 
 def print_json_line(value: object) -> None:
     """Print a value as one line of JSON, for programs that read line by line."""
-    typer.echo(json.dumps(value, ensure_ascii=False, default=_plain))
+    typer.echo(json.dumps(value, ensure_ascii=not is_utf8(), default=_plain))
 
 
 def _plain(value: object) -> Any:
