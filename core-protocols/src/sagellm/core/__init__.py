@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sagellm.core.ids import *
     from sagellm.core.kv_block import *
     from sagellm.core.kv_layout import *
+    from sagellm.core.lifetime_scores import *
     from sagellm.core.logging import *
     from sagellm.core.metrics.cache import *
     from sagellm.core.metrics.fairness import *
