@@ -232,7 +232,7 @@ def test_without_a_prompt_it_is_told_what_is_missing(sage):
     ("arguments", "told"),
     [
         (["--temperature", "nan"], "temperature is nan"),
-        (["--top-p", "2"], "top_p is 2.0"),
+        (["--top-p", "2"], "--top-p is 2"),
         (["--max-tokens", "many"], "--max-tokens"),
         (["--dtype", "fp16"], "model.dtype is 'fp16'"),
     ],
