@@ -137,7 +137,7 @@ def _run(python: str, script: str, order: dict[str, Any]) -> dict[str, Any]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         done = subprocess.run(
             [python, "-W", "ignore", str(_RUNNERS / script), json.dumps(order)],
             env=environment,

@@ -173,6 +173,7 @@ def write(folder: Path, name: str, runs: list[Run], rows: list[dict[str, Any]]) 
         savings.setdefault(run.name, []).append((row["capacity"], row["token_saving"]))
     plot_replays(
         folder / f"{name}.svg",
+        title=f"{name}: blocks of {BLOCK_SIZE} tokens",
         savings=savings,
         upper_bound=rows[-1]["token_saving"],
         sharing={

@@ -428,7 +428,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axes.plot(minutes, samples[f"{name}_mib"], label=label)
     axes.axvline(record["fitted_from_s"] / 60, color="grey", linestyle=":", label="fitted from here")
     axes.set(xlabel="minutes", ylabel="resident memory (MiB)", ylim=(0, None))
-    axes.legend()
+    axes.set_title(f"{path.stem}: memory of both processes")
+    figure.legend(loc="outside lower center", ncols=2)  # in the frame it would hide data
     figure.savefig(path)
 
 

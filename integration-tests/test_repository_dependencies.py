@@ -29,9 +29,7 @@ GUARDS = {
         "sagellm.engines.cli.simulate_faults": "check_extra",
         "sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone",
         "sagellm.engines.cli.targets": "check_plot",
-        "sagellm.engines.bench.plot": "check_plot, before the work that is drawn",
-        "sagellm.engines.simulation.plot": "check_plot, before the work that is drawn",
-        "sagellm.engines.simulation.serving_plot": "check_plot, before the work that is drawn",
+        "sagellm.engines.plots": "check_plot, before the work that is drawn",
     },
 }
 """The modules whose functions import what an extra brings, and what tells a user who lacks it."""

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,6 +214,23 @@ def test_nothing_unpickles_or_evaluates():
         assert not modules & forbidden_modules, name
         bad = [(line, call) for line, call in called(tree) if call in forbidden_calls or "recv_pyobj" in call]
         assert not bad, name
+
+
+def test_no_file_is_read_or_written_in_the_encoding_of_the_locale():
+    folders = [*(f"{name}/src" for name in PACKAGES), "examples", "benchmarks"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--preview",
+        "--select",
+        "PLW1514",
+        *folders,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_bookkeeping_takes_clock_randomness_and_files_from_outside():

@@ -12,7 +12,7 @@ import pytest
 from sagellm.core import ConfigError, NullKVAllocator, PluginError, UnknownProviderError
 from sagellm.core.conformance import Conformance, ProviderReport
 from sagellm.core.conformance.aspects import ASPECTS, CONTRACT, aspect_of
-from sagellm.core.conformance.explain import explain
+from sagellm.core.conformance.explain import cause_of, explain
 from sagellm.core.conformance.process import WorkerProcess
 from sagellm.core.testing.calls import Calls
 from sagellm.core.testing.patience import PATIENCE_S, wait_until
@@ -317,6 +317,25 @@ def test_calls_are_told_without_questions_and_lists_by_their_beginning():
     allocator.all_allocated(list(range(20)))
     assert calls.texts() == ["free([])", "all_allocated([0, 1, 2, 3, 4, 5, … 20 in all]) → False"]
     assert calls.num_calls == 1
+
+
+def test_one_mistake_is_one_cause_whatever_rule_it_breaks(check):
+    report = check("def _free(self, block_ids): raise LookupError(len(block_ids))\nAllocator.free = _free")
+    assert len({fault.rule for fault in report.faults}) > 1
+    assert {fault.cause for fault in report.faults} == {"LookupError (my_plugin.py, line 11, in _free)"}
+
+
+def test_what_a_rule_alone_sees_has_no_cause():
+    with pytest.raises(AssertionError) as caught:
+        assert [] == [1]
+    assert not cause_of(caught.value, None)
+
+
+def test_an_error_in_the_kit_is_a_cause_with_its_message(monkeypatch):
+    monkeypatch.setattr("sagellm.core.conformance.explain._KIT", str(Path(__file__).parent))
+    with pytest.raises(IndexError) as caught:
+        [][1]
+    assert cause_of(caught.value, caught.tb) == "IndexError: list index out of range"
 
 
 def test_an_error_from_elsewhere_is_told_with_its_place():

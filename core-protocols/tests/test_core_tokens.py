@@ -88,6 +88,8 @@ def test_negative_ids_are_refused_and_the_smallest_is_named(ids: list[int]) -> N
 
 
 def test_packed_bytes_must_be_whole_ids() -> None:
+    with pytest.raises(InvalidInputError, match=r"takes the bytes of int32 numbers, not list; pack\(ids\)"):
+        TokenIds([1, 2, 3, 4])  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="multiple of 4 bytes, not 6"):
         TokenIds(b"123456")
 

@@ -280,7 +280,7 @@ def test_without_a_model_the_embedded_one_answers_and_says_so(sage, monkeypatch)
 
 
 def test_a_wrong_flag_is_told_before_anything_is_loaded(sage):
-    assert "top_p is 2.0" in sage("llm", "chat", "--model", "m", "--top-p", "2").err
+    assert "--top-p is 2" in sage("llm", "chat", "--model", "m", "--top-p", "2").err
     assert "No such option" in sage("llm", "chat", "--model", "m", "-n", "2").err
 
 

@@ -179,7 +179,16 @@ def test_what_does_not_run_cannot_be_stopped(start_front, sage):
     start_front(GOES)
     result = sage("llm", "engine", "stop", "frond")
     assert (result.code, "Did you mean 'front'?" in result.err) == (1, True)
-    assert sage("llm", "engine", "stop", "front", "--engine", "other").code == 2
+    both = sage("llm", "engine", "stop", "front", "--engine", "other")
+    assert (both.code, both.err) == (2, "Error: two engines are named, front and --engine other; name one\n")
+
+
+@pytest.mark.parametrize("form", [["front"], ["--engine", "front"], ["front", "--engine", "front"]])
+def test_the_status_of_one_engine_is_asked_in_both_forms(start_front, sage, form):
+    start_front(GOES)
+    (found,) = sage("llm", "engine", "status", *form, "--json").json["engines"]
+    assert found["name"] == "front"
+    assert sage("llm", "engine", "status", "frond").code == 1
 
 
 def test_an_engine_that_ended_by_itself_in_the_meantime_is_stopped(start_front, sage):

@@ -232,7 +232,7 @@ def test_without_a_prompt_it_is_told_what_is_missing(sage):
     ("arguments", "told"),
     [
         (["--temperature", "nan"], "temperature is nan"),
-        (["--top-p", "2"], "top_p is 2.0"),
+        (["--top-p", "2"], "--top-p is 2"),
         (["--max-tokens", "many"], "--max-tokens"),
         (["--dtype", "fp16"], "model.dtype is 'fp16'"),
     ],
@@ -433,3 +433,26 @@ def test_a_drawing_that_cannot_be_written_is_told_before_the_model_is_loaded(sag
         "llm", "generate", "x", "--model", "/no/such/model", "--emit-dot", tmp_path / "absent" / "x"
     )
     assert (result.code, "the folder" in result.err, "absent does not exist" in result.err) == (2, True, True)
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat",)])
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--temperature", "5000", "--temperature is 5000; it must be a number from 0 to 100"),
+        ("--temperature", "nan", "--temperature is nan; it must be a number from 0 to 100"),
+        ("--top-p", "0", "--top-p is 0; it must be a number above 0 and at most 1"),
+        ("--top-k", "-2", "--top-k is -2; it must be an integer from -1 to 2147483647"),
+        (
+            "--repetition-penalty",
+            "1e4",
+            "--repetition-penalty is 10000; it must be a number from 1e-09 to 1000",
+        ),
+    ],
+)
+def test_a_number_out_of_the_range_of_requests_is_told_before_loading(
+    sage, engine, command, flag, value, told
+):
+    result = sage("llm", *command, flag, value)
+    assert (result.code, result.err) == (2, f"Error: {told}\n")
+    assert engine == []

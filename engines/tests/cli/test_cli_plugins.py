@@ -264,6 +264,36 @@ def test_check_tells_a_fault_of_several_once(sage, install):
     assert out.endswith("moon-plugin: 2 of 2 checked providers break their contract.\n")
 
 
+FORGETFUL = """
+from sagellm.core import LifetimeMetrics, NullLifetimePredictor, Provider, hookimpl
+
+class Forgetful(NullLifetimePredictor):
+    def update(self, *, sequence_id, actual_length, actual_time):
+        raise KeyError(sequence_id)
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("lifetime_predictor", name, f"{__name__}:Forgetful", "") for name in ("moon", "mars")]
+"""
+
+
+def test_check_tells_one_cause_once_with_the_rules_that_it_breaks(sage, install):
+    install("moon-plugin", FORGETFUL)
+    out = sage("plugins", "check", "moon-plugin", "--name", "moon").out
+    assert out.count("KeyError") == 1
+    assert (
+        "\nlifetime_predictor moon breaks its contract in 7 rules for one cause.\n  found     KeyError: "
+        in out
+    )
+    assert (
+        "\n  rules     predictions stay within their bounds\n            nothing remains at the limit\n"
+        in out
+    )
+    of_both = sage("plugins", "check", "moon-plugin").out
+    assert "lifetime_predictor mars and lifetime_predictor moon break their contracts in 7 rules" in of_both
+    assert of_both.count("KeyError") == 1
+
+
 def test_check_says_which_options_are_needed_and_takes_them(sage, install):
     install("moon-plugin", WITH_OPTIONS)
     arguments = ("plugins", "check", "moon-plugin")

@@ -167,7 +167,8 @@ def test_policies_that_share_alike_are_all_seen():
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()
-    _draw_sharing(axes, {name: [0.1, 0.1, 0.9] for name in ("reuse", "lru", "belady")})
+    names = ("reuse", "lru", "belady")
+    _draw_sharing(axes, {name: [0.1, 0.1, 0.9] for name in names}, dict.fromkeys(names, "C0"))
     spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches if bar.get_height())
     assert len(spans) == 6
     assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))

@@ -60,7 +60,7 @@ def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
     requests, picture = tmp_path / "requests.jsonl", tmp_path / "runs.svg"
     found = sage(
         "llm", "simulate", trace, "--cost", costs, "--passes", "share=none,chunk=none", "--json",
-        "--requests", requests, "--plot", picture, "--num-blocks", "64", "--stretch", "0.5",
+        "--requests", requests, "--plot", picture, "--num-blocks", "64", "--stretch", "0.5", "--no-bounds",
     ).json  # fmt: skip
     (run,) = found["runs"]
     assert (run["passes"], run["num_requests"], run["num_blocks"]) == ("none", 30, 64)
@@ -69,6 +69,32 @@ def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
     assert [row["arrival_ns"] for row in rows][:3] == [0, 5_000_000, 10_000_000]
     assert sum(row["num_output_tokens"] for row in rows) == sum(1 + i % 7 for i in range(30))
     assert picture.read_text().lstrip().startswith("<?xml")
+
+
+def test_the_default_passes_stand_beside_those_of_the_flag(trace, costs, sage):
+    def passes(*flags):
+        return [
+            run["passes"]
+            for run in sage("llm", "simulate", trace, "--cost", costs, "--json", *flags).json["runs"]
+        ]
+
+    default = ["fair-share,chunked-prefill"]
+    assert passes() == default
+    asked = ["lifetime,fair-share,chunked-prefill"]
+    assert passes("--passes", "order=lifetime") == asked + default
+    assert passes("--passes", "order=lifetime", "--no-bounds") == asked
+    assert passes("--passes", "share=fair-share") == default
+
+
+def test_the_scores_of_the_predictor_are_printed(trace, costs, sage):
+    out = sage("llm", "simulate", trace, "--cost", costs).out
+    assert "lifetime predictor statistical: " in out
+    exact = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0")
+    assert "lifetime predictor oracle: 26 predictions are off by 0.0 tokens on average" in exact.out
+    scores = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0", "--json").json["runs"][0][
+        "predictor"
+    ]
+    assert (scores["num_predictions"], scores["num_cut"], scores["within_10_percent"]) == (30, 4, 1.0)
 
 
 def test_limits_decide_what_is_good(trace, costs, sage):

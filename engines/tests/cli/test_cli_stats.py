@@ -93,6 +93,22 @@ def test_of_many_tenants_the_largest_are_shown():
     assert lines[21:] == ["and 3 more, which --json has"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([each, "stats"] for each in ("cache", "pool", "eviction", "scheduler", "predictor", "comm")),
+        *(["cache", name] for name in ("pins", "clear")),
+        ["pool", "compact"],
+    ],
+    ids=" ".join,
+)
+def test_an_engine_is_named_in_both_forms(engine, sage, command):
+    for form in (["one"], ["--engine", "one"], ["one", "--engine", "one"]):
+        assert sage("llm", *command, *form, "--json").code == 0
+    assert "no engine 'two' is running" in sage("llm", *command, "two").err
+    assert "one and --engine two; name one" in sage("llm", *command, "one", "--engine", "two").err
+
+
 def test_the_pool_counts_its_blocks(engine, sage):
     shown = sage("llm", "pool", "stats", "--json").json
     assert (shown["provider"], shown["total_blocks"]) == ("paged", 64)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sagellm.core.ids import *
     from sagellm.core.kv_block import *
     from sagellm.core.kv_layout import *
+    from sagellm.core.lifetime_scores import *
     from sagellm.core.logging import *
     from sagellm.core.metrics.cache import *
     from sagellm.core.metrics.fairness import *
@@ -79,6 +80,7 @@ _NAMES = {
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",
     "kv_layout": "KVGroup KVLayout",
+    "lifetime_scores": "LifetimeScores predicted_length",
     "logging": "get_logger",
     "metrics.cache": """
         PromptBlocks block_sharing_fraction external_fragmentation gap_closed internal_fragmentation

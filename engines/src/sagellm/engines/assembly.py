@@ -200,7 +200,6 @@ def build_core(  # noqa: PLR0913
                         cost=cost_fit.cost, step_target_ms=_step_target_ms(config)
                     ),
                     "batching": batching.metrics,
-                    "lifetime_predictor": predictor.metrics,
                     "forward_backend": backend.metrics,
                     "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
                 },

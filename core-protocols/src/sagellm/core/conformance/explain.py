@@ -12,6 +12,20 @@ _KIT = str(Path(__file__).resolve().parents[1] / "testing")
 _MAX_CHARS = 300
 
 
+def cause_of(error: BaseException, traceback: TracebackType | None) -> str:
+    """Return what all failures of one mistake have in common; empty for what only one rule sees.
+
+    That is the line of the plugin that raised an error, or the error that its results led to in the kit.
+    """
+    frames = extract_tb(traceback)
+    name = type(error).__name__
+    if not frames or name.startswith("Flaky") or "DID NOT RAISE" in str(error):
+        return ""
+    if where := _where(frames):
+        return f"{name}{where}"
+    return "" if isinstance(error, AssertionError) else _cut(f"{name}: {error}")
+
+
 def explain(error: BaseException, traceback: TracebackType | None) -> tuple[str, str]:
     """Return what was expected, empty if the rule itself says it, and what was found."""
     frames = extract_tb(traceback)

@@ -20,6 +20,7 @@ class Fault:
     cases: tuple[str, ...] = ()  # the arguments with which it failed, if there are several
     calls: tuple[str, ...] = ()  # the last ones; for random operations, the fewest that show the fault
     num_calls: int = 0
+    cause: str = ""  # the error and where it was raised; equal for every rule that it breaks
 
     @property
     def sentence(self) -> str:

@@ -198,7 +198,7 @@ class _ProviderRun:
         rule, aspect = _LOADING if method is None else f"{method} returns", CONTRACT
         if self._current is not None:
             rule, aspect = self._planned[self._current]
-        fault = Fault(rule=rule, meaning="", expected="an answer", found=ended.sentence)
+        fault = Fault(rule=rule, meaning="", expected="an answer", found=ended.sentence, cause=ended.sentence)
         self._add(self._current, CheckResult(aspect=aspect, rule=rule, outcome="failed", fault=fault))
 
     def _add(self, test: str | None, result: CheckResult) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.conformance.aspects import ASPECTS, aspect_of, rule_of
-from sagellm.core.conformance.explain import explain
+from sagellm.core.conformance.explain import cause_of, explain
 from sagellm.core.conformance.process import STACKS_SIGNAL
 from sagellm.core.conformance.report import Fault
 from sagellm.core.plugins.registry import PluginRegistry
@@ -150,6 +150,7 @@ class _Reporter:
             cases=() if case is None else (case.id,),
             calls=() if calls is None else tuple(calls.texts()),
             num_calls=0 if calls is None else calls.num_calls,
+            cause=cause_of(excinfo.value, excinfo.tb),
         )
 
 

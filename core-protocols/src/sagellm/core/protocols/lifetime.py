@@ -32,7 +32,10 @@ class PredictionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimePrediction:
-    """What is still to come. Use it only when the confidence is above a threshold (0.8 by default)."""
+    """What is still to come. Use it only when the confidence is above a threshold (0.8 by default).
+
+    The whole limit with confidence 0 says that nothing is known; it is not scored.
+    """
 
     remaining_length: float  # tokens
     estimated_time: float  # seconds
@@ -55,6 +58,7 @@ class LifetimeMetrics:
     mae_tokens: float | None = None  # mean absolute error
     median_mae_tokens: float | None = None  # of the best constant in hindsight, the median length
     within_10_percent: float | None = None  # share with an error of at most 10 % of the true length
+    within_10_percent_or_5_tokens: float | None = None  # the larger of the two
 
 
 def check_observation(*, actual_length: int, actual_time: float) -> None:
@@ -74,6 +78,8 @@ class LifetimePredictorProtocol(ABC):
     Providers are called as `factory()`. The engine calls `predict` at admission and
     perhaps later, and `update` once when a sequence ended by itself or at its limit, never for an
     aborted one. Both take less than a millisecond and never block.
+
+    The engine itself scores what was predicted at admission, for every predictor alike (LifetimeScores).
     """
 
     @abstractmethod
@@ -90,7 +96,10 @@ class LifetimePredictorProtocol(ABC):
 
     @abstractmethod
     def metrics(self) -> LifetimeMetrics:
-        """Return the errors so far."""
+        """Return what the predictor counts. The engine replaces the fields of LifetimeMetrics by its own.
+
+        A subclass may add fields; `sage llm predictor stats` shows them too.
+        """
 
 
 class NullLifetimePredictor(LifetimePredictorProtocol):

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sagellm.core import ConfigError
-from sagellm.engines.bench.results import Result
-from sagellm.engines.whole_file import whole_file
+from sagellm.engines.plots import PLAIN, add_legend, new_figure, save_figure
 
-
-def plot_result(result: Result, path: Path) -> None:
-    """Draw one saved load, in the format of the file's extension."""
-    plot_rows({"": result["requests"]}, path)
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
 
 
-def plot_rows(runs: Mapping[str, Mapping[str, list[Any]]], path: Path) -> None:
-    """Draw the requests of each run, one picture below the other."""
-    from matplotlib.figure import Figure
+def plot_rows(runs: Mapping[str, Mapping[str, list[Any]]], path: Path, *, title: str) -> None:
+    """Draw the requests of each run, one picture below the other, in the format of the file's extension.
 
-    figure = Figure(figsize=(8, 1 + 4 * len(runs)), layout="constrained")
+    Raises ConfigError if it cannot be written.
+    """
+    figure = new_figure(title, width=8, height=1.5 + 3.5 * len(runs))
     all_axes = figure.subplots(len(runs), squeeze=False)[:, 0]
-    for axes, (title, rows) in zip(all_axes, runs.items(), strict=True):
+    entries: dict[str, Artist] = {}
+    for axes, (name, rows) in zip(all_axes, runs.items(), strict=True):
         good = [index for index, error in enumerate(rows["error"]) if error is None]
         arrivals_s = [rows["arrival_ms"][index] / 1e3 for index in good]
-        for name, label in {"first_token_ms": "first token", "end_ms": "end"}.items():
-            waits_ms = [rows[name][index] - rows["arrival_ms"][index] for index in good]
-            axes.plot(arrivals_s, waits_ms, ".", label=label)
-        axes.set(title=title, xlabel="arrival (s)", ylabel="after the arrival (ms)", yscale="log")
-        axes.legend()
-    try:
-        with whole_file(path) as file:
-            figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}") from error
+        for column, label in {"end_ms": "end", "first_token_ms": "first token"}.items():
+            waits_ms = [rows[column][index] - rows["arrival_ms"][index] for index in good]
+            (entries[label],) = axes.plot(arrivals_s, waits_ms, ".", markersize=5)
+        num_failed = len(rows["error"]) - len(good)
+        failed = f"{num_failed:,} failed, not drawn" if num_failed else ""
+        axes.set_title(": ".join(filter(None, (name, failed))), fontsize="medium")
+        axes.set(xlabel="arrival (s)", ylabel="after the arrival (ms)", yscale="log")
+        axes.yaxis.set_major_formatter(PLAIN)
+    add_legend(figure, entries)
+    save_figure(figure, path)

@@ -87,7 +87,7 @@ def _start(config: EngineConfig) -> dict[str, Any]:
         [sys.executable, "-m", "sagellm.engines.bench.startup"],
         input=json.dumps(config.values()),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     if done.returncode:

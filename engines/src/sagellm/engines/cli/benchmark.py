@@ -188,6 +188,8 @@ def _write(result: Result, *, save: Path | None, plot: Path | None, chrome_trace
     if chrome_trace is not None:
         write_chrome_trace(chrome_trace, result["requests"])
     if plot is not None:
-        plot_rows(result["requests"], plot)
+        settings = result["settings"]
+        served = settings["base_url"] or settings["engine"]["model.name"]
+        plot_rows(result["requests"], plot, title=f"{served}: benchmark")
     if save is not None:
         save_result(result, save)

@@ -15,7 +15,7 @@ from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.names import complete_save
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.prefix_flags import PREFIX_FLAGS, read_prefix, request_name
-from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.cli.running import EngineArgument, EngineName, connect
 from sagellm.engines.cli.stats import cache as app
 from sagellm.engines.cli.targets import confirm_overwriting
 from sagellm.engines.progress import progress_bar
@@ -149,9 +149,9 @@ def unpin(
 
 
 @app.command()
-def pins(*, engine: EngineName = None, as_json: AsJson = False) -> None:
+def pins(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """List what is pinned: whose, how many tokens, how long yet if no request uses it."""
-    _, client = connect(engine)
+    _, client = connect(name, engine)
     with client:
         result = client.call("cache_pins")
     if as_json:
@@ -166,9 +166,9 @@ def pins(*, engine: EngineName = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def clear(*, engine: EngineName = None, as_json: AsJson = False) -> None:
+def clear(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """Drop everything that no request uses and nothing pins."""
-    _, client = connect(engine)
+    _, client = connect(name, engine)
     with client:
         result = client.call("cache_clear")
     _say(result, as_json, f"dropped {result['num_dropped_blocks']:,} blocks")
@@ -265,9 +265,9 @@ def load(
 
 
 @app.command()
-def saves(*, engine: EngineName = None, as_json: AsJson = False) -> None:
+def saves(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """List what is saved."""
-    _, client = connect(engine)
+    _, client = connect(name, engine)
     with client:
         found = client.call("cache_saves")
     if as_json:

@@ -16,6 +16,7 @@ from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFil
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import params_of, read_options, start_engine
 from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS
+from sagellm.engines.cli.streams import as_text
 from sagellm.engines.cli.targets import check_targets
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _read_prompts(prompts: list[str]) -> list[str]:
         if prompt == STDIN:
             texts += [line for line in sys.stdin.read().splitlines() if line]
         else:
-            texts.append(prompt)
+            texts.append(as_text(prompt))
     if not texts:
         raise ConfigError("standard input holds no prompt; write one per line")
     return texts

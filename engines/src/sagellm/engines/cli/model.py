@@ -11,8 +11,9 @@ import typer
 
 from sagellm.core import ConfigError
 from sagellm.engines.cli.output import tell
-from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES, read_mapping
+from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES, check_ranges, read_mapping
 from sagellm.engines.cli.status_line import status_line
+from sagellm.engines.cli.streams import as_text
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.progress import progress_bar
@@ -46,8 +47,12 @@ def read_options(
     from sagellm.engines.sampling.params import SamplingParams
 
     sampling = {**defaults, **{name: value for name, value in options.items() if name in SAMPLING_NAMES}}
+    for name in ("stop", "bad_words"):
+        if name in sampling:
+            sampling[name] = list(map(as_text, sampling[name]))
     if "extra_args" in sampling:
         sampling["extra_args"] = read_mapping("extra_args", sampling["extra_args"])
+    check_ranges({name: value for name, value in options.items() if name in SAMPLING_NAMES})
     SamplingParams(**sampling)
     settings = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
     return load_config(settings, config_file=config_file).config, sampling

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from sagellm.core import get_logger
 from sagellm.core.logging import is_json
+from sagellm.engines.cli.streams import is_utf8
 
 
 def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer:
@@ -30,12 +31,12 @@ def _nothing() -> None:
 
 def print_json(value: object) -> None:
     """Print a value, dataclasses included, as indented JSON."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8(), default=_plain))
 
 
 def print_json_line(value: object) -> None:
     """Print a value as one line of JSON, for programs that read line by line."""
-    typer.echo(json.dumps(value, ensure_ascii=False, default=_plain))
+    typer.echo(json.dumps(value, ensure_ascii=not is_utf8(), default=_plain))
 
 
 def tell(text: str, level: int = logging.INFO) -> None:

@@ -147,18 +147,20 @@ def _print_report(distribution: str, reports: Sequence[ProviderReport]) -> None:
     width = None if sys.stdout.isatty() else _WIDE
     Console(highlight=False, width=width).print(_table(reports))
     unchecked: dict[str, list[str]] = {}
-    broken: dict[Fault, list[tuple[str, Fault]]] = {}
+    broken: dict[Fault | str, list[tuple[str, Fault]]] = {}  # by cause, where that is known
     for report in reports:
         if report.unchecked:
             unchecked.setdefault(report.unchecked, []).append(report.provider)
         for fault in report.faults:
             alike = replace(fault, cases=(), calls=(), num_calls=0)
-            broken.setdefault(alike, []).append((report.provider, fault))
+            broken.setdefault(fault.cause or alike, []).append((report.provider, fault))
     for reason, providers in unchecked.items():
         typer.echo(f"\nnot checked: {_listed(providers)}: {reason}")
     for report in reports:
-        for method in report.not_checked:
-            typer.echo(f"\nnot checked: {report.provider}: {method}")
+        if report.not_checked:  # all for one reason
+            methods = [method.partition(" ")[0] for method in report.not_checked]
+            why = report.not_checked[0].removeprefix(methods[0])
+            typer.echo(f"\nnot checked: {report.provider}: {_listed(methods)}{why}")
     for found in broken.values():
         typer.echo(f"\n{_faults_text(found)}")
     typer.echo(f"\n{distribution}: {_summary(reports)}.")
@@ -227,11 +229,18 @@ def _faults_text(found: Sequence[tuple[str, Fault]]) -> str:
 
     With several providers, it lists the cases of all and the calls of the first.
     """
-    (first, fault), *others = found
+    first, fault = found[0]
+    providers = list(dict.fromkeys(provider for provider, _ in found))
+    rules = list(dict.fromkeys(each.rule for _, each in found))
+    is_one = len(providers) == 1
+    verb = "breaks its contract" if is_one else "break their contracts"
+    if len(rules) > 1:
+        lines = [f"{_listed(providers)} {verb} in {len(rules)} rules for one cause."]
+        lines += [f"  found     {fault.found}", f"  rules     {rules[0]}"]
+        return "\n".join([*lines, *(f"            {rule}" for rule in rules[1:])])
     cases = dict.fromkeys(case for _, each in found for case in each.cases)
-    verb = "break their contracts" if others else "breaks its contract"
-    text = _fault_text(replace(fault, cases=tuple(cases)), f" (of {first})" if others else "")
-    return f"{_listed([provider for provider, _ in found])} {verb}. {text}"
+    text = _fault_text(replace(fault, cases=tuple(cases)), "" if is_one else f" (of {first})")
+    return f"{_listed(providers)} {verb}. {text}"
 
 
 def _fault_text(fault: Fault, of_whom: str) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from sagellm.core import KVPoolMetrics
 from sagellm.engines.cli.output import print_json
-from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.cli.running import EngineArgument, EngineName, connect
 from sagellm.engines.cli.stats import pool as app
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.remote import AdminClient
@@ -17,6 +17,7 @@ from sagellm.engines.remote import AdminClient
 
 @app.command()
 def compact(
+    name: EngineArgument = None,
     *,
     engine: EngineName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -25,7 +26,7 @@ def compact(
 
     Requests go on meanwhile. Ctrl-C ends it at any moment; what has moved has moved.
     """
-    _, client = connect(engine)
+    _, client = connect(name, engine)
     with client:
         result = _compact(client, show_bar=not as_json)
     if as_json:

@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from sagellm.core import SageLLMError, get_logger
 from sagellm.core.logging import is_json
+from sagellm.engines.cli.streams import use_unicode
 from sagellm.engines.usage_errors import USAGE_ERRORS
 
 FAILED = 1
@@ -43,6 +44,7 @@ class _LogFormatter(logging.Formatter):
 
 def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `app` and exit: 0 done, 1 failed, 2 used wrongly (a bad flag, setting or name), 130 stopped."""
+    use_unicode()
     session = Session(debug=os.environ.get("SAGELLM_DEBUG", "0") not in ("", "0"))
     logger, handler = get_logger("sagellm"), logging.StreamHandler()
     handler.setLevel(logging.WARNING)

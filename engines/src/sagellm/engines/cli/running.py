@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from sagellm.core import ConfigError
 from sagellm.engines.cli.names import complete_engine
 from sagellm.engines.remote import AdminClient, RunningEngine
 
@@ -19,11 +20,32 @@ EngineName = Annotated[
     ),
 ]
 
+EngineArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[ENGINE]",
+        help="Which engine, where several run; --engine does the same.",
+        autocompletion=complete_engine,
+    ),
+]
+"""For commands that have no other argument."""
 
-def connect(name: str | None, *, timeout_s: float = ANSWER_S) -> tuple[RunningEngine, AdminClient]:
+
+def find_engine(*names: str | None) -> RunningEngine:
+    """Return the engine that an argument or --engine names, or else the only one.
+
+    Raises ConfigError if the two differ, UnknownNameError if it does not run.
+    """
+    given = [name for name in dict.fromkeys(names) if name is not None]
+    if len(given) > 1:
+        raise ConfigError(f"two engines are named, {given[0]} and --engine {given[1]}; name one")
+    return RunningEngine.find(given[0] if given else None)
+
+
+def connect(*names: str | None, timeout_s: float = ANSWER_S) -> tuple[RunningEngine, AdminClient]:
     """Connect to the engine of a name, or to the only one.
 
-    Raises UnknownNameError if it does not run, EngineError if it does not answer.
+    Raises as `find_engine`, and EngineError if it does not answer.
     """
-    engine = RunningEngine.find(name)
+    engine = find_engine(*names)
     return engine, AdminClient.connect(engine.socket, timeout_s=timeout_s)

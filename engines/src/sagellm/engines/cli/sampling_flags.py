@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_origin
 
@@ -50,6 +51,21 @@ def _flag(name: str, each: Parameter) -> inspect.Parameter:
 
 SAMPLING_FLAGS = tuple(_flag(name, each) for name, each in PARAMETERS.items())
 SAMPLING_NAMES = frozenset(PARAMETERS)
+
+
+def check_ranges(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number out of the range that requests to a server have too."""
+    for name, value in given.items():
+        each = PARAMETERS[name]
+        if each.type not in (int, float):
+            continue
+        high = each.body_high or each.high
+        if (each.low <= value if each.includes_low else each.low < value) and value <= high:
+            continue
+        kind, form = ("an integer", "d") if each.type is int else ("a number", ".15g")
+        low = f"from {each.low:{form}} to" if each.includes_low else f"above {each.low:{form}} and at most"
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} is {value:{form}}; it must be {kind} {low} {high:{form}}")
 
 
 def read_mapping(name: str, text: str) -> dict[str, Any]:

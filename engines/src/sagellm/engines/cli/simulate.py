@@ -79,7 +79,9 @@ def simulate(  # noqa: PLR0913
     cache_only: Annotated[
         bool, typer.Option("--cache-only", help="Replay through the cache alone; the default without --cost.")
     ] = False,
-    bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum.")] = True,
+    bounds: Annotated[
+        bool, typer.Option(help="Also replay LRU and the optimum; with --passes, also the default passes.")
+    ] = True,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     config: ConfigFile = None,
@@ -118,7 +120,8 @@ def simulate(  # noqa: PLR0913
     from sagellm.engines.traces import read_trace
 
     requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
-    simulate_serving(trace, requests, options, ServingTargets(plot, requests_file, as_json), config)
+    targets = ServingTargets(plot, requests_file, as_json)
+    simulate_serving(trace, requests, options, targets, config, with_default=bounds)
 
 
 def _replay(
@@ -148,7 +151,7 @@ def _replay(
         found = run(requests, settings, capacities=capacities, policies=policies, advance=advance)
     elapsed_s = time.perf_counter() - started
     if plot is not None:
-        _plot(plot, found)
+        _plot(plot, found, f"{trace.name}: {len(requests):,} requests, blocks of {found.block_size} tokens")
     if requests_file is not None:
         _write_requests(requests_file, found.runs)
     if as_json:
@@ -228,7 +231,7 @@ def _as_json(trace: Path, found: Simulation) -> dict[str, Any]:
     }
 
 
-def _plot(path: Path, found: Simulation) -> None:
+def _plot(path: Path, found: Simulation, title: str) -> None:
     from sagellm.engines.simulation.figures import sharing_fractions
     from sagellm.engines.simulation.plot import plot_replays
 
@@ -239,7 +242,7 @@ def _plot(path: Path, found: Simulation) -> None:
     sharing = {
         run.eviction_policy: sharing_fractions(run.requests) for run in found.runs if run.capacity == largest
     }
-    plot_replays(path, savings=savings, upper_bound=found.upper_bound, sharing=sharing)
+    plot_replays(path, title=title, savings=savings, upper_bound=found.upper_bound, sharing=sharing)
 
 
 def _write_requests(path: Path, runs: Sequence[CacheRun]) -> None:

@@ -22,7 +22,7 @@ from sagellm.engines.progress import progress_bar
 from sagellm.engines.whole_file import whole_file
 
 if TYPE_CHECKING:
-    from sagellm.core import TraceRequest
+    from sagellm.core import LifetimeMetrics, TraceRequest
     from sagellm.engines.config.schema import EngineConfig
     from sagellm.engines.simulation.serving import ServingRun
     from sagellm.engines.simulation.serving_figures import ServingFigures, Tail
@@ -94,8 +94,13 @@ def simulate_serving(
     options: Mapping[str, Any],
     targets: ServingTargets,
     config: Path | None,
+    *,
+    with_default: bool,
 ) -> None:
-    """Run a trace under each pipeline, and print the figures. Raises ConfigError before the first run."""
+    """Run a trace under each pipeline, and print the figures. Raises ConfigError before the first run.
+
+    Beside the passes of `--passes` stand those that would run without the flag, if `with_default` is true.
+    """
     from sagellm.engines.simulation.serving import simulate_serving as run, with_passes
     from sagellm.engines.simulation.serving_figures import ServingLimits
     from sagellm.engines.simulation.step_costs import read_step_costs
@@ -103,9 +108,12 @@ def simulate_serving(
     costs = read_step_costs(options["cost"])
     settings = _settings(requests, options, config)
     pipelines = {_name(settings): settings}
-    for text in options.get("compare") or ():
-        compared = with_passes(settings, text)
-        pipelines.setdefault(_name(compared), compared)
+    compared = [with_passes(settings, text) for text in options.get("compare") or ()]
+    if with_default and "scheduler_passes" in options:
+        without = {name: value for name, value in options.items() if name != "scheduler_passes"}
+        compared.insert(0, _settings(requests, without, config))
+    for each in compared:
+        pipelines.setdefault(_name(each), each)
     limits = ServingLimits(
         **{
             name: options[given]
@@ -127,11 +135,14 @@ def simulate_serving(
                 requests, each, costs, load=load, limits=limits, predictor=predictor, advance=advance
             )
     elapsed_s = time.perf_counter() - started
-    _write(found, targets)
+    title = f"{trace.name}: {len(requests):,} requests; steps cost what is in {options['cost'].name}"
+    _write(found, targets, title)
     if targets.as_json:
         print_json(_as_json(trace, costs.source, found))
     else:
         typer.echo(_text(requests, costs.source, found, elapsed_s))
+        asked = "oracle" if predictor is not None else short_form(settings.predictor.name)
+        typer.echo(f"\n{_predictor_text(asked, next(iter(found.values())).predictor)}")
 
 
 def _settings(
@@ -202,6 +213,16 @@ def _text(
     return "\n".join(lines)
 
 
+def _predictor_text(name: str, scores: LifetimeMetrics) -> str:
+    if scores.mae_tokens is None or scores.median_mae_tokens is None:
+        return f"lifetime predictor {name}: none of {scores.num_predictions:,} predictions could be scored"
+    return (
+        f"lifetime predictor {name}: {scores.num_scored:,} predictions are off by {scores.mae_tokens:.1f} "
+        f"tokens on average (the median length would be by {scores.median_mae_tokens:.1f}), "
+        f"{scores.within_10_percent or 0:.1%} of them by at most 10 %"
+    )
+
+
 def _row(name: str, figures: ServingFigures) -> tuple[str, ...]:
     ttft, tpot, waited = figures.ttft_s, figures.tpot_s, figures.queueing_s
     return (
@@ -240,17 +261,18 @@ def _as_json(trace: Path, source: str, found: Mapping[str, ServingRun]) -> dict[
                 "num_blocks": run.config.kv.num_blocks,
                 "block_size": run.config.kv.block_size,
                 **asdict(run.figures),
+                "predictor": asdict(run.predictor),
             }
             for name, run in found.items()
         ],
     }
 
 
-def _write(found: Mapping[str, ServingRun], targets: ServingTargets) -> None:
+def _write(found: Mapping[str, ServingRun], targets: ServingTargets, title: str) -> None:
     if targets.plot is not None:
         from sagellm.engines.simulation.serving_plot import plot_serving
 
-        plot_serving(targets.plot, {name: run.requests for name, run in found.items()})
+        plot_serving(targets.plot, {name: run.requests for name, run in found.items()}, title=title)
     if targets.requests is None:
         return
     try:

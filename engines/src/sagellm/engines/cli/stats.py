@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +12,8 @@ import typer
 
 from sagellm.core import EngineMetrics, ProviderSpec
 from sagellm.engines.cli.figures import figures_table, passes_table, tenants_table, tiers_table
-from sagellm.engines.cli.output import new_app, print_json
-from sagellm.engines.cli.running import EngineName, connect
+from sagellm.engines.cli.output import new_app, print_json, print_json_line
+from sagellm.engines.cli.running import EngineArgument, EngineName, connect
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 from sagellm.engines.remote import AdminClient
 from sagellm.engines.remote.operations import read_metrics
@@ -191,6 +190,7 @@ def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, witho
     app = new_app(f"Watch the {title} of a running engine.")
 
     def stats(
+        name: EngineArgument = None,
         *,
         engine: EngineName = None,
         as_json: Annotated[
@@ -201,7 +201,7 @@ def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, witho
             typer.Option("--watch", metavar="SECONDS", min=0.1, help="Again and again, until Ctrl-C."),
         ] = None,
     ) -> None:
-        running, client = connect(engine)
+        running, client = connect(name, engine)
         with client:
             try:
                 while True:
@@ -223,7 +223,7 @@ def show(title: str, figures: Figures | str, as_json: bool, is_watched: bool) ->
     if as_json:
         value: Mapping[str, Any] = figures if isinstance(figures, dict) else {"provider": None}
         if is_watched:
-            typer.echo(json.dumps(value, ensure_ascii=False, default=str))
+            print_json_line(value)
         else:
             print_json(value)
         return

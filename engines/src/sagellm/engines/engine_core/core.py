@@ -28,7 +28,6 @@ from sagellm.core import (
     OutOfBlocksError,
     PluginError,
     PluginRegistry,
-    PredictionRequest,
     PromptScores,
     RequestRecord,
     RequestStatus,
@@ -44,8 +43,9 @@ from sagellm.core import (
 from sagellm.core.logging import fields
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.observers import Failures, Observers
+from sagellm.engines.engine_core.observers import Observers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
+from sagellm.engines.engine_core.predictions import Predictions
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
@@ -121,7 +121,8 @@ class EngineCore(EngineProtocol):
         self._idle_since_ns = 0
         self._work: StepWork | None = None  # of the step collected last
         self._num_preemptions_seen = 0
-        self._predictor_failures = Failures(parts.registry, "the lifetime predictor")
+        self._predictions = Predictions(parts.predictor, parts.registry)
+        self.add_metrics("lifetime_predictor", self._predictions.metrics)
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
         if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
@@ -172,18 +173,11 @@ class EngineCore(EngineProtocol):
         """Queue a sequence."""
         if not isinstance(sequence, Sequence):
             sequence = Sequence.of(sequence)
-        request = sequence.request
-        asked = PredictionRequest(
-            sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
-        )
-        with self._guessing():
-            prediction = self.parts.predictor.predict(asked)
-            sequence.predicted_tokens = prediction.remaining_length
-            sequence.confidence = prediction.confidence
-        self._metrics.num_prompt_tokens += len(request.token_ids)
+        num_prompt_tokens = len(sequence.request.token_ids)
+        self._predictions.begin(sequence)
+        self._metrics.num_prompt_tokens += num_prompt_tokens
         self.scheduler.add(sequence)
         if self._is_traced:
-            num_prompt_tokens = len(request.token_ids)
             self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
 
     def abort(self, sequence_ids: Iterable[SequenceId], *, finish_reason: FinishReason = "abort") -> None:
@@ -410,12 +404,7 @@ class EngineCore(EngineProtocol):
         self._metrics.num_finished += 1
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
-            with self._guessing():
-                self.parts.predictor.update(
-                    sequence_id=sequence_id,
-                    actual_length=num_output_tokens,
-                    actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
-                )
+            self._predictions.end(sequence, finished_ns)
         if self._is_traced:
             self._trace.end_async(
                 "request",
@@ -482,11 +471,3 @@ class EngineCore(EngineProtocol):
             raise
         except BaseException as error:
             raise PluginError(self.parts.registry.describe(error)) from error
-
-    @contextmanager
-    def _guessing(self) -> Iterator[None]:
-        """Log what the lifetime predictor raises: it only guesses."""
-        try:
-            yield
-        except BaseException as error:
-            self._predictor_failures.log(error)

@@ -45,6 +45,7 @@ class Sequence:
     num_preemptions: int = 0
     predicted_tokens: float | None = None  # of its output, when it arrived
     confidence: float | None = None  # of that prediction
+    scored_length: float | None = None  # as predicted when it arrived; None: not to be scored
     scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability

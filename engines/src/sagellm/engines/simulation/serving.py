@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sagellm.core import (
     ConfigError,
+    LifetimeMetrics,
     LifetimePredictorProtocol,
     PluginRegistry,
     SchedulerMetrics,
@@ -36,6 +37,7 @@ class ServingRun:
     config: EngineConfig
     figures: ServingFigures
     scheduler: SchedulerMetrics | None  # None if the configured scheduler has other metrics
+    predictor: LifetimeMetrics  # the engine's scores of it
     requests: list[ServedRequest] = field(repr=False)
 
 
@@ -72,7 +74,9 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     served = run.run(advance)
     modules = core.metrics().modules
     batching, scheduler = modules["batching"], modules["scheduler"]
+    scores = modules["lifetime_predictor"]
     assert isinstance(batching, BatchingMetrics), "the core measures it itself"
+    assert isinstance(scores, LifetimeMetrics), "the core scores it itself"
     core.kv.check_integrity()
     core.close()
     counts = Counts(
@@ -87,6 +91,7 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
         config=made.config,
         figures=serving_figures(served, counts, limits or ServingLimits(), costs.prefill_ns),
         scheduler=scheduler if isinstance(scheduler, SchedulerMetrics) else None,
+        predictor=scores,
         requests=served,
     )
 

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sagellm.core import ConfigError
+from sagellm.engines.plots import PLAIN, add_legend, new_figure, save_figure
 from sagellm.engines.simulation.served_load import ServedRequest
-from sagellm.engines.whole_file import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
 
 
-def plot_serving(path: Path, runs: Mapping[str, Seq[ServedRequest]]) -> None:
+def plot_serving(path: Path, runs: Mapping[str, Seq[ServedRequest]], *, title: str) -> None:
     """Write a picture in the format of the file's extension. Raises ConfigError if it cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(title, width=11, height=5)
     shares, times = figure.subplots(1, 2)
-    for name, served in runs.items():
+    entries: dict[str, Artist] = {}
+    for index, (name, served) in enumerate(runs.items()):
         done = [one for one in served if one.first_token_ns is not None]
         arrivals = [one.arrival_ns / 1e9 for one in done]
         ttfts = [((one.first_token_ns or 0) - one.arrival_ns) / 1e9 for one in done]
-        shares.plot(sorted(ttfts), [100 * (n + 1) / len(ttfts) for n in range(len(ttfts))], label=name)
-        times.plot(arrivals, ttfts, ".", markersize=2, label=name)
-    shares.set(xlabel="time to first token (s)", ylabel="requests (%)", xscale="log", ylim=(0, 100))
+        percents = [100 * (n + 1) / len(served) for n in range(len(ttfts))]  # requests that failed have none
+        width = max(1.2, 3.6 - 1.2 * index)  # where runs are alike, earlier ones show around later ones
+        (entries[name],) = shares.plot(sorted(ttfts), percents, linewidth=width, drawstyle="steps-post")
+        times.plot(arrivals, ttfts, ".", markersize=2 * width)
+    shares.set(xlabel="time to first token (s)", ylabel="requests (%)", xscale="log", ylim=(0, 102))
     times.set(xlabel="arrival (s)", ylabel="time to first token (s)", yscale="log")
-    shares.legend(fontsize="small")
-    try:
-        with whole_file(path) as file:
-            figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}") from error
+    for axis in (shares.xaxis, times.yaxis):
+        axis.set_major_formatter(PLAIN)
+    add_legend(figure, entries)
+    save_figure(figure, path)

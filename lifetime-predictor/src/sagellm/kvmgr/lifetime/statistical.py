@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 from sagellm.core import (
@@ -12,9 +12,11 @@ from sagellm.core import (
     LifetimeMetrics,
     LifetimePrediction,
     LifetimePredictorProtocol,
+    LifetimeScores,
     PredictionRequest,
     check_observation,
     get_logger,
+    predicted_length,
 )
 
 
@@ -63,7 +65,7 @@ class _Live(NamedTuple):
     """A sequence that has been asked about and has not ended."""
 
     bucket: int
-    predicted_length: float | None  # None: the prediction used no observation
+    predicted_length: float | None  # at admission
     max_length: int
 
 
@@ -96,12 +98,7 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._lengths: dict[int, Window] = {}  # by bucket
         self._seconds_per_token = Window(window)
         self._live: OrderedDict[str, _Live] = OrderedDict()  # least recently asked about first
-        self._num_predictions = 0
-        self._num_updates = 0
-        self._num_cut = 0
-        self._scored_lengths: Counter[int] = Counter()  # at most as many as there are lengths
-        self._num_within = 0
-        self._sum_error = 0.0
+        self._scores = LifetimeScores()
 
     def predict(self, request: PredictionRequest) -> LifetimePrediction:
         """Predict what remains; the limit with confidence 0 if nothing is known."""
@@ -114,18 +111,18 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         else:
             remaining = float(min(lengths.median_above(current) - current, limit))
             confidence = _confidence(lengths, current, remaining, limit)
-        predicted_length = None if lengths is None else current + remaining
-        self._remember(request, _Live(bucket, predicted_length, request.max_length))
-        self._num_predictions += 1
         pace = self._seconds_per_token.median_above(-1.0) if len(self._seconds_per_token) else 0.0
-        return LifetimePrediction(
+        prediction = LifetimePrediction(
             remaining_length=remaining, estimated_time=remaining * pace, confidence=confidence
         )
+        self._remember(request, _Live(bucket, predicted_length(request, prediction), request.max_length))
+        self._scores.num_predictions += 1
+        return prediction
 
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """Learn from a sequence that ended; one never asked about counts only overall, in no bucket."""
         check_observation(actual_length=actual_length, actual_time=actual_time)
-        self._num_updates += 1
+        self._scores.num_updates += 1
         self._all_lengths.add(actual_length)
         if actual_length:
             self._seconds_per_token.add(actual_time / actual_length)
@@ -135,29 +132,14 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         if live.bucket not in self._lengths:
             self._lengths[live.bucket] = Window(self._window)
         self._lengths[live.bucket].add(actual_length)
-        if actual_length >= live.max_length:
-            self._num_cut += 1
-        elif live.predicted_length is not None:
-            error = abs(live.predicted_length - actual_length)
-            self._scored_lengths[actual_length] += 1
-            self._sum_error += error
-            self._num_within += error <= _REL_TOLERANCE * actual_length
-        if self._num_updates % _LOGGED_EVERY == 0:
-            mae_tokens = self.metrics().mae_tokens
-            _logger.debug("%d sequences seen, mean error %.1f tokens", self._num_updates, mae_tokens)
+        self._scores.end(live.predicted_length, actual_length=actual_length, max_length=live.max_length)
+        if self._scores.num_updates % _LOGGED_EVERY == 0:
+            metrics = self.metrics()
+            _logger.debug("%d sequences seen, mean error %s tokens", metrics.num_updates, metrics.mae_tokens)
 
     def metrics(self) -> LifetimeMetrics:
         """Return the errors of the predictions that were made at admission."""
-        num_scored = self._scored_lengths.total()
-        return LifetimeMetrics(
-            num_predictions=self._num_predictions,
-            num_updates=self._num_updates,
-            num_cut=self._num_cut,
-            num_scored=num_scored,
-            mae_tokens=self._sum_error / num_scored if num_scored else None,
-            median_mae_tokens=_mae_of_median(self._scored_lengths) if num_scored else None,
-            within_10_percent=self._num_within / num_scored if num_scored else None,
-        )
+        return self._scores.metrics()
 
     @property
     def num_live_sequences(self) -> int:
@@ -178,16 +160,6 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._live.move_to_end(request.sequence_id)
         if len(self._live) > self._max_sequences:
             self._live.popitem(last=False)
-
-
-def _mae_of_median(lengths: Counter[int]) -> float:
-    """Return the mean absolute error of the best constant, which is a median. O(distinct lengths)."""
-    half, num_seen, median = lengths.total() / 2, 0, 0
-    for length in sorted(lengths):
-        median, num_seen = length, num_seen + lengths[length]
-        if num_seen >= half:
-            break
-    return sum(abs(length - median) * count for length, count in lengths.items()) / lengths.total()
 
 
 def bucket_of(num_tokens: int) -> int:

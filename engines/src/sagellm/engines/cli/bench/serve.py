@@ -49,7 +49,7 @@ def serve(
         return
     settings = load_settings(options)
     from sagellm.engines.bench.chrome_trace import write_chrome_trace
-    from sagellm.engines.bench.plot import plot_result
+    from sagellm.engines.bench.plot import plot_rows
     from sagellm.engines.bench.results import make_result, request_rows, save_result
     from sagellm.engines.bench.serve import run_serve
 
@@ -69,7 +69,8 @@ def serve(
     if save is not None:
         save_result(result, save)
     if plot is not None:
-        plot_result(result, plot)
+        load = settings.trace.name if settings.trace else "made prompts"
+        plot_rows({"": result["requests"]}, plot, title=f"{measured.model}: {load}")
     if chrome_trace is not None:
         write_chrome_trace(chrome_trace, {measured.model: result["requests"]})
 

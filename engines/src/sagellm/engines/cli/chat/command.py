@@ -11,6 +11,7 @@ from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFil
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, params_of, read_options, start_engine, with_model
 from sagellm.engines.cli.sampling_flags import SAMPLING_FLAGS
+from sagellm.engines.cli.streams import as_text
 
 DEFAULT_MAX_TOKENS = 1024
 _NOT_FOR_CHAT = frozenset({"n", "logprobs", "prompt_logprobs"})
@@ -49,5 +50,5 @@ def chat(
     engine.chat_template.check()
     terminal = Terminal()
     terminal.whisper(f"{engine_config.model.name}: /help lists commands, Ctrl-D leaves")
-    params = params_of(engine, sampling)
-    ChatSession(engine, params, Conversation(engine.chat_template, system), terminal).run()
+    conversation = Conversation(engine.chat_template, system and as_text(system))
+    ChatSession(engine, params_of(engine, sampling), conversation, terminal).run()

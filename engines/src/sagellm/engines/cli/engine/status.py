@@ -11,6 +11,7 @@ import typer
 from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics, PrefixCacheMetrics
 from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.running import EngineArgument, EngineName, find_engine
 from sagellm.engines.remote import AdminClient, RunningEngine
 
 _HEAD = ("NAME", "STATE", "MODEL", "URL", "PID", "UPTIME", "RUNNING", "WAITING", "KV USED")
@@ -38,17 +39,20 @@ class EngineStatus:
 
 @app.command()
 def status(
+    name: EngineArgument = None,
     *,
+    engine: EngineName = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for an engine's answer.")
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the engines that run, and how busy they are."""
+    """Show the engines that run, or one, and how busy they are."""
     for dead in RunningEngine.withdraw_dead():
         log = f"; its log is {dead.log}" if dead.log.exists() else ""
         typer.echo(f"{dead.name} (process {dead.pid}) ended unexpectedly{log}", err=True)
-    found = read_all(timeout_s=timeout)
+    engines = RunningEngine.all() if (name, engine) == (None, None) else [find_engine(name, engine)]
+    found = read_all(engines, timeout_s=timeout)
     if as_json:
         print_json({"engines": found})
     elif not found:
@@ -66,9 +70,8 @@ def status(
                 )
 
 
-def read_all(*, timeout_s: float) -> list[EngineStatus]:
-    """Ask all engines at once, so that a hanging one does not delay the others."""
-    engines = RunningEngine.all()
+def read_all(engines: list[RunningEngine], *, timeout_s: float) -> list[EngineStatus]:
+    """Ask the engines at once, so that a hanging one does not delay the others."""
     with ThreadPoolExecutor(max_workers=max(1, min(16, len(engines)))) as pool:
         return list(pool.map(lambda engine: read_status(engine, timeout_s=timeout_s), engines))
 

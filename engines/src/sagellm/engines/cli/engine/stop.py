@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from sagellm.core import ConfigError, EngineError
-from sagellm.engines.cli.names import complete_engine
-from sagellm.engines.cli.running import EngineName
+from sagellm.core import EngineError
+from sagellm.engines.cli.running import EngineArgument, EngineName, find_engine
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.remote import RunningEngine
 
@@ -24,12 +23,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command()
 def stop(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="Which engine; the only one by default.", autocompletion=complete_engine
-        ),
-    ] = None,
+    name: EngineArgument = None,
     *,
     engine: EngineName = None,
     timeout: Annotated[
@@ -38,10 +32,7 @@ def stop(
     force: Annotated[bool, typer.Option("--force", help="Kill it if it has not ended by then.")] = False,
 ) -> None:
     """End an engine: it takes no more requests, finishes what it may, and goes."""
-    if name is not None and engine is not None and name != engine:
-        raise ConfigError(f"two engines are named, {name!r} and {engine!r}; stop one at a time")
-    running = RunningEngine.find(name or engine)
-    typer.echo(end(running, timeout_s=timeout, force=force))
+    typer.echo(end(find_engine(name, engine), timeout_s=timeout, force=force))
 
 
 def end(engine: RunningEngine, *, timeout_s: float, force: bool) -> str:

@@ -83,7 +83,7 @@ def _failure(error: BaseException) -> Failure:
 def _limit_memory(num_bytes: int) -> None:
     """Limit the growth of this process's address space; larger allocations fail."""
     with suppress(OSError, ValueError):  # no /proc, or a lower limit exists
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 

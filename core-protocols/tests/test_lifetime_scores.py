@@ -1,0 +1,72 @@
+"""Predictions are scored alike, whoever made them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sagellm.core import (
+    LifetimeMetrics,
+    LifetimePrediction,
+    LifetimeScores,
+    PredictionRequest,
+    lifetime_mae,
+    median_mae,
+    predicted_length,
+    within_10_percent,
+    within_10_percent_or_5_tokens,
+)
+
+PREDICTED = [100.0, 52.0, 40.0, 7.0, 300.0, 12.5]
+ACTUAL = [110, 50, 44, 10, 200, 12]
+
+
+def asked(*, current_length: int = 0, max_length: int = 1000) -> PredictionRequest:
+    return PredictionRequest(
+        sequence_id="a", token_ids=[1, 2], current_length=current_length, max_length=max_length
+    )
+
+
+def prediction(remaining: float, confidence: float = 0.5) -> LifetimePrediction:
+    return LifetimePrediction(remaining_length=remaining, estimated_time=0.0, confidence=confidence)
+
+
+def test_the_errors_are_those_that_the_metrics_define() -> None:
+    scores = LifetimeScores()
+    for guess, length in zip(PREDICTED, ACTUAL, strict=True):
+        scores.end(guess, actual_length=length, max_length=1000)
+    metrics = scores.metrics()
+    assert metrics.num_scored == 6
+    assert metrics.mae_tokens == pytest.approx(lifetime_mae(PREDICTED, ACTUAL))
+    assert metrics.median_mae_tokens == pytest.approx(median_mae(ACTUAL))
+    assert metrics.within_10_percent == within_10_percent(PREDICTED, ACTUAL)
+    assert metrics.within_10_percent_or_5_tokens == within_10_percent_or_5_tokens(PREDICTED, ACTUAL)
+    assert metrics.within_10_percent < metrics.within_10_percent_or_5_tokens < 1
+
+
+def test_a_sequence_that_its_limit_cut_counts_apart() -> None:
+    scores = LifetimeScores()
+    scores.end(5.0, actual_length=10, max_length=10)
+    scores.end(5.0, actual_length=9, max_length=10)
+    metrics = scores.metrics()
+    assert (metrics.num_cut, metrics.num_scored, metrics.mae_tokens) == (1, 1, 4)
+
+
+def test_without_a_prediction_nothing_is_scored() -> None:
+    scores = LifetimeScores()
+    scores.end(None, actual_length=9, max_length=10)
+    assert scores.metrics() == LifetimeMetrics(num_predictions=0, num_updates=0)
+
+
+@pytest.mark.parametrize("remaining", [math.nan, math.inf, -1.0])
+def test_what_is_no_number_of_tokens_is_not_scored(remaining: float) -> None:
+    assert predicted_length(asked(), prediction(remaining)) is None
+
+
+def test_the_whole_limit_without_confidence_says_that_nothing_is_known() -> None:
+    assert predicted_length(asked(), prediction(1000, 0.0)) is None
+    assert predicted_length(asked(), prediction(1000, 0.1)) == 1000
+    assert predicted_length(asked(), prediction(999, 0.0)) == 999
+    assert predicted_length(asked(current_length=40), prediction(60)) == 100
+    assert predicted_length(asked(current_length=40), prediction(960, 0.0)) is None
