@@ -1,14 +1,14 @@
 """The pytest plugin of sageLLM's tests: what their marks mean, and which of them run only if asked for.
 
-pytest loads it wherever sagellm-core-protocols is installed; `-p no:sagellm_pytest` turns it off. So it is not
-part of the package `sagellm`, whose lines coverage must see from the first import on, and beyond registering
-the marks it leaves all tests alone but two kinds: those that a class of the conformance kit
+pytest loads it wherever sagellm-core-protocols is installed; `-p no:sagellm_pytest` turns it off. It is not a
+part of the package `sagellm`, whose lines coverage must see from the first import on. It registers the marks,
+and beyond that it touches two kinds of tests only: those that a class of the conformance kit
 (`sagellm.core.testing`) brings, and those whose nearest pyproject.toml names marks to deselect:
 
     [tool.sagellm.pytest]
     deselect = ["full", "matrix", "cuda"]
 
-Of these, tests with such a mark (of the kit, `full`) do not run unless `-m` is given, which then decides alone.
+Of these, tests with such a mark (of the kit, `full`) run only if `-m` is given, which then decides alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _trace_repeated_lines_once([item for item in items if item in ours])
     alone = {item for item in ours if _is_alone(item)}
     items.sort(key=alone.__contains__)
-    if alone and hasattr(config, "workerinput"):  # of pytest-xdist, whose workers share the folder above theirs
+    if alone and hasattr(config, "workerinput"):  # workers of pytest-xdist share the folder above theirs
         factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
         config.stash[_TURN] = factory.getbasetemp().parent / "turn"
 
