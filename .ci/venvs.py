@@ -17,7 +17,6 @@ MEMBERS: list[str] = [
 ]
 META = "meta-package"
 """The folder of the distribution `sagellm`, which has the short names."""
-QUICK = "not full and not matrix and not cuda"
 WORKERS = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
 """One more than there are CPUs: many tests wait for a process."""
 
@@ -47,8 +46,8 @@ class Environment:
         run([self.python, *arguments], cwd=self.work)
 
     def pytest(self, *arguments: str, cwd: Path | None = None) -> None:
-        """Run the quick tests that the arguments name, on `WORKERS`."""
-        options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-m", QUICK, *WORKERS]
+        """Run the tests that the arguments name on `WORKERS`, otherwise as bare `pytest` would."""
+        options = ["-q", "--strict-markers", "-p", "no:cacheprovider", *WORKERS]
         run([self.python, "-m", "pytest", *options, *arguments], cwd=cwd or self.work)
 
 

@@ -96,7 +96,7 @@ def check(folder: str, scratch: Path, constraints: Path, wheels: dict[str, Path]
     tools = [tool for tool in test_requirements(alone) if not tool.startswith("sagellm-")]
     pins = str(ROOT / "constraints.txt")
     environment.pip("install", "-q", "-c", pins, kit, "pytest-timeout", "pytest-xdist", *tools)
-    environment.pytest("tests", cwd=alone)
+    environment.pytest(cwd=alone)
     watch.lap(f"{folder}: its tests from its folder alone")
     shutil.rmtree(environment.folder)
 

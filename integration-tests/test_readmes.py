@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -70,6 +71,39 @@ def test_a_package_says_what_it_is_what_it_needs_and_shows_it(package):
     assert re.search(r"\bneeds\b", text, re.IGNORECASE), "does not say what it needs"
     assert "SAGELLM_API" in text, "does not say for which protocol version it was written"
     assert len(text.splitlines()) <= 100, "more than one screen"
+
+
+def needed_folders(package: str) -> set[str]:
+    """Return the folders of all packages of ours that one depends on."""
+    project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+    found = re.findall(r"sagellm-([a-z-]+)", " ".join(project["dependencies"]))
+    return set(found).union(*map(needed_folders, found))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_installed_with_what_it_depends_on_from_its_folder_as_its_readme_says(package):
+    text = (ROOT / package / "README.md").read_text()
+    (line,) = re.findall(r"`pip install ([^`]*)`\s+installs", text)
+    arguments = shlex.split(line)
+    folders = [(ROOT / package / each.partition("[")[0]).resolve() for each in arguments]
+    assert {folder.relative_to(ROOT).name for folder in folders} == {package, *needed_folders(package)}
+    assert any("core-protocols[testing]" in each or each == ".[testing]" for each in arguments)
+
+
+@pytest.mark.full  # pip asks hatchling about nine folders
+@pytest.mark.parametrize("package", PACKAGES)
+def test_pip_takes_the_line_with_which_a_package_is_installed(package):
+    text = (ROOT / package / "README.md").read_text()
+    (line,) = re.findall(r"`pip install ([^`]*)`\s+installs", text)
+    options = ["--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, *shlex.split(line)],
+        cwd=ROOT / package,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("target", re.findall(r"\| `(sagellm[\w.]+:\w+)` \|", ARCHITECTURE))

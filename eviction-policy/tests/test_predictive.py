@@ -16,7 +16,7 @@ from sagellm.core import (
     PredictionRequest,
 )
 from sagellm.core.testing import RankingEvictionPolicyContract
-from sagellm.kvmgr.eviction import PredictiveEvictionPolicy
+from sagellm.kvmgr.eviction import PredictiveEvictionPolicy, predictive
 
 SECOND = 1_000_000_000
 HORIZON_S = 100
@@ -249,3 +249,20 @@ def test_options_out_of_range_are_refused():
 def test_the_name_of_a_predictor_is_refused_at_once():
     with pytest.raises(ConfigError, match=r"lifetime_predictor is 'statistical'; .*by name: PluginRegistry"):
         PredictiveEvictionPolicy(lifetime_predictor="statistical")
+
+
+@pytest.mark.parametrize(("confidence", "ending"), [(0.9, "that none is expected"), (0.5, "by last use")])
+def test_the_log_says_who_is_asked_and_now_and_then_whether_the_answers_count(
+    caplog, monkeypatch, confidence, ending
+):
+    monkeypatch.setattr(predictive, "_LOGGED_EVERY", 20)
+    caplog.set_level("DEBUG", "sagellm.kvmgr.eviction")
+    cache = Cache({1: 1000.0, 2: 20.0})
+    cache.predictor.confidence = confidence
+    (message,) = caplog.messages
+    assert message.startswith(f"eviction asks ByHistory when conversations return within {HORIZON_S} s;")
+    for number in range(10):
+        cache.go_on(100 * number + 5, cache.insert(100 * number))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith(ending)
+    assert caplog.records[1].levelname == ("DEBUG" if confidence > 0.8 else "INFO")

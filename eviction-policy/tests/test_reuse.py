@@ -367,7 +367,8 @@ def play(duel: Duel, room: float, start_s: float, num_turns: int, *, is_right: b
             duel.hit(duel.path(former, 10), 10, room, now_s)
 
 
-def test_the_learnt_order_is_used_while_it_saves_more_and_no_longer():
+def test_the_learnt_order_is_used_while_it_saves_more_and_no_longer(caplog):
+    caplog.set_level("INFO", "sagellm.kvmgr.eviction")
     duel = Duel(ByChance(), lambda: False)
     assert not duel.is_won, "what is not known to be better is not used"
     play(duel, 150.0, 0.0, 300, is_right=True)
@@ -376,6 +377,9 @@ def test_the_learnt_order_is_used_while_it_saves_more_and_no_longer():
     assert reuse > 1.5 * lru
     play(duel, 600.0, 300.0, 900, is_right=False)
     assert not duel.is_won, "where the latest come back first, and the model says the opposite"
+    assert len(caplog.messages) == duel.details()["num_switches"], "each switch is logged"
+    assert caplog.messages[0].startswith("eviction goes by the learnt order from now on: ")
+    assert caplog.messages[-1].startswith("eviction goes by last use from now on: ")
 
 
 def test_a_shadow_that_evicts_by_last_use_is_an_lru_cache():

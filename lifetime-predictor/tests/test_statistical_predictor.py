@@ -230,3 +230,31 @@ def test_buckets_are_quarters_of_octaves() -> None:
 def test_an_option_that_is_no_count_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value!r}"):
         StatisticalLifetimePredictor(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_log_says_when_predictions_are_worse_than_the_median_and_when_no_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "sagellm.kvmgr.lifetime")
+    predictor = StatisticalLifetimePredictor(window=4, min_observations=1)
+    assert caplog.messages.pop().startswith("output lengths are predicted from the last 4")
+    caplog.clear()
+    teach(predictor, 10, [10, 200] * 500)  # what came last says the opposite of what comes next
+    (message,) = caplog.messages
+    assert message.startswith("1000 sequences have ended; the mean error of predictions is ")
+    assert message.endswith("output lengths do not follow prompt lengths here")
+    caplog.clear()
+    teach(predictor, 10, [10, 200] * 500)
+    assert not caplog.messages, "what was said is not said again"
+    teach(predictor, 10, [1000] * 4000)
+    assert ["not above" in message for message in caplog.messages] == [True]
+
+
+def test_the_log_says_once_that_sequences_are_taken_for_aborted(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = StatisticalLifetimePredictor(max_sequences=2)
+    caplog.set_level("INFO", "sagellm.kvmgr.lifetime")
+    for number in range(5):
+        ask(predictor, f"never-ending-{number}", 10)
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "more than 2 sequences have not ended"
+    ]

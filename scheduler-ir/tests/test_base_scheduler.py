@@ -318,3 +318,24 @@ def test_the_random_loads_preempt_and_meet_failed_allocations() -> None:
     assert sum(simulation.num_steps for simulation in simulations) > 10_000
     assert sum(simulation.num_preempted for simulation in simulations) > 100
     assert sum(simulation.num_dropped_plans for simulation in simulations) > 0
+
+
+def test_the_log_says_what_a_step_may_have_which_passes_changed_and_who_was_preempted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "sagellm.kvmgr.scheduler_ir")
+    scheduler = BaseSchedulerIR(64, 4, 16, step_target_ms=20)
+    assert caplog.messages == [
+        "a step has at most 64 tokens of at most 4 requests, in blocks of 16 tokens, and should take 20 ms"
+    ]
+    scheduler.set_passes([NullSchedulerPass()])
+    scheduler.set_passes([NullSchedulerPass()])
+    assert [message for message in caplog.messages if "change" in message] == [
+        "scheduler passes change: 0 stay and keep their state, 1 are new, 0 are gone",
+        "scheduler passes change: 1 stay and keep their state, 0 are new, 0 are gone",
+    ]
+    caplog.clear()
+    plan(scheduler, running=[decode("a"), decode("b")])
+    assert not caplog.messages, "a step without such an event is not logged"
+    plan(scheduler, running=[decode("a", 32), decode("b", 32)], available=0)
+    assert caplog.messages == ["step 1 preempts 1 requests"]

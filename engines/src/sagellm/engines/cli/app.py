@@ -31,6 +31,7 @@ class LLMGroup(LazyGroup):
         "generate": Entry(f"{_HERE}.generate:app", "Answer prompts, or continue them."),
         "chat": Entry(f"{_HERE}.chat.command:app", "Chat with a model."),
         "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
+        "verify": Entry(f"{_HERE}.verify:app", "Compare a model's greedy tokens with transformers'."),
         "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
         "benchmark": Entry(f"{_HERE}.benchmark:app", "Send a named load to an engine and to peers."),
         "simulate": Entry(f"{_HERE}.simulate:app", "Simulate serving a trace, or its prefix cache."),

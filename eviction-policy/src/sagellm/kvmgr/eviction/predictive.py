@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from sagellm.core.checks import require_object
 from sagellm.core.errors import ConfigError
 from sagellm.core.ids import NodeId, SequenceId
+from sagellm.core.logging import get_logger
 from sagellm.core.node_ranking import RankingKey
 from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate, EvictionMetrics
 from sagellm.core.protocols.lifetime import (
@@ -21,8 +23,13 @@ from sagellm.core.protocols.lifetime import (
 )
 from sagellm.kvmgr.eviction.ranked import RankedEvictionPolicy
 
+_logger = get_logger(__name__)
+
 _FIRST_AGE_S = 16.0
 """The predictor is asked again at this age of a turn, and then each time the age has doubled."""
+
+_LOGGED_EVERY = 10_000
+"""Predictions between two records of the log."""
 
 _MAX_CALLS = 4
 """Due calls of the predictor per call of the policy, at most."""
@@ -121,6 +128,12 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
         self._to_ask: list[_Due] = []  # a heap
         self._now_s = 0.0
         self._num_chats = self._num_asked = self._num_known = self._num_not_expected = 0
+        _logger.info(
+            "eviction asks %s when conversations return within %d s; answers count from confidence %g on",
+            type(self.lifetime_predictor).__name__,
+            horizon_s,
+            min_confidence,
+        )
 
     def on_insert(self, node: CachedNode) -> None:
         """Find the conversation that this node continues, or begin one."""
@@ -275,6 +288,18 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
                 self._ask_later(due.chat, self._now_s)
                 self._ranking.add(leaf)
 
+    def _report(self) -> None:
+        num_trusted = self._num_known + self._num_not_expected
+        _logger.log(
+            logging.DEBUG if num_trusted else logging.INFO,
+            "of %d predictions of returns %d were confident enough: %d say when, %d that none is expected%s",
+            self._num_asked,
+            num_trusted,
+            self._num_known,
+            self._num_not_expected,
+            "" if num_trusted else "; so far eviction goes by last use",
+        )
+
     def _ask(self, chat: _Chat) -> None:
         """Predict when a conversation comes back."""
         chat.asked_s = now_s = self._now_s
@@ -283,6 +308,8 @@ class PredictiveEvictionPolicy(RankedEvictionPolicy):
             chat.return_s = math.inf
             return
         self._num_asked += 1
+        if self._num_asked % _LOGGED_EVERY == 0:
+            self._report()
         asked = PredictionRequest(
             sequence_id=chat.name,
             token_ids=chat.history,

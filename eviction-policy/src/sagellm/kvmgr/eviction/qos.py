@@ -85,6 +85,12 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._added: CachedNode | None = None  # the last candidate: its prefix may be growing
         self._named: CachedNode | None = None  # the last victim: it may have given up its end
         self._metrics = EvictionMetrics()
+        _logger.info(
+            "tenants share the cache by weight: %d have one of their own, others %g; within a tenant %s",
+            len(self._weights),
+            default_weight,
+            within,
+        )
 
     def on_insert(self, node: CachedNode) -> None:
         """Count its blocks for its tenant."""

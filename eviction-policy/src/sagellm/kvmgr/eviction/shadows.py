@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+from sagellm.core.logging import get_logger
 from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Index, Place, ReturnRanking
+
+_logger = get_logger(__name__)
 
 LRU, REUSE = 0, 1
 """The two caches that are compared."""
@@ -264,8 +267,17 @@ class Duel:
         self._variance = self._variance * kept + difference * difference
         least = 0.0 if self.is_won else _ERRORS_AHEAD * math.sqrt(self._variance)
         is_won = self._lead > least
-        self._num_switches += is_won != self.is_won
-        self.is_won = is_won
+        if is_won != self.is_won:
+            self.is_won = is_won
+            self._num_switches += 1
+            _logger.info(
+                "eviction goes by %s from now on: the learnt order is %+.0f blocks ahead, with a standard "
+                "error of %.0f (switch %d)",
+                "the learnt order" if is_won else "last use",
+                self._lead,
+                math.sqrt(self._variance),
+                self._num_switches,
+            )
 
     def details(self) -> dict[str, float]:
         """Return how much the shadows saved, and which of them is followed."""

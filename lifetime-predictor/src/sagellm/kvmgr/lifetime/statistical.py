@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
@@ -99,6 +100,13 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._seconds_per_token = Window(window)
         self._live: OrderedDict[str, _Live] = OrderedDict()  # least recently asked about first
         self._scores = LifetimeScores()
+        self._is_worse_than_median = False
+        self._has_forgotten = False
+        _logger.info(
+            "output lengths are predicted from the last %d of similar prompts, once %d are known",
+            window,
+            min_observations,
+        )
 
     def predict(self, request: PredictionRequest) -> LifetimePrediction:
         """Predict what remains; the limit with confidence 0 if nothing is known."""
@@ -134,8 +142,7 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._lengths[live.bucket].add(actual_length)
         self._scores.end(live.predicted_length, actual_length=actual_length, max_length=live.max_length)
         if self._scores.num_updates % _LOGGED_EVERY == 0:
-            metrics = self.metrics()
-            _logger.debug("%d sequences seen, mean error %s tokens", metrics.num_updates, metrics.mae_tokens)
+            self._report()
 
     def metrics(self) -> LifetimeMetrics:
         """Return the errors of the predictions that were made at admission."""
@@ -153,6 +160,25 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
             return own
         return self._all_lengths if self._all_lengths.count_above(current) else None
 
+    def _report(self) -> None:
+        """Log the error, and when predictions become or cease to be worse than always the same one."""
+        found = self.metrics()
+        if found.mae_tokens is None or found.median_mae_tokens is None:
+            _logger.info("%d sequences have ended, and none had a prediction to score", self._scores.num_updates)
+            return
+        is_worse = found.mae_tokens > found.median_mae_tokens
+        _logger.log(
+            logging.DEBUG if is_worse == self._is_worse_than_median else logging.INFO,
+            "%d sequences have ended; the mean error of predictions is %.1f tokens, %s the %.1f of always "
+            "predicting the median%s",
+            self._scores.num_updates,
+            found.mae_tokens,
+            "above" if is_worse else "not above",
+            found.median_mae_tokens,
+            ": output lengths do not follow prompt lengths here" if is_worse else "",
+        )
+        self._is_worse_than_median = is_worse
+
     def _remember(self, request: PredictionRequest, live: _Live) -> None:
         # A later question about a running sequence leaves the prediction made at admission in place.
         if request.current_length == 0 or request.sequence_id not in self._live:
@@ -160,6 +186,12 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._live.move_to_end(request.sequence_id)
         if len(self._live) > self._max_sequences:
             self._live.popitem(last=False)
+            if not self._has_forgotten:
+                self._has_forgotten = True
+                _logger.info(
+                    "more than %d sequences have not ended: those asked about longest ago count as aborted",
+                    self._max_sequences,
+                )
 
 
 def bucket_of(num_tokens: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sagellm.core.errors import ConfigError, InvalidInputError
+from sagellm.core.logging import get_logger
 from sagellm.core.protocols.request_rows import Probe, RequestRows, ScheduleRequest
 from sagellm.core.protocols.scheduler_ir import (
     PassWatcher,
@@ -20,6 +21,8 @@ from sagellm.core.step_cost import StepCost
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, apply_pass
 from sagellm.kvmgr.scheduler_ir.step import Step
+
+_logger = get_logger(__name__)
 
 
 class BaseSchedulerIR(SchedulerIRProtocol):
@@ -69,6 +72,13 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         )
         self.pipeline = PassPipeline(self._clock)
         self._metrics = SchedulerMetrics()
+        _logger.info(
+            "a step has at most %d tokens of at most %d requests, in blocks of %d tokens%s",
+            max_num_batched_tokens,
+            max_num_seqs,
+            block_size,
+            "" if step_target_ms is None else f", and should take {step_target_ms:g} ms",
+        )
 
     def add_optimization_pass(self, optimization_pass: SchedulerPassProtocol) -> None:
         """Append a pass to the pipeline, with a new state. Raises ConfigError for any other object."""
@@ -137,6 +147,8 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         metrics.num_admitted += plan.num_admitted
         metrics.num_preempted += len(plan.preempted)
         metrics.num_idle_steps += not num_tokens
+        if num_preempted := len(plan.preempted):
+            _logger.debug("step %d preempts %d requests", metrics.num_steps - 1, num_preempted)
 
 
 def _at_least_one(key: str, value: int) -> None:

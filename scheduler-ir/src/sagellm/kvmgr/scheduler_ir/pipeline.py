@@ -70,6 +70,13 @@ class PassPipeline:
                 pipeline.add(each)
             else:
                 pipeline._append(entries.pop(place))
+        num_kept = len(self._entries) - len(entries)
+        _logger.info(
+            "scheduler passes change: %d stay and keep their state, %d are new, %d are gone",
+            num_kept,
+            len(pipeline) - num_kept,
+            len(entries),
+        )
         return pipeline
 
     def _append(self, entry: _Entry) -> None:

@@ -1,0 +1,1 @@
+"""Compares an engine's greedy tokens with those that transformers' own code of the model would take."""
