@@ -26,7 +26,8 @@ _TURN = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the workers of one run share a lock file."""
+    """Let the workers of one run share a lock file, and keep measurements out of the user's cache."""
+    os.environ.setdefault("SAGELLM_RATES_FILE", "off")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     if worker:
         config.stash[_TURN] = Path(worker["turn"])
