@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TypeGuard
@@ -47,7 +47,7 @@ def rates_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def machine_key(environ: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Name what a rate depends on: CPU, number of cores, versions, and variables that limit instructions."""
-    software = (f"{name} {version(name)}" for name in ("torch", "sagellm-accel"))
+    software = (f"{name} {_version(name)}" for name in ("torch", "sagellm-accel"))
     limits = (f"{name}={environ[name]}" for name in _LIMITING_VARIABLES if environ.get(name))
     flags = blake2b(" ".join(sorted(cpu_flags(cpuinfo))).encode(), digest_size=8).hexdigest()
     return "; ".join((f"{_cpu_model(cpuinfo)} {flags}", f"{os.cpu_count()} CPUs", *software, *limits))
@@ -104,6 +104,13 @@ def _cpu_model(cpuinfo: Path) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:  # of a source tree that is not installed
+        return "unknown"
 
 
 def _are_rates(found: object) -> TypeGuard[Rates]:
