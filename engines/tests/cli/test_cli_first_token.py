@@ -32,8 +32,9 @@ class Output(io.TextIOWrapper):
 
 sys.stdout = Output(sys.stdout.buffer, encoding="utf-8")
 from sagellm.engines.cli import main_llm
+arguments = ["generate", "What is a KV cache?", "--max-tokens", "4", "--model", "embedded", "--device", "cpu"]
 try:
-    main_llm(["generate", "What is a KV cache?", "--max-tokens", "4", "--model", "embedded", "--device", "cpu"])
+    main_llm(arguments)
 finally:
     print("\\n" + json.dumps(Output.loaded))
 """
